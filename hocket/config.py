@@ -1,0 +1,105 @@
+"""Every setting there is, as frozen dataclasses. A run is one `Config`; a recipe is a function that returns one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Switch = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a decoder transformer. All widths are in elements."""
+
+    vocab: int = 256
+    """Number of tokens."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of transformer layers."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; divides `heads`."""
+    head_dim: int = 32
+    """Width of one head."""
+    ffn: int = 384
+    """Width of a dense layer's MLP."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have a dense MLP; all others are MoE layers. Ignored if experts is 0."""
+    experts: int = 0
+    """Routed experts per MoE layer; 0 makes every layer dense."""
+    top_k: int = 2
+    """Experts per token."""
+    expert_ffn: int = 128
+    """Width of one routed expert."""
+    shared_ffn: int = 0
+    """Width of the shared expert; 0 means none."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize_top_k: bool = True
+    """Divide the chosen scores by their sum."""
+    route_scale: float = 1.0
+    """Factor on the routing weights."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss."""
+    bias_rate: float = 0.0
+    """Step of the bias that balances the load without a loss; 0 means no bias."""
+    tied: bool = False
+    """The head uses the embedding's weights. Needs pp = 1."""
+    qk_norm: bool = False
+    """RMSNorm on each head's queries and keys."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
+        """The kind of every layer."""
+        dense = set(self.dense_layers) if self.experts else set(range(self.layers))
+        return tuple("dense" if i in dense else "moe" for i in range(self.layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How ranks are arranged. world = pp * dp, and ep divides dp."""
+
+    pp: int = 1
+    """Pipeline ranks."""
+    dp: int = 1
+    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them."""
+    ep: int = 1
+    """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How one optimizer step is ordered."""
+
+    order: Literal["auto", "sequential", "1f1b", "interleaved"] = "auto"
+    """Order of microbatches over pipeline ranks; auto picks sequential, 1f1b or interleaved from pp and chunks."""
+    chunks: int = 1
+    """Virtual pipeline stages per rank."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Layers of every virtual stage; empty splits evenly."""
+    merge: Switch = "auto"
+    """Merge the forward of one microbatch with the backward of another, layer by layer."""
+    group: int = 0
+    """Microbatches per group of the interleaved order; 0 means pp."""
+    stride: Literal[2, 3] = 2
+    """Warm-up steps by which neighbouring ranks of the merged interleaved order differ."""
+    layer_order: Literal["literature", "early_release", "wgrad_last"] = "literature"
+    """Order of parts inside one merged layer step."""
+    defer_wgrad: Switch = "auto"
+    """Run weight gradients as ops of their own, where the layer order puts them."""
+    p2p_defer_layers: int = 1
+    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all."""
+    p2p_defer_parts: Literal["attn", "all"] = "attn"
+    """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
+    strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What is sharded: optimizer state and gradients, or the weights too."""
+    prefetch: int = 2
+    """Layer passes by which a gather runs ahead of its reader."""

@@ -1,0 +1,193 @@
+"""The vocabulary of a plan: what a training step is made of, and how it is laid out over ranks.
+
+A step is a `Program`: for each pipeline rank, a list of `Op`. The order of the list is the order in
+which the host issues the ops; the ops of one lane run in that order. Everything else in `plan/` is a
+function over this value. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "reduce", "step"]
+"""fwd, bwd (input gradients), wgrad (weight gradients), pipeline send and recv, gather and release of a
+unit's weights, reduce of a unit's gradients, and the optimizer step."""
+
+Part = Literal[
+    "embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head",
+    "act", "grad",
+    "dense",
+    "all",
+]  # fmt: skip
+"""What an op works on. Parts of the model (first row); what a send or recv carries: a chunk's output
+activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step."""
+
+Lane = Literal["compute", "a2a", "pp_fwd", "pp_bwd", "gather", "reduce"]
+"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue."""
+
+LANES: tuple[Lane, ...] = ("compute", "a2a", "pp_fwd", "pp_bwd", "gather", "reduce")
+
+Unit = Literal["embed", "dense", "experts", "head"]
+"""A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""
+
+UNITS: tuple[Unit, ...] = ("embed", "dense", "experts", "head")
+
+UNIT_OF: Mapping[str, Unit] = {
+    "embed": "embed", "attn": "dense", "mlp": "dense", "experts": "experts", "head": "head",
+}  # fmt: skip
+"""The unit that holds the weights of a part. Parts that are missing here own no weights."""
+
+Key = tuple[str, str, int, int, int]
+"""(verb, part, microbatch, chunk, layer): names an op uniquely within one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of one rank.
+
+    `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the
+    layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
+    same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
+    has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad or
+    reduce; -1 means none.
+    """
+
+    verb: Verb
+    part: Part
+    microbatch: int = -1
+    chunk: int = -1
+    layer: int = -1
+    lane: Lane = "compute"
+    slot: int = -1
+    deps: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return (self.verb, self.part, self.microbatch, self.chunk, self.layer)
+
+    def __str__(self) -> str:
+        """Short name, for example `bwd attn m3 c1 l5` or `gather experts t0 c1 l5 s2`."""
+        count = "t" if self.verb in ("gather", "release") else "m"
+        fields = [
+            (count, self.microbatch),
+            ("c", self.chunk),
+            ("l", self.layer),
+            ("s", self.slot),
+        ]
+        return " ".join([self.verb, self.part, *(f"{name}{value}" for name, value in fields if value >= 0)])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
+
+    `kinds[i]` is the kind of layer i, `dense` or `moe`. Virtual stage s holds the layers
+    `range(bounds[s], bounds[s + 1])` and is chunk `s // pp` of pipeline rank `s % pp`; there are
+    `pp * chunks` of them. With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no
+    combine.
+    """
+
+    kinds: tuple[Literal["dense", "moe"], ...]
+    pp: int = 1
+    chunks: int = 1
+    ep: int = 1
+    bounds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.pp < 1 or self.chunks < 1 or self.ep < 1:
+            raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
+        if any(kind not in ("dense", "moe") for kind in self.kinds):
+            raise ValueError(f"layer kinds must be 'dense' or 'moe', got {sorted(set(self.kinds))}")
+        if not self.bounds:
+            object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
+        b = self.bounds
+        if len(b) != self.stages + 1 or b[0] != 0 or b[-1] != len(self.kinds):
+            raise ValueError(
+                f"bounds must be {self.stages + 1} numbers from 0 to {len(self.kinds)} "
+                f"(pp={self.pp} x chunks={self.chunks} stages, {len(self.kinds)} layers), got {b}"
+            )
+        if any(hi <= lo for lo, hi in zip(b, b[1:], strict=False)):
+            raise ValueError(f"every virtual stage needs at least one layer, got bounds {b}")
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        return chunk * self.pp + rank
+
+    def layers(self, rank: int, chunk: int) -> range:
+        """The layers of one chunk of one pipeline rank."""
+        s = self.stage(rank, chunk)
+        return range(self.bounds[s], self.bounds[s + 1])
+
+    def is_first(self, rank: int, chunk: int) -> bool:
+        return rank == 0 and chunk == 0
+
+    def is_last(self, rank: int, chunk: int) -> bool:
+        return rank == self.pp - 1 and chunk == self.chunks - 1
+
+    def forward_parts(self, layer: int) -> tuple[Part, ...]:
+        """The parts of a layer in forward order."""
+        if self.kinds[layer] == "dense":
+            return ("attn", "mlp")
+        if self.ep == 1:
+            return ("attn", "experts", "unpermute")
+        return ("attn", "dispatch", "experts", "combine", "unpermute")
+
+    def weighted_parts(self, layer: int) -> tuple[Part, ...]:
+        """The parts of a layer that own weights, in forward order."""
+        return ("attn", "mlp") if self.kinds[layer] == "dense" else ("attn", "experts")
+
+    def peer(self, op: Op, rank: int) -> tuple[int, Key]:
+        """(pipeline rank, key) of the op that a send or recv of `rank` is matched with."""
+        forward = (op.part == "act") == (op.verb == "send")
+        other, chunk = rank + (1 if forward else -1), op.chunk
+        if other == self.pp:
+            other, chunk = 0, chunk + 1
+        elif other < 0:
+            other, chunk = self.pp - 1, chunk - 1
+        verb = "recv" if op.verb == "send" else "send"
+        return other, (verb, op.part, op.microbatch, chunk, -1)
+
+
+def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven."""
+    if layers < stages:
+        raise ValueError(
+            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks): use fewer stages or chunks"
+        )
+    share, extra = divmod(layers, stages)
+    return tuple(s * share + min(s, extra) for s in range(stages + 1))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One optimizer step of every pipeline rank.
+
+    All data-parallel and expert-parallel ranks of a pipeline stage run the same list. `weight_slots` and
+    `grad_slots` give the number of slots each class of units has on every rank; a class that is missing in
+    `weight_slots` is never gathered (its group has one member, so each rank holds its weights whole).
+    `in_flight` is the largest number of chunk activations each rank may hold at once. `notes` are remarks
+    for the user, such as "nothing is merged".
+    """
+
+    layout: Layout
+    microbatches: int
+    ranks: tuple[tuple[Op, ...], ...]
+    weight_slots: Mapping[str, int] = field(default_factory=dict)
+    grad_slots: Mapping[str, int] = field(default_factory=dict)
+    in_flight: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, int, Op]]:
+        """(rank, position, op) of every op."""
+        for rank, ops in enumerate(self.ranks):
+            for position, op in enumerate(ops):
+                yield rank, position, op
+
+    def __len__(self) -> int:
+        return sum(len(ops) for ops in self.ranks)

@@ -1,0 +1,126 @@
+"""Which values an op reads: the meaning of a plan, in one table.
+
+Every op produces at most one value, named by the op's key. `reads` lists the values an op looks up or
+still uses; `follows` lists the ops of its own part that must have run before it because it continues
+their saved state. The lowering turns both into `deps`, the checker proves that they hold, the dry run
+and the executor act on them.
+
+Note: [Values of communication lanes live longer]
+A tensor belongs to the lane on which it was allocated. A tensor of the compute lane that only compute ops
+use may be dropped at any time: the lane's own order protects it. A received tensor belongs to a
+communication lane, which could reuse its memory while the compute lane still reads it. So an op that
+keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too
+(`_received`). Who else aliases a received tensor: the residual addition hands the gradient of a layer's
+output on unchanged, so the last layer of a chunk keeps the received gradient until its shared expert's or
+dense MLP's weight gradients are done.
+"""
+
+from __future__ import annotations
+
+from hocket.plan.ops import Key, Layout, Op
+
+
+def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
+    """The op whose value is the input of a layer. For the layer after the last one: the chunk's output."""
+    layers = layout.layers(rank, chunk)
+    if layer > layers.start:
+        last = "mlp" if layout.kinds[layer - 1] == "dense" else "unpermute"
+        return ("fwd", last, m, chunk, layer - 1)
+    if layout.is_first(rank, chunk):
+        return ("fwd", "embed", m, chunk, -1)
+    return ("recv", "act", m, chunk, -1)
+
+
+def chunk_output(layout: Layout, rank: int, m: int, chunk: int) -> Key:
+    return layer_input(layout, rank, m, chunk, layout.layers(rank, chunk).stop)
+
+
+def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
+    """The op whose value is the gradient of a layer's output."""
+    if layer < layout.layers(rank, chunk).stop - 1:
+        return ("bwd", "attn", m, chunk, layer + 1)
+    if layout.is_last(rank, chunk):
+        return ("bwd", "head", m, chunk, -1)
+    return ("recv", "grad", m, chunk, -1)
+
+
+def _received(*keys: Key) -> list[Key]:
+    return [key for key in keys if key[0] == "recv"]
+
+
+def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """Keys of the ops whose values `op` uses. See Note: [Values of communication lanes live longer]."""
+    m, c, layer, part = op.microbatch, op.chunk, op.layer, op.part
+    if op.verb == "fwd":
+        return _forward_reads(op, layout, rank)
+    if op.verb == "send":
+        if part == "act":
+            return [chunk_output(layout, rank, m, c)]
+        return [("bwd", "attn", m, c, layout.layers(rank, c).start)]
+    if op.verb == "bwd":
+        return _backward_reads(op, layout, rank)
+    if op.verb == "wgrad" and layer >= 0:
+        if part == "mlp" or (part == "attn" and layout.kinds[layer] == "moe"):
+            return _received(output_grad(layout, rank, m, c, layer))
+    return []
+
+
+def _forward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    m, c, layer = op.microbatch, op.chunk, op.layer
+
+    def fwd(part: str) -> Key:
+        return ("fwd", part, m, c, layer)
+
+    local = layout.ep == 1
+    match op.part:
+        case "attn":
+            return [layer_input(layout, rank, m, c, layer)]
+        case "dispatch" | "mlp":
+            return [fwd("attn")]
+        case "experts":
+            return [fwd("attn" if local else "dispatch")]
+        case "combine":
+            return [fwd("experts")]
+        case "unpermute":
+            return [fwd("experts" if local else "combine"), fwd("attn")]
+        case "head":
+            return [chunk_output(layout, rank, m, c)]
+    return []
+
+
+def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    m, c, layer = op.microbatch, op.chunk, op.layer
+
+    def bwd(part: str) -> Key:
+        return ("bwd", part, m, c, layer)
+
+    local = layout.ep == 1
+    match op.part:
+        case "unpermute":
+            kept = [] if local else [("fwd", "combine", m, c, layer)]
+            return [output_grad(layout, rank, m, c, layer), *kept]
+        case "combine":
+            return [bwd("unpermute")]
+        case "experts":
+            return [bwd("unpermute" if local else "combine")]
+        case "dispatch":
+            return [bwd("experts")]
+        case "mlp":
+            return [output_grad(layout, rank, m, c, layer)]
+        case "attn":
+            kept = _received(layer_input(layout, rank, m, c, layer))
+            if layout.kinds[layer] == "dense":
+                return [bwd("mlp"), *kept]
+            grad = _received(output_grad(layout, rank, m, c, layer))
+            return [bwd("experts" if local else "dispatch"), bwd("unpermute"), *kept, *grad]
+        case "embed":
+            return [("bwd", "attn", m, c, layout.layers(rank, c).start)]
+        case "head":
+            return _received(chunk_output(layout, rank, m, c))
+    return []
+
+
+def follows(op: Op) -> list[Key]:
+    """Keys of the ops whose saved state `op` continues: bwd after fwd, wgrad after bwd, of the same part."""
+    before = {"bwd": "fwd", "wgrad": "bwd"}.get(op.verb)
+    return [(before, *op.key[1:])] if before else []
