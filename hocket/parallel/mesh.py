@@ -1,0 +1,110 @@
+"""The grid of ranks: who is where, and who shares a group with whom.
+
+Global rank = `pp_rank * dp + dp_rank`, and inside a pipeline rank `dp_rank = edp_rank * ep + ep_rank`. Expert-parallel
+ranks are neighbours, so that the all-to-all stays inside a host where it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Purpose = Literal["gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"]
+"""What a group is for. Every purpose has process groups of its own, so no two lanes share one."""
+
+PURPOSES: tuple[Purpose, ...] = (
+    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control",
+)  # fmt: skip
+"""All purposes, in the order in which every rank creates their groups."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands on each axis."""
+
+    pp: int
+    dp: int
+    edp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`pp` pipeline ranks times `dp` data-parallel ranks; `ep` divides `dp`, and `edp = dp / ep`."""
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "dp", "ep"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
+        if self.dp % self.ep:
+            choices = ", ".join(str(n) for n in range(1, self.dp + 1) if self.dp % n == 0)
+            raise ValueError(
+                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}: expert-parallel ranks are data-parallel ranks, "
+                f"so ep must be one of {choices}"
+            )
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp
+
+    @property
+    def edp(self) -> int:
+        return self.dp // self.ep
+
+    def check_world(self, world: int) -> None:
+        """Raise ValueError unless the mesh has exactly `world` ranks."""
+        if world != self.world:
+            raise ValueError(
+                f"mesh.pp={self.pp} x mesh.dp={self.dp} needs {self.world} ranks, but {world} were started: "
+                f"start {self.world} processes or change mesh.pp or mesh.dp"
+            )
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a global rank."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp} has ranks 0..{self.world - 1}")
+        pp, dp = divmod(rank, self.dp)
+        edp, ep = divmod(dp, self.ep)
+        return Coordinates(pp, dp, edp, ep)
+
+    def rank(self, pp: int, dp: int) -> int:
+        """Global rank of a pair of coordinates."""
+        return pp * self.dp + dp
+
+    def groups(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
+        """The members (global ranks) of every group of one purpose, in the order in which they are created.
+
+        Pipeline groups are (r, next of r) for every ring edge: the sender of activations first. With pp = 2 the two
+        edges join the same two ranks and stay distinct groups; with pp = 1 there is none.
+        """
+        match purpose:
+            case "gather_dense" | "reduce_dense":
+                return tuple(tuple(self.rank(p, d) for d in range(self.dp)) for p in range(self.pp))
+            case "gather_experts" | "reduce_experts":
+                return tuple(
+                    tuple(self.rank(p, j * self.ep + e) for j in range(self.edp))
+                    for p in range(self.pp)
+                    for e in range(self.ep)
+                )
+            case "a2a":
+                return tuple(
+                    tuple(self.rank(p, j * self.ep + e) for e in range(self.ep))
+                    for p in range(self.pp)
+                    for j in range(self.edp)
+                )
+            case "pp_fwd" | "pp_bwd":
+                edges = range(self.pp if self.pp > 1 else 0)
+                return tuple(
+                    (self.rank(p, d), self.rank((p + 1) % self.pp, d)) for p in edges for d in range(self.dp)
+                )
+            case "control":
+                return (tuple(range(self.world)),)
+
+    def group_of(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
+        """Members of the one group of `purpose` that holds `rank`. Not for the pipeline, where a rank has two edges."""
+        assert purpose not in ("pp_fwd", "pp_bwd"), "a rank is on two ring edges"
+        return next(group for group in self.groups(purpose) if rank in group)
