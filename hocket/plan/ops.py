@@ -37,7 +37,7 @@ UNITS: tuple[Unit, ...] = ("embed", "dense", "experts", "head")
 UNIT_OF: Mapping[str, Unit] = {
     "embed": "embed", "attn": "dense", "mlp": "dense", "experts": "experts", "head": "head",
 }  # fmt: skip
-"""The unit that holds the weights of a part. Parts that are missing here own no weights."""
+"""The class of units that holds the weights of a part (see `Layout.unit` for tied embeddings)."""
 
 Key = tuple[str, str, int, int, int]
 """(verb, part, microbatch, chunk, layer): names an op uniquely within one rank."""
@@ -87,7 +87,7 @@ class Layout:
     `kinds[i]` is the kind of layer i, `dense` or `moe`. Virtual stage s holds the layers
     `range(bounds[s], bounds[s + 1])` and is chunk `s // pp` of pipeline rank `s % pp`; there are
     `pp * chunks` of them. With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no
-    combine.
+    combine. `tied` says that the head uses the embedding's weights, so that both belong to one unit.
     """
 
     kinds: tuple[Literal["dense", "moe"], ...]
@@ -95,12 +95,15 @@ class Layout:
     chunks: int = 1
     ep: int = 1
     bounds: tuple[int, ...] = ()
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:
             raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
         if any(kind not in ("dense", "moe") for kind in self.kinds):
             raise ValueError(f"layer kinds must be 'dense' or 'moe', got {sorted(set(self.kinds))}")
+        if self.tied and self.pp > 1:
+            raise ValueError(f"tied embeddings need pp=1: the embedding and the head live on ranks 0 and {self.pp - 1}")
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
         b = self.bounds
@@ -137,6 +140,10 @@ class Layout:
         if self.ep == 1:
             return ("attn", "experts", "unpermute")
         return ("attn", "dispatch", "experts", "combine", "unpermute")
+
+    def unit(self, part: str) -> Unit | None:
+        """The class of units that holds the weights of a part; None for a part without weights."""
+        return "embed" if self.tied and part == "head" else UNIT_OF.get(part)
 
     def weighted_parts(self, layer: int) -> tuple[Part, ...]:
         """The parts of a layer that own weights, in forward order."""

@@ -17,7 +17,10 @@ dense MLP's weight gradients are done.
 
 from __future__ import annotations
 
-from hocket.plan.ops import Key, Layout, Op
+from hocket.plan.ops import Key, Layout, Op, Unit
+
+UnitName = tuple[Unit, int, int]
+"""(class, chunk, layer): one unit of a rank. Embed and head units have layer -1."""
 
 
 def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
@@ -124,3 +127,28 @@ def follows(op: Op) -> list[Key]:
     """Keys of the ops whose saved state `op` continues: bwd after fwd, wgrad after bwd, of the same part."""
     before = {"bwd": "fwd", "wgrad": "bwd"}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
+
+
+
+def _unit_of(op: Op, layout: Layout) -> UnitName | None:
+    unit = layout.unit(op.part)
+    if unit is None:
+        return None
+    if layout.tied and unit == "embed":
+        return (unit, 0, -1)
+    return (unit, op.chunk, op.layer)
+
+
+def unit_read(op: Op, layout: Layout) -> UnitName | None:
+    """The unit whose weights an op reads: forward and input gradient of a part that owns weights.
+
+    The embedding's backward reads no weights, nor does any weight gradient.
+    """
+    if op.verb not in ("fwd", "bwd") or (op.verb, op.part) == ("bwd", "embed"):
+        return None
+    return _unit_of(op, layout)
+
+
+def unit_written(op: Op, layout: Layout) -> UnitName | None:
+    """The unit whose gradient slot a wgrad writes."""
+    return _unit_of(op, layout) if op.verb == "wgrad" else None

@@ -1,0 +1,74 @@
+"""Orders of parts inside one layer step, as data.
+
+A template lists the ops of one merged layer step, forward layer `i` of one microbatch beside backward layer
+`j` of another, in host order. F, B and W are forward, input gradient and weight gradient; a, d, e, c, u are
+attn, dispatch, experts (or a dense layer's mlp), combine, unpermute. The literature's order:
+
+    host      cB  aF  eB  dF  eW  dB  eF  cF  aB  uB' aW  uF
+    compute       aF  eB      eW      eF      aB  uB' aW  uF        cB runs beside aF, dF beside eB and eW,
+    a2a       cB          dF      dB      cF                        dB beside eW and eF, cF beside aB and aW
+
+Note: [uB' belongs to the next layer]
+The backward of unpermute must run before the backward all-to-all of combine can start. Placed at the head of
+its own layer step it would sit behind the previous step's weight gradient and uncover that all-to-all.
+So `uB` in a template is the one of the *next* backward layer, right behind the gradient that it needs.
+
+Note: [A long op is queued before the host waits]
+dispatch forward stops the host until the routing counts have arrived. In every template the backward of
+experts is issued before it, so that the GPU has work meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hocket.plan.ops import Layout, Part, Verb
+
+Token = tuple[Verb, Part]
+"""(verb, part); the part `experts` also stands for a dense layer's mlp."""
+
+_VERBS: dict[str, Verb] = {"F": "fwd", "B": "bwd", "W": "wgrad"}
+_PARTS: dict[str, Part] = {"a": "attn", "d": "dispatch", "e": "experts", "c": "combine", "u": "unpermute"}
+
+
+def template(text: str) -> tuple[Token, ...]:
+    """Parse a template such as `cB aF eB dF eW dB eF cF aB uB aW uF`."""
+    tokens: list[Token] = [(_VERBS[word[1]], _PARTS[word[0]]) for word in text.split()]
+    assert len(set(tokens)) == len(tokens) == 12, f"a template has 12 distinct ops, got {text!r}"
+    return tuple(tokens)
+
+
+MERGED: dict[str, tuple[Token, ...]] = {
+    "literature": template("cB aF eB dF eW dB eF cF aB uB aW uF"),
+    "early_release": template("cB aF eB dF eW dB aB uB eF cF aW uF"),
+    "wgrad_last": template("cB aF eB dF dB eF cF aB uB eW aW uF"),
+}
+"""Orders of a merged layer step.
+
+`literature` is the order that published systems use. `early_release` runs the attention backward earlier, so
+that its activations are freed sooner. `wgrad_last` moves the experts' weight gradient behind the attention
+backward, under combine: the best order when all-to-alls take longer than attention.
+"""
+
+ALONE = template("aF dF eF cF uF cB eB eW dB aB uB aW")
+"""A forward alone and a backward alone. The experts' weight gradient covers the backward dispatch."""
+
+
+def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+    """The same order with each weight gradient right behind its input gradient: nothing is deferred."""
+    order: list[Token] = []
+    for verb, part in tokens:
+        if verb != "wgrad":
+            order.append((verb, part))
+        if verb == "bwd" and part in ("attn", "experts"):
+            order.append(("wgrad", part))
+    return tuple(order)
+
+
+def parts_of(token: Token, layout: Layout, layer: int) -> Iterator[tuple[Verb, Part]]:
+    """What a template's token means for one layer: mlp for experts in a dense layer, nothing for absent parts."""
+    verb, part = token
+    if part == "experts" and layout.kinds[layer] == "dense":
+        part = "mlp"
+    if part in layout.forward_parts(layer):
+        yield verb, part

@@ -1,0 +1,215 @@
+"""From an order of microbatches to a Program: a chain of pure passes.
+
+    order      pipeline.py                      which chunk runs when
+    expand     steps x layer templates          the parts of every layer, in host order
+    insert_p2p                                  sends and receives
+    defer_past_send                             weight gradients that hide the send
+    shard      shard.py                         gather, release, reduce; slots
+    connect    connect.py                       dependencies
+    free       connect.py                       where each value is dropped
+
+The first passes keep a rank's ops as a list per step, so that a pass can speak of "the end of the step".
+"""
+
+from __future__ import annotations
+
+from hocket.config import PlanConfig
+from hocket.plan.connect import connect
+from hocket.plan.layer import ALONE, MERGED, Token, at_once, parts_of
+from hocket.plan.ops import Lane, Layout, Op, Part, Program, Verb
+from hocket.plan.pipeline import Item, Order, Step, in_flight, one_f_one_b, sequential
+from hocket.plan.shard import Sharding, shard
+
+StepOps = list[Op]
+"""The ops of one step, in host order."""
+
+
+def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding: Sharding) -> Program:
+    """The whole chain: the Program of one optimizer step.
+
+    Raises ValueError for settings that have no legal order.
+    """
+    order, notes = choose_order(layout, microbatches, plan)
+    merged = MERGED[plan.layer_order]
+    alone = ALONE
+    if plan.defer_wgrad == "off":
+        merged, alone = at_once(merged), at_once(alone)
+    ranks = []
+    for rank, steps in enumerate(order):
+        per_step = [expand(step, layout, rank, merged, alone) for step in steps]
+        per_step = insert_p2p(per_step, steps, layout, rank)
+        if plan.defer_wgrad != "off":
+            layers = len(layout.kinds) if plan.p2p_defer_layers < 0 else plan.p2p_defer_layers
+            per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
+        ranks.append([op for ops in per_step for op in ops])
+    sharded = shard(ranks, layout, sharding)
+    return Program(
+        layout=layout,
+        microbatches=microbatches,
+        ranks=tuple(connect(ops, layout, rank) for rank, ops in enumerate(sharded.ranks)),
+        weight_slots=sharded.weight_slots,
+        grad_slots=sharded.grad_slots,
+        in_flight=tuple(in_flight(steps) for steps in order),
+        notes=tuple(notes),
+    )
+
+
+def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[Order, list[str]]:
+    """The order of microbatches that a plan's settings ask for, and remarks about it."""
+    if microbatches < 1:
+        raise ValueError(f"train.microbatches must be at least 1, got {microbatches}")
+    merge = plan.merge != "off"
+    kind = plan.order
+    if kind == "auto":
+        kind = "sequential" if layout.stages == 1 and not merge else "interleaved" if layout.chunks > 1 else "1f1b"
+    if kind == "sequential" and (layout.stages > 1 or not merge):
+        if plan.merge == "on":
+            raise ValueError(
+                "plan.merge=on cannot be had with plan.order=sequential and several stages: each microbatch ends "
+                "before the next one starts; use plan.order=1f1b or interleaved"
+            )
+        return sequential(layout.pp, layout.chunks, microbatches), []
+    if kind == "1f1b" and layout.chunks > 1:
+        raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
+    order = one_f_one_b(
+        layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, stride=plan.stride
+    )
+    return order, _merge_notes(order, microbatches, plan) if merge else []
+
+
+def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]:
+    bare = [rank for rank, steps in enumerate(order) if not any(step.fwd and step.bwd for step in steps)]
+    if not bare:
+        return []
+    text = (
+        f"nothing is merged on pipeline rank{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare))}: with "
+        f"{microbatches} microbatches all forwards are warm-up; more microbatches, fewer chunks or a smaller group help"
+    )
+    if plan.merge == "on" and len(bare) == len(order):
+        raise ValueError(f"plan.merge=on, but {text}")
+    return [text]
+
+
+def expand(
+    step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...]
+) -> StepOps:
+    """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
+
+    Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
+    alone, backward first. The head's backward comes first, its forward and the embedding's backward last:
+    they hide the sends.
+    """
+    ops: StepOps = []
+    forward = list(layout.layers(rank, step.fwd[1])) if step.fwd else []
+    backward = list(reversed(layout.layers(rank, step.bwd[1]))) if step.bwd else []
+    after = dict(zip(backward, backward[1:], strict=False))
+
+    def emit(token: Token, layer: int | None, item: Item | None) -> None:
+        if layer is None or item is None:
+            return
+        if token == ("bwd", "unpermute"):  # see Note: [uB' belongs to the next layer]
+            layer = after.get(layer)
+            if layer is None:
+                return
+        for verb, part in parts_of(token, layout, layer):
+            ops.append(_op(verb, part, item, layer))
+
+    def run(tokens: tuple[Token, ...], f: int | None, b: int | None) -> None:
+        for token in tokens:
+            emit(token, *((f, step.fwd) if token[0] == "fwd" else (b, step.bwd)))
+
+    if step.bwd and layout.is_last(rank, step.bwd[1]):
+        ops.append(_op("bwd", "head", step.bwd))
+    if step.bwd:
+        ops += [_op(*token, step.bwd, backward[0]) for token in parts_of(("bwd", "unpermute"), layout, backward[0])]
+    if step.bwd and layout.is_last(rank, step.bwd[1]):
+        ops.append(_op("wgrad", "head", step.bwd))
+    if step.fwd and layout.is_first(rank, step.fwd[1]):
+        ops.append(_op("fwd", "embed", step.fwd))
+    pairs = min(len(forward), len(backward))
+    for f, b in zip(forward[:pairs], backward[:pairs], strict=True):
+        run(merged, f, b)
+    for b in backward[pairs:]:
+        run(alone, None, b)
+    for f in forward[pairs:]:
+        run(alone, f, None)
+    if step.fwd and layout.is_last(rank, step.fwd[1]):
+        ops.append(_op("fwd", "head", step.fwd))
+    if step.bwd and layout.is_first(rank, step.bwd[1]):
+        ops += [_op("bwd", "embed", step.bwd), _op("wgrad", "embed", step.bwd)]
+    return ops
+
+
+def _op(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
+    lane: Lane = "a2a" if part in ("dispatch", "combine") else "compute"
+    return Op(verb, part, item[0], item[1], layer, lane)
+
+
+def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int) -> list[StepOps]:
+    """Insert sends behind the ops that make what is sent, and receives one step ahead of their readers.
+
+    The receive for the next item of a direction is posted right behind the send of the item before it, on the
+    same lane; the first forward's at the start, the first backward's behind the last forward before it. Its
+    wait is wherever its value is first read: that falls out of the dependencies.
+    """
+    if layout.stages == 1:
+        return per_step
+    out = [list(ops) for ops in per_step]
+    for part, lane, items in (
+        ("act", "pp_fwd", [(k, step.fwd) for k, step in enumerate(steps) if step.fwd]),
+        ("grad", "pp_bwd", [(k, step.bwd) for k, step in enumerate(steps) if step.bwd]),
+    ):
+        forward = part == "act"
+        for n, (k, item) in enumerate(items):
+            assert item is not None
+            inserted = []
+            if not (layout.is_last if forward else layout.is_first)(rank, item[1]):
+                inserted.append(Op("send", part, *item, lane=lane))
+            if n + 1 < len(items):
+                inserted += _receive(items[n + 1][1], part, lane, layout, rank)
+            out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
+        first_step, first_item = items[0]
+        first = _receive(first_item, part, lane, layout, rank)
+        if forward:
+            out[0] = first + out[0]
+        else:
+            out[first_step - 1] = out[first_step - 1] + first
+    return out
+
+
+def _receive(item: Item | None, part: Part, lane: Lane, layout: Layout, rank: int) -> list[Op]:
+    assert item is not None
+    made_here = layout.is_first if part == "act" else layout.is_last
+    return [] if made_here(rank, item[1]) else [Op("recv", part, *item, lane=lane)]
+
+
+def _producer(ops: StepOps, item: Item, forward: bool) -> int:
+    """Position of the last layer op of an item's forward, or of its input gradient."""
+    verb = "fwd" if forward else "bwd"
+    return max(
+        i for i, op in enumerate(ops) if op.verb == verb and op.layer >= 0 and (op.microbatch, op.chunk) == item
+    )
+
+
+def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
+    return ops[: position + 1] + inserted + ops[position + 1 :]
+
+
+def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
+    """Move the weight gradients of the last `layers` backward layers behind the step's sends.
+
+    `parts` is `attn`, or `all` for those of MLP and experts too. They then run while the gradient travels and
+    the next one is awaited; the head's forward and the embedding's backward stay behind them. A step that
+    sends no gradient is left as it is.
+    """
+    if layers == 0 or not any(op.verb == "send" and op.part == "grad" for op in ops):
+        return ops
+    backward = [op.layer for op in ops if op.verb == "bwd" and op.part == "attn"]
+    late = set(backward[-layers:])
+
+    def is_late(op: Op) -> bool:
+        return op.verb == "wgrad" and op.layer in late and (parts == "all" or op.part == "attn")
+
+    head = [op for op in ops if op.verb == "fwd" and op.part == "head"]
+    rest = [op for op in ops if not is_late(op) and op not in head]
+    return rest + [op for op in ops if is_late(op)] + head

@@ -1,0 +1,128 @@
+"""Orders of microbatches over pipeline ranks: which chunk each rank runs forward and backward, step by step.
+
+An order is one list of `Step` per pipeline rank. With two ranks, two chunks and four microbatches, merged
+(`m.c` is microbatch.chunk, `(F|B)` one merged step):
+
+    rank 0: F0.0 F1.0 F0.1 F1.1 F2.0 (F3.0|B0.1) (F2.1|B1.1) (F3.1|B0.0) [B1.0] [B2.1] [B3.1] [B2.0] [B3.0]
+    rank 1: F0.0 F1.0 F0.1 (F1.1|B0.1) (F2.0|B1.1) (F3.0|B0.0) (F2.1|B1.0) (F3.1|B2.1) [B3.1] [B2.0] [B3.0]
+
+Note: [One more warm-up step on every rank]
+In interleaved 1F1B the last rank's first steady step runs the backward of the chunk whose forward it has
+just run. A merged step runs both at once, so they must be independent: every rank takes one more forward
+before it starts. One more on the last rank alone would be legal too, but would break the stagger between
+neighbours and almost double the step.
+
+Note: [Groups of equal size]
+Microbatches pass through the chunks in groups of N. When N does not divide M, a short last group can
+deadlock the merged order. Splitting M into M // N groups whose sizes differ by at most one, larger groups
+first, is legal for every M; where N divides M it is the usual order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Item = tuple[int, int]
+"""(microbatch, chunk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward of one item, a backward of one item, or both merged."""
+
+    fwd: Item | None = None
+    bwd: Item | None = None
+
+    def __str__(self) -> str:
+        f = f"F{self.fwd[0]}.{self.fwd[1]}" if self.fwd else ""
+        b = f"B{self.bwd[0]}.{self.bwd[1]}" if self.bwd else ""
+        return f"({f}|{b})" if f and b else f or f"[{b}]"
+
+
+Order = tuple[tuple[Step, ...], ...]
+"""The steps of every pipeline rank."""
+
+
+def sequential(pp: int, chunks: int, microbatches: int) -> Order:
+    """Gradient accumulation: every microbatch runs forward, then backward, before the next one starts."""
+    steps = []
+    for m in range(microbatches):
+        steps += [Step(fwd=(m, c)) for c in range(chunks)]
+        steps += [Step(bwd=(m, c)) for c in reversed(range(chunks))]
+    return (tuple(steps),) * pp
+
+
+def groups(microbatches: int, group: int) -> list[int]:
+    """Sizes of the groups. See Note: [Groups of equal size]."""
+    count = max(1, microbatches // group)
+    share, extra = divmod(microbatches, count)
+    return [share + 1] * extra + [share] * (count - extra)
+
+
+def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge: bool, stride: int = 2) -> int:
+    """Forward-only steps at the start of a rank.
+
+    Merged: `stride * (pp - 1 - rank) + (chunks - 1) * N + 1` with N the size of the first group. Not merged:
+    the classic counts, `pp - 1 - rank` for one chunk and `2 * (pp - 1 - rank) + (chunks - 1) * N` for more.
+    """
+    first = groups(microbatches, group)[0]
+    if not merge and chunks == 1:
+        stride = 1
+    count = stride * (pp - 1 - rank) + (chunks - 1) * first + (1 if merge else 0)
+    return min(count, microbatches * chunks)
+
+
+def one_f_one_b(
+    pp: int, chunks: int, microbatches: int, *, group: int = 0, merge: bool = True, stride: int = 2
+) -> Order:
+    """1F1B over `chunks` virtual stages per rank, merged or not.
+
+    One chunk gives plain 1F1B; one rank and one chunk, merged, gives `F0 | F1|B0 | ... | B_last`. `group` is
+    the number of microbatches that pass through a chunk before the next chunk starts (0 means `pp`).
+    `stride` is the difference in warm-up between neighbours; 3 hides the hop between ranks at the price of
+    more activations in flight and needs `group >= 1.5 * pp`.
+
+    Raises ValueError for a group or a stride for which no legal order exists.
+    """
+    group = group or max(pp, -(-3 * pp // 2) if stride == 3 else pp)
+    if microbatches < 1:
+        raise ValueError(f"microbatches must be at least 1, got {microbatches}")
+    if group < pp:
+        raise ValueError(f"group={group} is smaller than pp={pp}: a microbatch would reach a chunk too late; use >= pp")
+    if stride == 3 and (not merge or 2 * group < 3 * pp):
+        raise ValueError(
+            f"stride=3 needs a merged order and group >= 1.5 * pp = {-(-3 * pp // 2)}, got merge={merge}, group={group}"
+        )
+    forward: list[Item] = []
+    first = 0
+    for size in groups(microbatches, group):
+        forward += [(m, c) for c in range(chunks) for m in range(first, first + size)]
+        first += size
+    backward = [(m, chunks - 1 - c) for m, c in forward]
+    return tuple(
+        tuple(_interleave(forward, backward, warmup(pp, chunks, microbatches, group, rank, merge, stride), merge))
+        for rank in range(pp)
+    )
+
+
+def _interleave(forward: list[Item], backward: list[Item], warm: int, merge: bool) -> list[Step]:
+    steps = [Step(fwd=item) for item in forward[:warm]]
+    for f, b in zip(forward[warm:], backward, strict=False):
+        steps += [Step(f, b)] if merge else [Step(fwd=f), Step(bwd=b)]
+    return steps + [Step(bwd=item) for item in backward[len(forward) - warm :]]
+
+
+def in_flight(steps: tuple[Step, ...]) -> int:
+    """Most chunk activations that a rank holds at once. A merged step holds both of its halves."""
+    live = peak = 0
+    for step in steps:
+        live += step.fwd is not None
+        peak = max(peak, live)
+        live -= step.bwd is not None
+    return peak
+
+
+def merged_share(steps: tuple[Step, ...]) -> float:
+    """Share of a rank's forwards that run merged with a backward."""
+    forwards = sum(step.fwd is not None for step in steps)
+    return sum(step.fwd is not None and step.bwd is not None for step in steps) / forwards

@@ -1,0 +1,207 @@
+"""The sharding pass: where weights are gathered and released, where gradients are reduced, in which slots.
+
+Note: [Gathers are paging]
+Within one step weights do not change, so a gathered unit stays valid until its slot is needed for another
+one. Which unit gives way is a paging problem, and since the plan knows the future it can be solved exactly:
+of the units that nobody reads soon, drop the one whose next reader is farthest away (Belady's rule, which
+needs the fewest gathers possible for a given number of slots). Keeping the last layer from its forward to its
+backward, or sharing one gather between the two halves of a merged step, are not special cases. `optim_grads`
+is the same pass with a slot for every unit; `optim_grads_params` takes the fewest slots that the prefetch
+distance needs. So the memory for gathered weights is bounded by construction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hocket.plan.ops import UNITS, Layout, Op, Unit
+from hocket.plan.values import UnitName, unit_read, unit_written
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights and gradients are spread: `dense` and `experts` are the sizes of the two sharding groups.
+
+    `prefetch` is the number of layer passes by which a gather runs ahead of its reader.
+    """
+
+    dense: int = 1
+    experts: int = 1
+    strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"
+    prefetch: int = 2
+
+    def size(self, unit: Unit) -> int:
+        return self.experts if unit == "experts" else self.dense
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The ranks' ops with gathers, releases, reduces and the step inserted, and the number of slots."""
+
+    ranks: list[list[Op]]
+    weight_slots: Mapping[str, int]
+    grad_slots: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Visit:
+    """One pass over a layer that reads a unit: positions of its first and last reader."""
+
+    unit: UnitName
+    start: int
+    end: int
+
+
+def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding) -> Sharded:
+    """Insert gather, release, reduce and step ops. Every rank gets the same number of slots of a class."""
+    weight_slots: dict[str, int] = {}
+    grad_slots: dict[str, int] = {}
+    visits = [_visits(ops, layout) for ops in ranks]
+    for unit in UNITS:
+        mine = [[v for v in per_rank if v.unit[0] == unit] for per_rank in visits]
+        if not any(mine):
+            continue
+        if sharding.size(unit) > 1:
+            if sharding.strategy == "optim_grads":
+                weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
+            else:
+                weight_slots[unit] = max(_slots_needed(per_rank, sharding.prefetch) for per_rank in mine)
+    for ops in ranks:
+        for name, count in _grad_slots_needed(ops, layout).items():
+            grad_slots[name] = max(grad_slots.get(name, 0), count)
+    out = []
+    for ops, per_rank in zip(ranks, visits, strict=True):
+        before: dict[int, list[Op]] = defaultdict(list)
+        behind: dict[int, list[Op]] = defaultdict(list)
+        for unit, slots in weight_slots.items():
+            _page([v for v in per_rank if v.unit[0] == unit], slots, sharding.prefetch, before, behind)
+        placed = _reduce(ops, layout, grad_slots, behind)
+        out.append([*_merge(placed, before, behind), Op("step", "all")])
+    return Sharded(out, weight_slots, grad_slots)
+
+
+def _merge(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+    for i, op in enumerate(ops):
+        yield from before.get(i, ())
+        yield op
+        yield from behind.get(i, ())
+
+
+def _visits(ops: list[Op], layout: Layout) -> list[Visit]:
+    """The passes over units, by first reader."""
+    visits: dict[tuple[UnitName, str, int, int], Visit] = {}
+    for i, op in enumerate(ops):
+        name = unit_read(op, layout)
+        if name is not None:
+            visit = visits.setdefault((name, op.verb, op.microbatch, op.layer), Visit(name, i, i))
+            visit.end = i
+    return list(visits.values())
+
+
+def _slots_needed(visits: list[Visit], prefetch: int) -> int:
+    """Fewest slots with which a gather can run `prefetch` passes ahead: the most units pinned at once."""
+    most, window = 0, deque[Visit]()
+    for k, visit in enumerate(visits):
+        issued_at = visits[max(0, k - prefetch)].start
+        window.append(visit)
+        while window and window[0].end < issued_at:
+            window.popleft()
+        most = max(most, len({v.unit for v in window if v.end >= issued_at}))
+    return most
+
+
+def _page(
+    visits: list[Visit], slots: int, prefetch: int, before: dict[int, list[Op]], behind: dict[int, list[Op]]
+) -> None:
+    """Choose gathers and releases for one class of units. See Note: [Gathers are paging]."""
+    following = _next_visits(visits)
+    resident: dict[UnitName, int] = {}  # unit -> its slot
+    last_visit: dict[UnitName, int] = {}  # unit -> index of its latest visit so far
+    free = deque(range(slots))
+    turns: dict[UnitName, int] = defaultdict(int)
+
+    def release(unit: UnitName) -> int:
+        slot = resident.pop(unit)
+        name, chunk, layer = unit
+        behind[visits[last_visit[unit]].end].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
+        return slot
+
+    for k, visit in enumerate(visits):
+        if visit.unit not in resident:
+            issued_at = visits[max(0, k - prefetch)].start
+            if not free:
+                idle = [u for u in resident if visits[last_visit[u]].end < issued_at]
+                assert idle, "fewer slots than _slots_needed asked for"
+                free.append(release(max(idle, key=lambda u: following[last_visit[u]])))
+            slot = free.popleft()
+            name, chunk, layer = visit.unit
+            before[issued_at].append(Op("gather", name, turns[visit.unit], chunk, layer, "gather", slot))
+            turns[visit.unit] += 1
+            resident[visit.unit] = slot
+        last_visit[visit.unit] = k
+    for unit in list(resident):
+        release(unit)
+
+
+def _next_visits(visits: list[Visit]) -> list[int]:
+    """Index of the next visit of the same unit, for every visit; past the end where there is none."""
+    following, latest = [0] * len(visits), dict[UnitName, int]()
+    for k in reversed(range(len(visits))):
+        following[k] = latest.get(visits[k].unit, len(visits) + k)
+        latest[visits[k].unit] = k
+    return following
+
+
+def _grad_spans(ops: list[Op], layout: Layout) -> dict[tuple[UnitName, int], tuple[int, int]]:
+    """(unit, microbatch) -> positions of its first and last weight gradient, by first one."""
+    spans: dict[tuple[UnitName, int], tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        name = unit_written(op, layout)
+        if name is not None:
+            first, _ = spans.get((name, op.microbatch), (i, i))
+            spans[name, op.microbatch] = (first, i)
+    return spans
+
+
+def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
+    """Gradient slots per class: the most that are being written at once.
+
+    Classes with many units get one more, so that one can be reduced while the next one is written.
+    """
+    needed: dict[str, int] = {}
+    for unit in UNITS:
+        open_until: list[int] = []
+        for ((name, _, _), _), (first, last) in _grad_spans(ops, layout).items():
+            if name == unit:
+                open_until = [end for end in open_until if end >= first] + [last]
+                spare = 1 if unit in ("dense", "experts") else 0
+                needed[unit] = max(needed.get(unit, 0), len(open_until) + spare)
+    return needed
+
+
+def _reduce(
+    ops: list[Op], layout: Layout, slots: Mapping[str, int], behind: dict[int, list[Op]]
+) -> list[Op]:
+    """Give every weight gradient its slot and insert a reduce behind the last one of a unit and microbatch."""
+    placed = list(ops)
+    slot_of: dict[tuple[UnitName, int], int] = {}
+    free = {unit: deque(range(count)) for unit, count in slots.items()}
+    ends: dict[int, list[tuple[UnitName, int]]] = defaultdict(list)
+    for key, (_, last) in _grad_spans(ops, layout).items():
+        ends[last].append(key)
+    for i, op in enumerate(ops):
+        name = unit_written(op, layout)
+        if name is None:
+            continue
+        key = (name, op.microbatch)
+        if key not in slot_of:
+            slot_of[key] = free[name[0]].popleft()
+        placed[i] = Op(op.verb, op.part, op.microbatch, op.chunk, op.layer, op.lane, slot_of[key])
+        for (unit, chunk, layer), m in ends.get(i, ()):
+            slot = slot_of[(unit, chunk, layer), m]
+            behind[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
+            free[unit].append(slot)
+    return placed
