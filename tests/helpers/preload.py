@@ -1,0 +1,26 @@
+"""Imported once by the fork server, so that ranks start with torch and hocket already in memory."""
+
+import contextlib
+import importlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = [
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
+    "hypothesis",
+    "pytest",
+]
+
+
+def hocket_modules() -> list[str]:
+    """Dotted names of all modules of hocket, except the one that runs on import."""
+    paths = sorted((ROOT / "hocket").rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+
+
+for name in [*LIBRARIES, *hocket_modules()]:
+    # A module that cannot be imported must fail the test that uses it, not the fork server.
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
