@@ -1,0 +1,232 @@
+"""Process groups by purpose, and the collectives that may be called on them.
+
+This file and `transports.py` are the only callers of `torch.distributed` collectives. Every purpose and direction has a
+group of its own (`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step,
+so that no collective creates anything while lanes are running.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
+from hocket.runtime.transports import Gloo, Link, Local, Nccl, Null, Pending, Reduction, Slow, Transport, nccl_options
+
+__all__ = ["CommOptions", "Group", "Groups", "Link", "Pending", "TransportName", "make_groups", "require_multicast_off"]
+
+TransportName = Literal["gloo", "nccl", "null", "slow"]
+
+_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def require_multicast_off(env: Mapping[str, str]) -> None:
+    """Raise ValueError unless NVLink multicast is switched off in `env`. Call before anything touches NCCL."""
+    for name, value in _MULTICAST_OFF.items():
+        if env.get(name) != value:
+            shown = env.get(name, "unset")
+            raise ValueError(f"environment variable {name} is {shown}: NVLink multicast must be off, set {name}={value}")
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """How groups are made. Times in seconds, sizes in SMs."""
+
+    timeout: float = 300.0
+    max_ctas: int = 16
+    """SMs of one collective on NCCL."""
+    p2p_ctas: int = 4
+    """SMs of one pipeline send or receive on NCCL."""
+    links: Mapping[Purpose, Link] = field(default_factory=dict)
+    """The emulated network of the slow transport; purposes that are missing are not slowed."""
+    spin: Callable[[float], None] | None = None
+    """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
+
+
+class Group:
+    """Ranks that communicate for one purpose. All ranks here are positions in the group."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, transport: Transport) -> None:
+        self.name, self.ranks, self.rank, self.transport = name, ranks, rank, transport
+        self.size = len(ranks)
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, ranks {list(self.ranks)}, rank {self.rank})"
+
+    @property
+    def other(self) -> int:
+        """The other rank of a group of two."""
+        assert self.size == 2, f"{self} has no single other rank"
+        return 1 - self.rank
+
+    def _count(self, call: str, nbytes: int) -> None:
+        self.calls[call] += 1
+        self.sent_bytes += nbytes if self.size > 1 else 0
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        """`out` (size * n) becomes the ranks' `shard`s (n) in rank order."""
+        assert out.numel() == self.size * shard.numel(), f"{self.name}: {out.numel()} != {self.size} * {shard.numel()}"
+        self._count("all_gather", (self.size - 1) * shard.nbytes)
+        return self.transport.all_gather(out, shard)
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0) -> Pending:
+        """`into` (n, fp32) += scale * the sum over ranks of their `full` (size * n), this rank's n of it.
+
+        On gloo the sum runs in rank order in the dtype of `into`.
+        """
+        assert full.numel() == self.size * into.numel(), f"{self.name}: {full.numel()} != {self.size} * {into.numel()}"
+        self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
+        return self.transport.reduce_sum(full, into, scale)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        """Exchange rows (dimension 0): `in_splits[p]` of `rows` go to p, `out_splits[p]` of `out` come from p."""
+        assert rows.shape[0] == sum(in_splits), f"{self.name}: {rows.shape[0]} rows, splits {list(in_splits)}"
+        assert out.shape[0] == sum(out_splits), f"{self.name}: {out.shape[0]} rows, splits {list(out_splits)}"
+        row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
+        self._count("all_to_all", (rows.shape[0] - in_splits[self.rank]) * row)
+        return self.transport.all_to_all(out, rows, out_splits, in_splits)
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        """Row p of the result is what p holds in row `rank` of its `counts` (size, ...).
+
+        Waits on a CPU; stream-ordered on a GPU.
+        """
+        assert counts.shape[0] == self.size, f"{self.name}: counts of shape {tuple(counts.shape)} for {self.size} ranks"
+        self._count("all_to_all_counts", counts.nbytes)
+        return self.transport.all_to_all_counts(counts)
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Send a contiguous tensor. The n-th send to a rank meets its n-th receive from this one."""
+        self._count("send", tensor.nbytes)
+        return self.transport.send(tensor, to)
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        """Receive into a contiguous tensor."""
+        self._count("recv", 0)
+        return self.transport.recv(tensor, source)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Pending:
+        """Reduce over the group in place."""
+        self._count("all_reduce", tensor.nbytes)
+        return self.transport.all_reduce(tensor, op)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has called this."""
+        self.transport.barrier()
+
+
+@dataclass
+class Groups:
+    """The groups of one rank. Pipeline edges are None without a pipeline; see `Mesh.groups`."""
+
+    gather_dense: Group
+    reduce_dense: Group
+    gather_experts: Group
+    reduce_experts: Group
+    a2a: Group
+    control: Group
+    send_act: Group | None = None
+    recv_act: Group | None = None
+    send_grad: Group | None = None
+    recv_grad: Group | None = None
+
+    def __iter__(self) -> Iterator[Group]:
+        for each in fields(self):
+            group = getattr(self, each.name)
+            if group is not None:
+                yield group
+
+    def destroy(self) -> None:
+        """Give back every group. The default process group stays."""
+        for group in self:
+            group.transport.destroy()
+
+
+def make_groups(
+    mesh: Mesh, rank: int, device: torch.device, transport: TransportName, options: CommOptions | None = None
+) -> Groups:
+    """Create and warm all groups; every rank of the world calls this at the same point.
+
+    The default process group must exist, unless the world has one rank or the transport is `null`. `slow` delays gloo
+    on a CPU and NCCL on a GPU.
+    """
+    options = options or CommOptions()
+    mine: dict[str, Group] = {}
+    for purpose in PURPOSES:
+        for ranks in mesh.groups(purpose):
+            # Members or not, all ranks of the world take part in making a group.
+            moved_by = _connect(purpose, ranks, rank, device, transport, options)
+            if moved_by is not None:
+                field_name = _field(purpose, ranks, rank)
+                mine[field_name] = Group(field_name, ranks, ranks.index(rank), moved_by)
+    groups = Groups(**mine)
+    _warm(groups, mesh, rank, device)
+    return groups
+
+
+def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int) -> str:
+    """The field of `Groups` that a group fills. Activations flow along an edge, gradients against it."""
+    if purpose == "pp_fwd":
+        return "send_act" if ranks[0] == rank else "recv_act"
+    if purpose == "pp_bwd":
+        return "recv_grad" if ranks[0] == rank else "send_grad"
+    return purpose
+
+
+def _connect(
+    purpose: Purpose,
+    ranks: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    name: TransportName,
+    options: CommOptions,
+) -> Transport | None:
+    """The transport of one group, or None if `rank` is not a member."""
+    member = rank in ranks
+    if len(ranks) == 1:
+        return Local() if member else None
+    if name == "null":
+        return Null(len(ranks), ranks.index(rank), device) if member else None
+    on_gpu = name == "nccl" or (name == "slow" and device.type == "cuda")
+    timeout = timedelta(seconds=options.timeout)
+    if on_gpu:
+        ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
+        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=nccl_options(ctas, timeout), group_desc=purpose)
+    else:
+        made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
+    if not member:
+        return None
+    assert isinstance(made, dist.ProcessGroup)
+    real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
+    if name == "slow" and purpose in options.links:
+        assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
+        return Slow(real, options.links[purpose], ranks.index(rank), options.timeout, options.spin if on_gpu else None)
+    return real
+
+
+def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
+    """Use every group once, in one order on all ranks, so that connections exist before lanes run side by side."""
+    token = torch.zeros(1, device=device)
+    for purpose in PURPOSES:
+        for ranks in mesh.groups(purpose):
+            if rank not in ranks:
+                continue
+            group = getattr(groups, _field(purpose, ranks, rank))
+            if purpose in ("pp_fwd", "pp_bwd"):
+                downstream = (group.rank == 0) == (purpose == "pp_fwd")
+                (group.send if downstream else group.recv)(token, group.other).wait()
+            else:
+                group.all_reduce(token).wait()
+    for group in groups:
+        group.calls.clear()
+        group.sent_bytes = 0
+    groups.control.barrier()

@@ -1,0 +1,415 @@
+"""How the bytes of one group move: gloo, NCCL, not at all (null), or late (slow).
+
+A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has been
+waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done at once,
+because later work of that stream comes after it anyway.
+
+Note: [All lanes' kernels fit on the chip together]
+A NCCL kernel spins on its SMs until its peers have started the same collective. Suppose rank 0 runs a gather and rank 1 a
+reduce, each waiting for the other rank: both continue only if each rank can start its second collective *while the
+first one occupies SMs*. So the sum of the SMs that all communication lanes may hold at once must fit on the chip, with
+room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each, the two pipeline
+directions a few each, control after everything else. That is at most 64 of 132 SMs on a Hopper. 16 is also the number
+at which NCCL still reaches the bandwidth of its default (8 lose a third).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed the flat collectives and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Reduction = Literal["sum", "max", "min"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A collective under way. `wait` blocks the host only where the transport is not stream-ordered."""
+
+    __slots__ = ("_after", "_wait")
+
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self._wait = wait
+        self._after: list[Callable[[], object]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._wait is None
+
+    def then(self, fn: Callable[[], object]) -> Pending:
+        """Run `fn` once, right after the wait; at once if there is nothing to wait for."""
+        if self._wait is None:
+            fn()
+        else:
+            self._after.append(fn)
+        return self
+
+    def wait(self) -> None:
+        """Return when the result may be read. Waiting again does nothing."""
+        if self._wait is None:
+            return
+        self._wait()
+        self._wait = None
+        after, self._after = self._after, []
+        for fn in after:
+            fn()
+
+
+class Scratch:
+    """Flat buffers of one group, kept for the next operation: as many as were ever in flight at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements with arbitrary content."""
+        nbytes = numel * dtype.itemsize
+        fitting = [i for i, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
+        if fitting:
+            buffer = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
+        else:
+            if self.free:  # outgrown: replaced, so that the pool does not collect sizes
+                self.free.pop()
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return buffer[:nbytes].view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Hand back a tensor that `take` returned."""
+        self.free.append(tensor._base if tensor._base is not None else tensor.view(torch.uint8))
+
+
+class Transport(Protocol):
+    """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending: ...
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending: ...
+    def all_to_all_counts(self, counts: Tensor) -> Tensor: ...
+    def send(self, tensor: Tensor, to: int) -> Pending: ...
+    def recv(self, tensor: Tensor, source: int) -> Pending: ...
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending: ...
+    def barrier(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+DONE = Pending()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes. Moving bytes works for every dtype on every backend. Keeps dimension 0."""
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+class Local:
+    """The transport of a group of one: exact, and no communication."""
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        return DONE
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        into.add_(full if scale == 1.0 else full.to(into.dtype, copy=True).mul_(scale))
+        return DONE
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        out.copy_(rows)
+        return DONE
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        return counts.clone()
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        raise AssertionError("a group of one has nobody to send to")
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        raise AssertionError("a group of one has nobody to receive from")
+
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        return DONE
+
+    def barrier(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        pass
+
+
+@dataclass
+class Gloo:
+    """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.scratch = Scratch(torch.device("cpu"))
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        return Pending(_all_gather(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        received = self.scratch.take(full.numel(), full.dtype)
+        work = dist.all_to_all_single(_bytes(received), _bytes(full), group=self.group, async_op=True)
+        assert work is not None
+
+        def accumulate() -> None:
+            # Multiply, then add, in two roundings: a fused multiply-add would round differently in the
+            # vectorised part and in the tail of a shard, and results would depend on the number of ranks.
+            first, *rest = received.view(len(self.ranks), into.numel())
+            total = self.scratch.take(into.numel(), into.dtype)
+            total.copy_(first)
+            for part in rest:
+                total.add_(part)
+            into.add_(total if scale == 1.0 else total.mul_(scale))
+            self.scratch.give(total)
+            self.scratch.give(received)
+
+        return Pending(work.wait).then(accumulate)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        work = dist.all_to_all_single(
+            _bytes(out), _bytes(rows), list(out_splits), list(in_splits), group=self.group, async_op=True
+        )
+        assert work is not None
+        return Pending(work.wait)
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        out = torch.empty_like(counts)
+        dist.all_to_all_single(out, counts, group=self.group)
+        return out
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        work = dist.isend(_bytes(tensor), self.ranks[to], group=self.group)
+        assert work is not None
+        return Pending(work.wait)
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        work = dist.irecv(_bytes(tensor), self.ranks[source], group=self.group)
+        assert work is not None
+        return Pending(work.wait)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=True)
+        assert work is not None
+        return Pending(work.wait)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+@dataclass
+class Nccl:
+    """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.scratch = Scratch(self.device)
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        _all_gather(out, shard, group=self.group)
+        return DONE
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
+        part = self.scratch.take(into.numel(), full.dtype)
+        _reduce_scatter(part, full, group=self.group)
+        into.add_(part, alpha=scale)
+        self.scratch.give(part)
+        return DONE
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        dist.all_to_all_single(out, rows, list(out_splits), list(in_splits), group=self.group)
+        return DONE
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        out = torch.empty_like(counts)
+        dist.all_to_all_single(out, counts, group=self.group)
+        return out
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        dist.send(tensor, self.ranks[to], group=self.group)
+        return DONE
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        dist.recv(tensor, self.ranks[source], group=self.group)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group)
+        return DONE
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group, device_ids=[self.device.index or 0])
+
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+def nccl_options(max_ctas: int, timeout: timedelta) -> Any:
+    """Options of a NCCL group with at most `max_ctas` SMs. See Note: [All lanes' kernels fit on the chip together]."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas = 1
+    options.config.max_ctas = max_ctas
+    options._timeout = timeout
+    return options
+
+
+@dataclass
+class Null:
+    """Pretends: nothing moves and nobody waits. A step under it is the bound, a step with free communication.
+
+    Gathered slots keep what they hold. Received rows are overwritten with normal numbers, which costs the memory
+    writes that a real arrival costs too, and keeps routing balanced. Local work (adding up gradients) is still done.
+    """
+
+    size: int
+    rank: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.blocks: dict[torch.dtype, Tensor] = {}
+
+    def _fill(self, out: Tensor) -> None:
+        if not out.is_floating_point() or not out.numel():
+            return
+        if out.dtype not in self.blocks:  # small, so that reading it again and again stays in the cache
+            numbers = torch.randn(1 << 17, generator=torch.Generator().manual_seed(self.rank))
+            self.blocks[out.dtype] = numbers.to(self.device, out.dtype)
+        block, flat = self.blocks[out.dtype], out.view(-1)
+        whole = flat.numel() // block.numel()
+        flat[: whole * block.numel()].view(whole, -1).copy_(block.expand(whole, -1)) if whole else None
+        tail = flat[whole * block.numel() :]
+        tail.copy_(block[: tail.numel()])
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        return DONE
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        into.add_(full[self.rank * into.numel() :][: into.numel()], alpha=scale)
+        return DONE
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        self._fill(out)
+        return DONE
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        """Every peer sends what this rank would keep for itself."""
+        return counts[self.rank].expand_as(counts).contiguous()
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        return DONE
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        self._fill(tensor)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        return DONE
+
+    def barrier(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        self.blocks.clear()
+
+
+@dataclass(frozen=True)
+class Link:
+    """An imagined network: `latency` in seconds per operation, `bandwidth` in bytes per second and rank."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass
+class Slow:
+    """Emulated: every operation of `inner` happens later by what it would take on `link`.
+
+    On a CPU a thread per group holds each operation back before it starts it, one after the other like a link, so peers
+    see late data exactly as they would from a slow network. On a GPU `spin` keeps the current stream busy instead.
+    """
+
+    inner: Transport
+    link: Link
+    rank: int
+    timeout: float
+    spin: Callable[[float], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="slow") if self.spin is None else None
+
+    def _late(self, nbytes: float, start: Callable[[], Pending]) -> Pending:
+        seconds = self.link.seconds(nbytes)
+        if self.worker is None:
+            assert self.spin is not None
+            self.spin(seconds)
+            return start()
+
+        def run() -> None:
+            time.sleep(seconds)
+            start().wait()
+
+        future: Future[None] = self.worker.submit(run)
+        return Pending(lambda: future.result(self.timeout))
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        return self._late(out.nbytes - shard.nbytes, lambda: self.inner.all_gather(out, shard))
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        nbytes = full.nbytes - into.numel() * full.itemsize
+        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale))
+
+    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+        foreign = sum(in_splits) - in_splits[self.rank]
+        nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
+        return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, out_splits, in_splits))
+
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        received: list[Tensor] = []
+
+        def start() -> Pending:
+            received.append(self.inner.all_to_all_counts(counts))
+            return DONE
+
+        self._late(counts.nbytes, start).wait()
+        return received[0]
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        return self._late(tensor.nbytes, lambda: self.inner.send(tensor, to))
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        return self.inner.recv(tensor, source)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        return self._late(2 * tensor.nbytes, lambda: self.inner.all_reduce(tensor, op))
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def destroy(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown(wait=False, cancel_futures=True)
+        self.inner.destroy()
