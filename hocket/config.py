@@ -103,3 +103,103 @@ class PlanConfig:
     """What is sharded: optimizer state and gradients, or the weights too."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text to train on."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders or glob patterns of text; empty means the running Python's own standard library source."""
+    tokenizer: str = "bytes"
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package."""
+    sequence_length: int = 128
+    """Tokens of one sequence."""
+    validation: float = 0.05
+    """Share of the tokens that is kept for validation, between 0 and 1."""
+    seed: int = 0
+    """Seed of the order of documents and sequences."""
+    cache: str = ".cache/hocket"
+    """Folder for tokenised text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, batch, optimizer and machinery of a run."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run, counted from its first start."""
+    microbatches: int = 8
+    """Microbatches per step on every data-parallel rank."""
+    sequences: int = 1
+    """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
+    lr: float = 3e-3
+    """Learning rate after the warm-up, the highest of the run."""
+    min_lr: float = 3e-4
+    """Learning rate of the last step; the way down from `lr` is half a cosine."""
+    warmup: int = 10
+    """Steps in which the learning rate rises linearly to `lr`."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two averages, per step."""
+    eps: float = 1e-8
+    """AdamW's epsilon, in units of the gradient."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 means no clipping."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
+    transport: Literal["auto", "gloo", "nccl", "null", "slow"] = "auto"
+    """How collectives move bytes; null pretends to (wrong results, for bounds), slow imitates a network."""
+    eval_every: int = 50
+    """Steps between validations; 0 means only one at the end."""
+    eval_batches: int = 4
+    """Batches of one validation, each as large as a step's; 0 means no validation."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 means only one at the end."""
+    keep: int = 2
+    """Checkpoints kept; older ones are deleted."""
+    log_every: int = 1
+    """Steps between printed lines. Every step goes to metrics.jsonl."""
+    hang_timeout: float = 300.0
+    """Seconds that a rank waits for others before it reports what it waits for and ends."""
+    lane_seed: int = 0
+    """Seed of the order in which a CPU serves its lanes; any legal order gives the same result."""
+    profile: tuple[int, ...] = ()
+    """First step and number of steps to record with the profiler; empty means none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Name and place of a run."""
+
+    name: str = "run"
+    """Name of the run; `hocket train` sets it to the recipe's."""
+    folder: str = ""
+    """Folder of metrics, logs and checkpoints; empty means `runs/<name>`."""
+    resume: str = "auto"
+    """auto continues from the newest complete checkpoint of the folder, off starts over, a path loads that one."""
+    port: int = 0
+    """TCP port at which ranks meet; 0 picks a free one, or takes what torchrun or Slurm gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the model."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Arrangement of the ranks."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Order of one step."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length, batch, optimizer and machinery."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Name and place."""

@@ -1,0 +1,146 @@
+"""From a `Config` and what the host offers to `Settings`: every automatic choice made, with its reason.
+
+Pure: the same arguments give the same answer on every rank, nothing is read from outside and nothing is changed.
+All broken rules are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hocket.config import Config
+from hocket.rules import RULES, Host, broken_rules, has_experts, leaf, merges, out_of_bounds, rule_text, stages
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice that hocket made where the configuration left it open, or a remark on a setting without effect."""
+
+    setting: str
+    """Dotted name, such as `plan.merge`."""
+    value: object
+    """What it became."""
+    reason: str
+    """Why."""
+
+    def __str__(self) -> str:
+        return f"{self.setting} = {self.value}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """A `Config` in which nothing is left to choose, and that is known to work on `host`."""
+
+    host: Host
+    """What it was resolved for."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where each leaf that differs from the recipe was set, by dotted name."""
+    decisions: tuple[Decision, ...] = ()
+    """Every automatic choice in the order in which they were made, then remarks."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.mesh.pp * self.mesh.dp
+
+    @property
+    def batch(self) -> int:
+        """Sequences that one step consumes, over all ranks."""
+        return self.mesh.dp * self.train.microbatches * self.train.sequences
+
+
+def resolve(config: Config, host: Host | None = None, origins: Mapping[str, str] | None = None) -> Settings:
+    """Make every automatic choice of `config` and check the result.
+
+    `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
+    configuration itself, whose name is under the key "". Raises ValueError with one line per problem.
+    """
+    host, origins = host or Host(), dict(origins or {})
+    stop_if(out_of_bounds(config, origins))
+    decisions = []
+    for setting, choose in CHOICES:
+        if leaf(config, setting) in ("auto", ""):
+            value, reason = choose(config, host)
+            config = replace_leaf(config, setting, value)
+            decisions.append(Decision(setting, value, reason))
+    stop_if(broken_rules(config, host, origins))
+    # What the rules let pass because the user did not ask for it is still worth a remark.
+    for rule in RULES:
+        if rule.only_if_set and rule.broken(config, host):
+            setting = rule.settings[0]
+            decisions.append(Decision(setting, leaf(config, setting), rule_text(rule.reason, config, host)))
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
+
+
+def stop_if(problems: list[str]) -> None:
+    """Raise all problems as one ValueError."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def replace_leaf(config: Config, setting: str, value: Any) -> Config:
+    """`config` with one leaf changed, named like `plan.merge`."""
+    section, name = setting.split(".")
+    part = dataclasses.replace(getattr(config, section), **{name: value})
+    return dataclasses.replace(config, **{section: part})
+
+
+def choose_device(c: Config, h: Host) -> tuple[str, str]:
+    ranks = h.local_workers or c.mesh.pp * c.mesh.dp
+    if h.gpus == 0:
+        return "cpu", "torch finds no usable GPU"
+    if h.gpus < ranks:
+        return "cpu", f"{ranks} ranks on this host, but only {h.gpus} GPUs"
+    return "cuda", f"{h.gpus} GPUs for {ranks} ranks on this host"
+
+
+def choose_dtype(c: Config, h: Host) -> tuple[str, str]:
+    return ("bf16", "the ranks compute on GPUs") if c.train.device == "cuda" else ("fp32", "the ranks compute on CPUs")
+
+
+def choose_transport(c: Config, h: Host) -> tuple[str, str]:
+    return ("nccl", "the ranks compute on GPUs") if c.train.device == "cuda" else ("gloo", "the ranks compute on CPUs")
+
+
+def choose_merge(c: Config, h: Host) -> tuple[str, str]:
+    if not has_experts(c) or c.mesh.ep == 1:
+        return "off", "there is no expert all-to-all to hide (needs MoE layers and mesh.ep above 1)"
+    if c.plan.order == "sequential" and stages(c) > 1:
+        return "off", "in the sequential order each microbatch ends before the next one starts"
+    if not any(merges(c, rank) for rank in range(c.mesh.pp)):
+        return "off", f"all forwards of {c.train.microbatches} microbatches are warm-up: more microbatches would merge"
+    return "on", "hides the expert all-to-all of one microbatch under another's compute"
+
+
+def choose_order(c: Config, h: Host) -> tuple[str, str]:
+    if c.mesh.pp == 1 and c.plan.merge == "off":
+        return "sequential", "one pipeline rank and nothing merged"
+    if c.plan.chunks > 1:
+        return "interleaved", f"{c.plan.chunks} chunks per rank"
+    return "1f1b", "one chunk per rank"
+
+
+def choose_defer(c: Config, h: Host) -> tuple[str, str]:
+    if c.mesh.pp > 1:
+        return "on", "weight gradients run under the pipeline's sends"
+    if c.mesh.ep > 1:
+        return "on", "weight gradients run under the expert all-to-all"
+    return "off", "there is no send and no all-to-all to hide (mesh.pp and mesh.ep are 1)"
+
+
+CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
+    ("train.device", choose_device),
+    ("train.dtype", choose_dtype),
+    ("train.transport", choose_transport),
+    ("plan.merge", choose_merge),
+    ("plan.order", choose_order),
+    ("plan.defer_wgrad", choose_defer),
+    ("run.folder", lambda c, h: (f"runs/{c.run.name}", "named after the run")),
+)
+"""How each open setting is chosen, in an order in which every choice finds what it builds on."""

@@ -1,0 +1,474 @@
+"""What may go with what: bounds of single settings, and one table of rules between settings.
+
+A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hocket.config import Config
+from hocket.plan.pipeline import warmup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a run finds where it starts. Values, not probes: `hocket.launch.probe` fills it in."""
+
+    gpus: int = 0
+    """GPUs of this host that torch can use."""
+    gpu: str = ""
+    """Name of the first of them."""
+    cores: int = 1
+    """CPU cores this process may use."""
+    workers: int = 0
+    """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
+    local_workers: int = 0
+    """Those of them on this host."""
+    tokenizer_vocab: int = 0
+    """Number of tokens of the configured tokenizer; 0 means not known."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that must not be.
+
+    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
+    over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
+    only if the user set it: `only_if_set`.
+    """
+
+    settings: tuple[str, ...]
+    broken: Callable[[Config, Host], bool]
+    reason: str
+    fix: str
+    only_if_set: bool = False
+
+
+ANY = float("inf")
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.ffn"), (1, ANY)),
+    **dict.fromkeys(("model.expert_ffn", "model.top_k"), (1, ANY)),
+    **dict.fromkeys(("model.vocab", "model.head_dim"), (2, ANY)),
+    **dict.fromkeys(("model.experts", "model.shared_ffn", "model.dense_layers"), (0, ANY)),
+    **dict.fromkeys(("model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
+    **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
+    **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
+    **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
+    **dict.fromkeys(("plan.group", "plan.prefetch"), (0, ANY)),
+    "plan.p2p_defer_layers": (-1, ANY),
+    "data.sequence_length": (1, ANY),
+    "data.validation": (0, 0.9),
+    **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
+    **dict.fromkeys(("train.steps", "train.microbatches", "train.sequences"), (1, ANY)),
+    **dict.fromkeys(("train.keep", "train.log_every", "train.hang_timeout"), (1, ANY)),
+    **dict.fromkeys(("train.min_lr", "train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
+    **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
+    "train.betas": (0, 0.999999),
+    "run.port": (0, 65535),
+}
+"""Smallest and largest value of every number; of a tuple, of each of its members."""
+
+
+def has_experts(c: Config) -> bool:
+    return "moe" in c.model.kinds()
+
+
+def stages(c: Config) -> int:
+    return c.mesh.pp * c.plan.chunks
+
+
+def merges(c: Config, rank: int) -> bool:
+    """Whether a pipeline rank has forwards left to merge after its warm-up."""
+    group = c.plan.group or (-(-3 * c.mesh.pp // 2) if c.plan.stride == 3 else c.mesh.pp)
+    total = c.train.microbatches * c.plan.chunks
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group, rank, True, c.plan.stride) < total
+
+
+RULES: tuple[Rule, ...] = (
+    # Model
+    Rule(
+        ("model.heads", "model.kv_heads"),
+        lambda c, h: c.model.heads % c.model.kv_heads != 0,
+        "{model.heads} query heads cannot share {model.kv_heads} key and value heads evenly",
+        "make model.heads a multiple of model.kv_heads",
+    ),
+    Rule(
+        ("model.head_dim",),
+        lambda c, h: c.model.head_dim % 2 != 0,
+        "the rotary embedding turns pairs of elements",
+        "make it even",
+    ),
+    Rule(
+        ("model.top_k", "model.experts"),
+        lambda c, h: 0 < c.model.experts < c.model.top_k,
+        "a token cannot choose {model.top_k} of {model.experts} experts",
+        "model.top_k at most model.experts",
+    ),
+    Rule(
+        ("model.dense_layers", "model.layers"),
+        lambda c, h: any(layer >= c.model.layers for layer in c.model.dense_layers),
+        "layers are numbered 0 to {last_layer}",
+        "name only layers that exist",
+    ),
+    Rule(
+        ("model.tied", "mesh.pp"),
+        lambda c, h: c.model.tied and c.mesh.pp > 1,
+        "the embedding is on the first pipeline rank and the head on the last of {mesh.pp}, so they cannot share weights",
+        "mesh.pp = 1, or model.tied = False",
+    ),
+    *(
+        Rule(
+            (setting, "model.experts"),
+            lambda c, h: not has_experts(c),
+            "no effect: the model has no MoE layer",
+            "set model.experts, or leave it out",
+            only_if_set=True,
+        )
+        for setting in (
+            "model.top_k", "model.expert_ffn", "model.shared_ffn", "model.router", "model.normalize_top_k",
+            "model.route_scale", "model.aux_loss", "model.bias_rate",
+        )  # fmt: skip
+    ),
+    # Mesh
+    Rule(
+        ("mesh.ep", "mesh.dp"),
+        lambda c, h: c.mesh.dp % c.mesh.ep != 0,
+        "expert-parallel ranks are data-parallel ranks, and {mesh.ep} does not divide mesh.dp = {mesh.dp}",
+        "make mesh.dp a multiple of mesh.ep",
+    ),
+    Rule(
+        ("mesh.ep", "model.experts"),
+        lambda c, h: c.mesh.ep > 1 and not has_experts(c),
+        "the model has no MoE layer whose experts could be spread over {mesh.ep} ranks",
+        "mesh.ep = 1, or set model.experts",
+    ),
+    Rule(
+        ("model.experts", "mesh.ep"),
+        lambda c, h: c.mesh.ep > 1 and has_experts(c) and c.model.experts % c.mesh.ep != 0,
+        "{model.experts} experts cannot be spread evenly over mesh.ep = {mesh.ep} ranks",
+        "make model.experts a multiple of mesh.ep",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp"),
+        lambda c, h: 0 < h.workers != c.mesh.pp * c.mesh.dp,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp} is {world} ranks, but {host.workers} processes were started",
+        "start {world} processes, or change mesh.pp or mesh.dp",
+    ),
+    Rule(
+        ("train.device",),
+        lambda c, h: c.train.device == "cuda" and h.gpus == 0,
+        "torch finds no usable GPU on this host",
+        "train.device = cpu, or install a torch with CUDA",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "train.device"),
+        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.pp * c.mesh.dp),
+        "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
+        "lower mesh.dp or mesh.pp, start fewer processes here, or train.device = cpu",
+    ),
+    # Plan
+    Rule(
+        ("plan.chunks", "mesh.pp", "model.layers"),
+        lambda c, h: stages(c) > c.model.layers,
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",
+        "lower plan.chunks or mesh.pp, or raise model.layers",
+    ),
+    Rule(
+        ("plan.layers_per_stage", "mesh.pp", "plan.chunks"),
+        lambda c, h: len(c.plan.layers_per_stage) not in (0, stages(c)),
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} needs {stages} numbers",
+        "give {stages} numbers, or none to split evenly",
+    ),
+    Rule(
+        ("plan.layers_per_stage", "model.layers"),
+        lambda c, h: sum(c.plan.layers_per_stage) not in (0, c.model.layers),
+        "the stages' layers do not add up to model.layers = {model.layers}",
+        "make them add up, or leave plan.layers_per_stage out",
+    ),
+    Rule(
+        ("plan.order", "plan.chunks"),
+        lambda c, h: c.plan.order == "1f1b" and c.plan.chunks > 1,
+        "1f1b runs one chunk per rank, and plan.chunks = {plan.chunks}",
+        "plan.chunks = 1, or plan.order = interleaved",
+    ),
+    Rule(
+        ("plan.order", "plan.chunks"),
+        lambda c, h: c.plan.order == "interleaved" and c.plan.chunks == 1,
+        "there is only one chunk per rank to interleave",
+        "plan.chunks = 2 or more, or plan.order = 1f1b",
+    ),
+    Rule(
+        ("train.microbatches", "mesh.pp", "plan.chunks"),
+        lambda c, h: c.plan.order == "interleaved" and c.train.microbatches < c.mesh.pp,
+        "the interleaved order passes groups of at least mesh.pp = {mesh.pp} microbatches from chunk to chunk",
+        "train.microbatches = {mesh.pp} or more, or plan.chunks = 1",
+    ),
+    Rule(
+        ("plan.group", "mesh.pp", "train.microbatches"),
+        lambda c, h: c.plan.group > 0 and not c.mesh.pp <= c.plan.group <= c.train.microbatches,
+        "a group has at least mesh.pp = {mesh.pp} and at most train.microbatches = {train.microbatches} microbatches",
+        "plan.group = 0, which means the smallest that works",
+    ),
+    Rule(
+        ("plan.group", "plan.chunks"),
+        lambda c, h: c.plan.group > 0 and c.plan.order != "interleaved",
+        "no effect: only the interleaved order has groups",
+        "plan.chunks = 2 or more, or leave plan.group out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.stride", "plan.merge"),
+        lambda c, h: c.plan.stride == 3 and c.plan.merge == "off",
+        "a stride of 3 belongs to merged orders, and merging is off",
+        "plan.merge = on, or plan.stride = 2",
+    ),
+    Rule(
+        ("plan.stride", "mesh.pp"),
+        lambda c, h: c.plan.stride == 3 and c.mesh.pp == 1,
+        "no effect: there are no neighbouring pipeline ranks",
+        "mesh.pp = 2 or more, or plan.stride = 2",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.group", "plan.stride"),
+        lambda c, h: c.plan.stride == 3 and 0 < 2 * c.plan.group < 3 * c.mesh.pp,
+        "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
+        "plan.group = 0, which means the smallest that works",
+    ),
+    Rule(
+        ("train.microbatches", "plan.stride"),
+        lambda c, h: c.plan.stride == 3 and 2 * c.train.microbatches < 3 * c.mesh.pp,
+        "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
+        "more microbatches, or plan.stride = 2",
+    ),
+    Rule(
+        ("plan.merge", "plan.order"),
+        lambda c, h: c.plan.merge == "on" and c.plan.order == "sequential" and stages(c) > 1,
+        "in the sequential order each microbatch ends before the next one starts, so there is nothing to merge",
+        "plan.order = auto, or plan.merge = off",
+    ),
+    Rule(
+        ("plan.merge", "train.microbatches", "plan.chunks"),
+        lambda c, h: c.plan.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
+        "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
+        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or plan.merge = off",
+    ),
+    Rule(
+        ("plan.layer_order", "plan.merge"),
+        lambda c, h: c.plan.layer_order != "literature" and c.plan.merge == "off",
+        "no effect: it orders merged layer steps, and merging is off",
+        "plan.merge = on, or leave plan.layer_order out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_layers", "mesh.pp"),
+        lambda c, h: c.plan.p2p_defer_layers != 0 and c.mesh.pp == 1,
+        "no effect: with one pipeline rank nothing is sent",
+        "mesh.pp = 2 or more, or leave plan.p2p_defer_layers out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_layers", "plan.defer_wgrad"),
+        lambda c, h: c.plan.p2p_defer_layers != 0 and c.mesh.pp > 1 and c.plan.defer_wgrad == "off",
+        "no effect: only deferred weight gradients can run after the send",
+        "plan.defer_wgrad = on, or plan.p2p_defer_layers = 0",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_parts", "plan.p2p_defer_layers", "plan.defer_wgrad"),
+        lambda c, h: c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off",
+        "no effect: no weight gradient runs after a send",
+        "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers above 0, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.prefetch", "mesh.dp"),
+        lambda c, h: c.mesh.dp == 1,
+        "no effect: with one data-parallel rank nothing is gathered",
+        "mesh.dp = 2 or more, or leave plan.prefetch out",
+        only_if_set=True,
+    ),
+    # Data
+    Rule(
+        ("data.paths",),
+        lambda c, h: any(not path.strip() for path in c.data.paths),
+        "an empty path",
+        "name files, folders or glob patterns, or leave data.paths out for Python's own source",
+    ),
+    Rule(
+        ("data.tokenizer",),
+        lambda c, h: not c.data.tokenizer.strip(),
+        "an empty name",
+        "data.tokenizer = bytes, or the path of a tokenizers JSON file",
+    ),
+    Rule(
+        ("data.cache",),
+        lambda c, h: not c.data.cache.strip(),
+        "an empty path",
+        "name a folder for tokenised text",
+    ),
+    Rule(
+        ("model.vocab", "data.tokenizer"),
+        lambda c, h: c.model.vocab < h.tokenizer_vocab,
+        "the tokenizer has {host.tokenizer_vocab} tokens, more than the model",
+        "model.vocab = {host.tokenizer_vocab} or more",
+    ),
+    Rule(
+        ("data.validation", "train.eval_batches"),
+        lambda c, h: c.data.validation == 0 and c.train.eval_batches > 0,
+        "nothing is kept for validation, but train.eval_batches = {train.eval_batches}",
+        "data.validation above 0, or train.eval_batches = 0",
+    ),
+    # Training
+    Rule(
+        ("train.min_lr", "train.lr"),
+        lambda c, h: c.train.min_lr > c.train.lr,
+        "the last learning rate is above the highest, train.lr = {train.lr}",
+        "train.min_lr at most train.lr",
+    ),
+    Rule(
+        ("train.eval_every", "train.eval_batches"),
+        lambda c, h: c.train.eval_every > 0 and c.train.eval_batches == 0,
+        "no effect: train.eval_batches = 0 means no validation",
+        "train.eval_batches above 0, or leave train.eval_every out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("train.transport", "train.device"),
+        lambda c, h: c.train.transport == "nccl" and c.train.device == "cpu",
+        "NCCL moves GPU memory only, and the ranks compute on CPUs",
+        "train.transport = gloo, or train.device = cuda",
+    ),
+    Rule(
+        ("train.transport", "train.device"),
+        lambda c, h: c.train.transport == "gloo" and c.train.device == "cuda",
+        "gloo moves CPU memory, and the ranks compute on GPUs",
+        "train.transport = nccl, or train.device = cpu",
+    ),
+    Rule(
+        ("train.profile", "train.steps"),
+        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
+        "the profiled window is given by its first step and its number of steps",
+        "two numbers, such as 10 2",
+    ),
+    Rule(
+        ("train.profile", "train.steps"),
+        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) > c.train.steps,
+        "the run ends before the profiled window does",
+        "a window that ends by train.steps = {train.steps}",
+    ),
+    Rule(
+        ("run.name",),
+        lambda c, h: not c.run.name.strip() or "/" in c.run.name,
+        "a run's name is a folder's name",
+        "a name without slashes, or run.folder for another place",
+    ),
+    Rule(
+        ("run.resume",),
+        lambda c, h: not c.run.resume.strip(),
+        "an empty path",
+        "auto, off, or the path of a checkpoint",
+    ),
+)
+
+
+def leaves(config: Config) -> Iterator[str]:
+    """Dotted names of all settings."""
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(getattr(config, section.name)):
+            yield f"{section.name}.{field.name}"
+
+
+def leaf(config: Config, setting: str) -> Any:
+    """Value of one setting, named like `plan.merge`."""
+    section, name = setting.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
+    """One line per setting whose value by itself is impossible: wrong type, not a choice, too small or large."""
+    lines = []
+    for setting in leaves(config):
+        section, name = setting.split(".")
+        hint = get_type_hints(type(getattr(config, section)))[name]
+        value = leaf(config, setting)
+        low, high = BOUNDS.get(setting, (-ANY, ANY))
+        if not is_a(value, hint):
+            lines.append(line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}"))
+            continue
+        numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
+        if not all(low <= x <= high for x in numbers):
+            most = f" and at most {high:g}" if high != ANY else ""
+            lines.append(line(config, origins, setting, "out of range", f"at least {low:g}{most}"))
+    return lines
+
+
+def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
+    """One line per broken rule. Needs a configuration that is within bounds and has no `auto` left."""
+    return [
+        rule_line(rule, config, host, origins)
+        for rule in RULES
+        if not (rule.only_if_set and rule.settings[0] not in origins) and rule.broken(config, host)
+    ]
+
+
+def rule_line(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) -> str:
+    """A broken rule as one line, about the setting that the user touched if there is one, else about the first."""
+    setting = next((name for name in rule.settings if name in origins), rule.settings[0])
+    return line(config, origins, setting, rule_text(rule.reason, config, host), rule_text(rule.fix, config, host))
+
+
+def rule_text(text: str, config: Config, host: Host) -> str:
+    """The reason or fix of a rule, with the values it speaks of filled in."""
+    sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(Config)}
+    world = config.mesh.pp * config.mesh.dp
+    return text.format(
+        **sections,
+        host=host,
+        world=world,
+        local_world=host.local_workers or world,
+        stages=stages(config),
+        last_layer=config.model.layers - 1,
+    )
+
+
+def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, fix: str) -> str:
+    """One problem: setting, value, origin, reason, fix."""
+    origin = origins.get(setting) or origins.get("", "configuration")
+    return f"{setting} = {show(leaf(config, setting))} ({origin}): {reason}; fix: {fix}"
+
+
+def show(value: object) -> str:
+    """A value as one would type it after a flag."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "(none)"
+    return str(value) if value != "" else "(empty)"
+
+
+def is_a(value: object, hint: Any) -> bool:
+    """Whether a value has the type of a setting. An int will do for a float; a bool is not a number."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        if not isinstance(value, tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
+            return False
+        return all(is_a(item, args[0]) for item in value)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def describe(hint: Any) -> str:
+    """The type of a setting in words."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        return f"{'a list' if args[-1] is Ellipsis else f'{len(args)}'} of {args[0].__name__} values"
+    return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]
