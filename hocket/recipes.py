@@ -1,0 +1,172 @@
+"""Named runs. A recipe is a function that returns a `Config`; the first line of its docstring is its description.
+
+Any setting of a recipe can be changed on the command line, as in `hocket train tiny --train.steps 50`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+
+
+def tiny() -> Config:
+    """A small MoE on 4 CPU processes with every overlap on; minutes on two cores."""
+    return Config(
+        model=ModelConfig(
+            hidden=96,
+            layers=8,
+            heads=4,
+            kv_heads=2,
+            head_dim=24,
+            ffn=256,
+            dense_layers=(0, 4),
+            experts=4,
+            expert_ffn=96,
+            shared_ffn=96,
+            aux_loss=0.01,
+        ),
+        mesh=MeshConfig(pp=2, dp=2, ep=2),
+        plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
+        data=DataConfig(sequence_length=128),
+        train=TrainConfig(
+            steps=150, microbatches=4, sequences=4, lr=4e-3, min_lr=4e-4, warmup=15, eval_every=50, save_every=50
+        ),
+        run=RunConfig(name="tiny"),
+    )
+
+
+def moe_8gpu() -> Config:
+    """A 2B MoE (0.4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks, every overlap on."""
+    return Config(
+        model=ModelConfig(
+            hidden=1536,
+            layers=16,
+            heads=12,
+            kv_heads=4,
+            head_dim=128,
+            ffn=4608,
+            dense_layers=(0,),
+            experts=32,
+            top_k=4,
+            expert_ffn=768,
+            shared_ffn=768,
+            aux_loss=0.01,
+        ),
+        mesh=MeshConfig(pp=2, dp=4, ep=4),
+        plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
+        data=DataConfig(sequence_length=2048),
+        train=TrainConfig(steps=200, microbatches=8, sequences=4, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
+        run=RunConfig(name="moe_8gpu"),
+    )
+
+
+def llama3_8b() -> Config:
+    """Llama-3 8B, a dense model, on 8 GPUs: fully sharded data parallel."""
+    model = ModelConfig(
+        vocab=128256,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn=14336,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+    )
+    return large("llama3_8b", model, MeshConfig(dp=8), PlanConfig())
+
+
+def mixtral_8x7b() -> Config:
+    """Mixtral 8x7B (47B, 13B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    model = ModelConfig(
+        vocab=32000,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        experts=8,
+        top_k=2,
+        expert_ffn=14336,
+        aux_loss=0.02,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+    )
+    return large("mixtral_8x7b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+
+
+def qwen3_30b_a3b() -> Config:
+    """Qwen3-30B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    model = ModelConfig(
+        vocab=151936,
+        hidden=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        experts=128,
+        top_k=8,
+        expert_ffn=768,
+        aux_loss=0.001,
+        qk_norm=True,
+        rope_theta=1e6,
+    )
+    return large("qwen3_30b_a3b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+
+
+def moonlight_16b() -> Config:
+    """Moonlight's sizes (16B, 3B active) with plain attention on 8 GPUs: pipeline 2 x data 4, experts over 4 ranks."""
+    model = ModelConfig(
+        vocab=163840,
+        hidden=2048,
+        layers=27,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        ffn=11264,
+        dense_layers=(0,),
+        experts=64,
+        top_k=6,
+        expert_ffn=1408,
+        shared_ffn=2816,
+        router="sigmoid",
+        route_scale=2.446,
+        bias_rate=0.001,
+        rope_theta=50000.0,
+        norm_eps=1e-5,
+    )
+    return large("moonlight_16b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
+
+
+def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig) -> Config:
+    """What the recipes of published models have in common: sequences of 4,096 tokens, bf16, 8 microbatches."""
+    return Config(
+        model=model,
+        mesh=mesh,
+        plan=plan,
+        data=DataConfig(sequence_length=4096),
+        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, dtype="bf16", save_every=500),
+        run=RunConfig(name=name),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b)
+}
+"""All recipes by name."""
+
+
+def describe(name: str) -> str:
+    """One line about a recipe."""
+    return (RECIPES[name].__doc__ or "").strip().splitlines()[0]
+
+
+def recipe(name: str) -> Config:
+    """The configuration of a recipe. Raises ValueError for an unknown name, with a suggestion."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    close = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
+    raise ValueError(f"recipe = {name} (command line): there is no such recipe; fix: {hint}")
