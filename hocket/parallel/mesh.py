@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Purpose = Literal["gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"]
+Purpose = Literal[
+    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
+]
 """What a group is for. Every purpose has process groups of its own, so no two lanes share one."""
 
 PURPOSES: tuple[Purpose, ...] = (
@@ -66,7 +68,9 @@ class Mesh:
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp} has ranks 0..{self.world - 1}")
+            raise ValueError(
+                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp} has ranks 0..{self.world - 1}"
+            )
         pp, dp = divmod(rank, self.dp)
         edp, ep = divmod(dp, self.ep)
         return Coordinates(pp, dp, edp, ep)
@@ -98,9 +102,7 @@ class Mesh:
                 )
             case "pp_fwd" | "pp_bwd":
                 edges = range(self.pp if self.pp > 1 else 0)
-                return tuple(
-                    (self.rank(p, d), self.rank((p + 1) % self.pp, d)) for p in edges for d in range(self.dp)
-                )
+                return tuple((self.rank(p, d), self.rank((p + 1) % self.pp, d)) for p in edges for d in range(self.dp))
             case "control":
                 return (tuple(range(self.world)),)
 

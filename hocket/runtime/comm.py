@@ -32,7 +32,9 @@ def require_multicast_off(env: Mapping[str, str]) -> None:
     for name, value in _MULTICAST_OFF.items():
         if env.get(name) != value:
             shown = env.get(name, "unset")
-            raise ValueError(f"environment variable {name} is {shown}: NVLink multicast must be off, set {name}={value}")
+            raise ValueError(
+                f"environment variable {name} is {shown}: NVLink multicast must be off, set {name}={value}"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,270 @@
+"""Groups and transports: exact values on real gloo ranks, and what null and slow pretend."""
+
+import time
+
+import pytest
+import torch
+
+from hocket.parallel.mesh import PURPOSES, Mesh
+from hocket.runtime.comm import CommOptions, Link, make_groups, require_multicast_off
+from hocket.runtime.transports import Pending, Scratch
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def test_mesh_places_every_rank_once():
+    mesh = Mesh(pp=2, dp=4, ep=2)
+    assert [mesh.coordinates(r).ep for r in range(8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert mesh.groups("gather_dense") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups("a2a") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.groups("gather_experts") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert mesh.groups("pp_fwd") == ((0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3))
+    for purpose in PURPOSES[:5]:
+        assert sorted(r for group in mesh.groups(purpose) for r in group) == list(range(8))
+    assert mesh.group_of("reduce_experts", 6) == (4, 6)
+    assert Mesh().groups("pp_bwd") == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mesh(dp=6, ep=4), r"mesh.ep=4 does not divide mesh.dp=6.*1, 2, 3, 6"),
+        (lambda: Mesh(pp=0), "mesh.pp must be at least 1, got 0"),
+        (lambda: Mesh(pp=2, dp=2).check_world(3), "mesh.pp=2 x mesh.dp=2 needs 4 ranks, but 3 were started"),
+        (lambda: Mesh(dp=2).coordinates(2), "rank 2 is outside the mesh"),
+    ],
+)
+def test_mesh_errors_name_the_setting(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_multicast_must_be_off():
+    good = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    require_multicast_off(good)
+    with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE is 1.*set NCCL_NVLS_ENABLE=0"):
+        require_multicast_off(good | {"NCCL_NVLS_ENABLE": "1"})
+    with pytest.raises(ValueError, match="NVSHMEM_DISABLE_NVLS is unset"):
+        require_multicast_off({k: v for k, v in good.items() if k != "NVSHMEM_DISABLE_NVLS"})
+
+
+def test_pending_runs_what_follows_once():
+    seen = []
+    pending = Pending(lambda: seen.append("wait")).then(lambda: seen.append("after"))
+    assert seen == []
+    assert not pending.done
+    pending.wait()
+    pending.wait()
+    assert pending.done
+    assert seen == ["wait", "after"]
+    Pending().then(lambda: seen.append("at once"))
+    assert seen[-1] == "at once"
+
+
+def test_scratch_is_reused_and_never_shared():
+    scratch = Scratch(CPU)
+    a, b = scratch.take(8, torch.float32), scratch.take(8, BF16)
+    assert a.data_ptr() != b.data_ptr()
+    scratch.give(a)
+    again = scratch.take(6, torch.float32)
+    assert again.data_ptr() == a.data_ptr()
+
+
+def _collectives(rank, world, dtype):
+    groups = make_groups(Mesh(dp=world), rank, CPU, "gloo")
+    shard = torch.arange(5, dtype=dtype) + 10 * rank
+    out = torch.full((5 * world,), -1, dtype=dtype)
+    pending = groups.gather_dense.all_gather(out, shard)
+    pending.wait()
+    expected = torch.cat([torch.arange(5, dtype=dtype) + 10 * r for r in range(world)])
+    assert torch.equal(out, expected)
+
+    full = torch.arange(3 * world, dtype=dtype) * (rank + 1)
+    into = torch.ones(3)
+    groups.reduce_dense.reduce_sum(full, into, 0.5).wait()
+    total = sum(r + 1 for r in range(world))
+    assert torch.equal(into, 1 + 0.5 * total * torch.arange(3 * rank, 3 * rank + 3))
+
+    value = torch.tensor([float(rank)], dtype=torch.float64)
+    groups.control.all_reduce(value, "max").wait()
+    assert value.item() == world - 1
+    assert groups.gather_dense.calls == {"all_gather": 1}
+    assert groups.gather_dense.sent_bytes == (world - 1) * shard.nbytes
+    groups.control.barrier()
+    groups.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_collectives_are_exact(world, dtype):
+    run_ranks(_collectives, world, world, dtype)
+
+
+def _rank_order(rank, world, dtype):
+    groups = make_groups(Mesh(dp=world), rank, CPU, "gloo")
+    parts = [torch.randn(64 * world, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+    parts = [part * 10 ** (3 * r) for r, part in enumerate(parts)]
+    into = torch.full((64,), 0.1)
+    pendings = [groups.reduce_dense.reduce_sum(parts[rank], into, 1 / 3) for _ in range(3)]
+    for pending in pendings:  # three in flight at once
+        pending.wait()
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    mine = total.view(world, 64)[rank] * (1 / 3)
+    expected = torch.full((64,), 0.1)
+    for _ in range(3):
+        expected = expected + mine
+    assert torch.equal(into, expected)
+    backward = parts[-1].float()
+    for part in reversed(parts[:-1]):
+        backward = backward + part
+    held = len(groups.reduce_dense.transport.scratch.free)
+    groups.reduce_dense.reduce_sum(parts[rank], into, 1.0).wait()
+    assert len(groups.reduce_dense.transport.scratch.free) == held
+    return torch.equal(total, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_sums_run_in_rank_order(dtype):
+    # The data must be able to tell orders apart.
+    assert not any(run_ranks(_rank_order, 4, 4, dtype))
+
+
+def _all_to_all(rank, world, splits, dtype):
+    """splits[p][q]: rows that p sends to q."""
+    groups = make_groups(Mesh(dp=world, ep=world), rank, CPU, "gloo")
+    counts = torch.tensor(splits[rank]).view(world, 1)
+    received = groups.a2a.all_to_all_counts(counts)
+    assert received.flatten().tolist() == [splits[p][rank] for p in range(world)]
+
+    def rows(p, q):
+        return (torch.arange(splits[p][q] * 3).view(-1, 3) + 10 * p + 100 * q).to(dtype)
+
+    sent = torch.cat([rows(rank, q) for q in range(world)])
+    out = torch.empty(int(received.sum()), 3, dtype=dtype)
+    out_splits = received.flatten().tolist()
+    groups.a2a.all_to_all(out, sent, out_splits, splits[rank]).wait()
+    assert torch.equal(out, torch.cat([rows(p, rank) for p in range(world)]))
+    back = torch.empty_like(sent)
+    groups.a2a.all_to_all(back, out, splits[rank], out_splits).wait()
+    assert torch.equal(back, sent)
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [[4]],
+        [[1, 2], [3, 4]],
+        [[0, 5], [0, 0]],
+        [[0, 0], [0, 0]],
+        [[2, 0, 7, 1], [0, 0, 0, 0], [5, 1, 0, 0], [1, 1, 1, 0]],
+    ],
+    ids=["alone", "uneven", "one way", "nothing", "four"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_all_to_all_moves_rows(splits, dtype):
+    run_ranks(_all_to_all, len(splits), len(splits), splits, dtype)
+
+
+def _ring(rank, pp, dp):
+    mesh = Mesh(pp=pp, dp=dp)
+    groups = make_groups(mesh, rank, CPU, "gloo")
+    assert all(g is not None for g in (groups.send_act, groups.recv_act, groups.send_grad, groups.recv_grad))
+    p, d = divmod(rank, dp)
+    works, inbox = [], []
+    for n in range(4):  # several in flight on every edge, all edges at once
+        for send, recv, sign in ((groups.send_act, groups.recv_act, 1), (groups.send_grad, groups.recv_grad, -1)):
+            works.append(send.send(torch.full((3, 2), sign * (rank + 100 * n + 1), dtype=BF16), send.other))
+            box = torch.empty(3, 2, dtype=BF16)
+            inbox.append((box, sign * (((p - sign) % pp) * dp + d + 100 * n + 1)))
+            works.append(recv.recv(box, recv.other))
+    for work in reversed(works):
+        work.wait()
+    for box, expected in inbox:
+        assert torch.equal(box, torch.full((3, 2), expected, dtype=BF16))
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (4, 1)])
+def test_pipeline_edges_form_a_ring(pp, dp):
+    """With two stages the wrap-around edge joins the same two ranks, and must not be mixed up with the other edge."""
+    run_ranks(_ring, pp * dp, pp, dp)
+
+
+def test_group_of_one_is_exact_over_accumulations():
+    group = make_groups(Mesh(), 0, CPU, "gloo").reduce_dense
+    full = torch.randn(64).to(BF16)
+    into, expected = torch.zeros(64), torch.zeros(64)
+    for _ in range(16):
+        assert group.reduce_sum(full, into, 0.5).done
+        expected += full.float() * 0.5
+    assert torch.equal(into, expected)
+    out = torch.empty(64, dtype=BF16)
+    assert group.all_gather(out, full).done
+    assert torch.equal(out, full)
+    assert group.sent_bytes == 0
+
+
+def test_null_needs_no_peers_and_keeps_shapes():
+    groups = make_groups(Mesh(pp=2, dp=4, ep=4), 1, CPU, "null")
+    slot = torch.arange(16.0)
+    assert groups.gather_dense.all_gather(slot, torch.zeros(4)).done
+    assert torch.equal(slot, torch.arange(16.0))
+    counts = torch.arange(8).view(4, 2)
+    received = groups.a2a.all_to_all_counts(counts)
+    assert received.tolist() == [[2, 3]] * 4
+    sent, out = torch.zeros(28, 5, dtype=BF16), torch.full((20, 5), float("nan"), dtype=BF16)
+    groups.a2a.all_to_all(out, sent, received.sum(1).tolist(), counts.sum(1).tolist()).wait()
+    assert out.isfinite().all()
+    assert 0.5 < out.float().std() < 2
+    into = torch.zeros(4)
+    groups.reduce_dense.reduce_sum(torch.arange(16.0), into, 0.5).wait()
+    assert into.tolist() == [2.0, 2.5, 3.0, 3.5]
+    big = torch.full((3 << 17,), float("nan"))
+    groups.recv_act.recv(big, groups.recv_act.other).wait()
+    assert big.isfinite().all()
+    groups.send_grad.send(big, groups.send_grad.other).wait()
+    groups.control.barrier()
+
+
+def _slow(rank):
+    options = CommOptions(links={"gather_dense": Link(0.1, 1e9), "pp_fwd": Link(0.1, 1e9)}, timeout=20)
+    gather = make_groups(Mesh(dp=2), rank, CPU, "slow", options)
+    start = time.monotonic()
+    outs = [torch.empty(4) for _ in range(2)]
+    pendings = [gather.gather_dense.all_gather(out, torch.full((2,), rank + 1.0)) for out in outs]
+    issued = time.monotonic() - start
+    time.sleep(0.1)  # compute hides part of it
+    for pending in pendings:
+        pending.wait()
+    gathered = time.monotonic() - start
+    assert all(out.tolist() == [1, 1, 2, 2] for out in outs)
+    gather.reduce_dense.reduce_sum(torch.ones(4), torch.zeros(2)).wait()
+    gather.destroy()
+    pipe = make_groups(Mesh(pp=2), rank, CPU, "slow", options)
+    start = time.monotonic()
+    box = torch.zeros(2)
+    work = pipe.recv_act.recv(box, pipe.recv_act.other)
+    pipe.send_act.send(torch.full((2,), rank + 1.0), pipe.send_act.other).wait()
+    work.wait()
+    assert box.tolist() == [2.0 - rank] * 2
+    arrived = time.monotonic() - start
+    pipe.destroy()
+    return issued, gathered, arrived
+
+
+def test_slow_delivers_late_and_in_order():
+    for issued, gathered, arrived in run_ranks(_slow, 2):
+        assert issued < 0.05
+        assert 0.2 <= gathered < 0.9  # two operations of 0.1 s, one after the other; the slept time counts
+        assert 0.1 <= arrived < 0.6
+
+
+def test_sizes_that_do_not_fit_are_our_own_mistake():
+    group = make_groups(Mesh(), 0, CPU, "gloo").gather_dense
+    with pytest.raises(AssertionError, match="gather_dense"):
+        group.all_gather(torch.empty(5), torch.empty(4))
+    with pytest.raises(AssertionError, match="splits"):
+        group.all_to_all(torch.empty(2, 1), torch.empty(3, 1), [2], [2])
