@@ -202,7 +202,7 @@ def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
     the next one is awaited; the head's forward and the embedding's backward stay behind them. A step that
     sends no gradient is left as it is.
     """
-    if layers == 0 or not any(op.verb == "send" and op.part == "grad" for op in ops):
+    if layers == 0 or not any(op.verb == "send" for op in ops):
         return ops
     backward = [op.layer for op in ops if op.verb == "bwd" and op.part == "attn"]
     late = set(backward[-layers:])
