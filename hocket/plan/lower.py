@@ -200,7 +200,7 @@ def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
 
     `parts` is `attn`, or `all` for those of MLP and experts too. They then run while the gradient travels and
     the next one is awaited; the head's forward and the embedding's backward stay behind them. A step that
-    sends no gradient is left as it is.
+    sends nothing is left as it is; an activation alone is a hop to hide as well.
     """
     if layers == 0 or not any(op.verb == "send" for op in ops):
         return ops
