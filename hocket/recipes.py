@@ -12,7 +12,7 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfi
 
 
 def tiny() -> Config:
-    """A small MoE on 4 CPU processes with every overlap on; minutes on two cores."""
+    """A small MoE on 4 processes with every overlap on; minutes on two CPU cores."""
     return Config(
         model=ModelConfig(
             hidden=96,

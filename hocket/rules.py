@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("model.tied", "mesh.pp"),
         lambda c, h: c.model.tied and c.mesh.pp > 1,
-        "the embedding is on the first pipeline rank and the head on the last of {mesh.pp}, so they cannot share weights",
+        "embedding and head are on different pipeline ranks (the first and the last of {mesh.pp}): they cannot share weights",
         "mesh.pp = 1, or model.tied = False",
     ),
     *(
@@ -130,9 +130,15 @@ RULES: tuple[Rule, ...] = (
             only_if_set=True,
         )
         for setting in (
-            "model.top_k", "model.expert_ffn", "model.shared_ffn", "model.router", "model.normalize_top_k",
-            "model.route_scale", "model.aux_loss", "model.bias_rate",
-        )  # fmt: skip
+            "model.top_k",
+            "model.expert_ffn",
+            "model.shared_ffn",
+            "model.router",
+            "model.normalize_top_k",
+            "model.route_scale",
+            "model.aux_loss",
+            "model.bias_rate",
+        )
     ),
     # Mesh
     Rule(
@@ -438,9 +444,14 @@ def rule_text(text: str, config: Config, host: Host) -> str:
 
 
 def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, fix: str) -> str:
-    """One problem: setting, value, origin, reason, fix."""
+    """One problem of a configuration."""
+    return problem(setting, leaf(config, setting), origins, reason, fix)
+
+
+def problem(setting: str, value: object, origins: Mapping[str, str], reason: str, fix: str) -> str:
+    """One problem as a line: setting, value, where the value came from, what is wrong with it, and a fix."""
     origin = origins.get(setting) or origins.get("", "configuration")
-    return f"{setting} = {show(leaf(config, setting))} ({origin}): {reason}; fix: {fix}"
+    return f"{setting} = {show(value)} ({origin}): {reason}; fix: {fix}"
 
 
 def show(value: object) -> str:

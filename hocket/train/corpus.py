@@ -1,0 +1,227 @@
+"""Files of text as one long array of tokens, tokenised once and then mapped into memory.
+
+Documents are written in a random order that the seed fixes, each followed by a separator. The last tokens of the
+array are the validation split; as the order is random, they come from all over the corpus.
+
+Note: [One process writes]
+All ranks of a host open the corpus at the same time. Whoever gets the lock on `<key>.lock` tokenises into a temporary
+folder and renames it; the others wait for the lock and then find the folder. The system drops the lock of a process
+that dies, so nobody waits for a dead writer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hocket.config import DataConfig
+from hocket.rules import problem
+from hocket.train.tokenizer import load_tokenizer
+
+FORMAT = 1
+"""Changes whenever what is cached changes its meaning."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus. `tokens` is a read-only memory map of unsigned integers, one dimension."""
+
+    tokens: np.ndarray
+    vocab: int
+    """Number of tokens that the tokenizer has."""
+    documents: int
+    """Files it was made of."""
+    skipped: int
+    """Files that were left out because they are binary."""
+    train_tokens: int
+    """The first so many tokens are for training, the rest for validation."""
+
+    @property
+    def train(self) -> np.ndarray:
+        return self.tokens[: self.train_tokens]
+
+    @property
+    def validation(self) -> np.ndarray:
+        return self.tokens[self.train_tokens :]
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Loss of a model that knows only how often each token occurs, in nats per token.
+
+        The cross-entropy of the validation split under the token frequencies of the training split (each count plus
+        one, so that no token is impossible); of the training split itself where there is no validation.
+        """
+        seen = count(self.train, self.vocab)
+        asked = count(self.validation, self.vocab) if len(self.validation) else seen
+        log_p = np.log((seen + 1) / (seen + 1).sum())
+        return float(-(asked * log_p).sum() / asked.sum())
+
+    def __str__(self) -> str:
+        left_out = f", {self.skipped} binary files left out" if self.skipped else ""
+        return (
+            f"{self.documents:,} documents, {len(self.train):,} training and {len(self.validation):,} validation "
+            f"tokens{left_out}"
+        )
+
+
+def count(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """How often each token occurs. Float64 [vocab]."""
+    total = np.zeros(vocab)
+    for start in range(0, len(tokens), 1 << 24):
+        total += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab)
+    return total
+
+
+def find_files(paths: tuple[str, ...], origins: Mapping[str, str]) -> list[Path]:
+    """The files that `data.paths` means, sorted and each once. Empty `paths` mean Python's own library.
+
+    A folder stands for all files below it whose path has no hidden part. Raises ValueError for a path that does not
+    exist, a pattern that matches nothing, and a folder without files.
+    """
+    if not paths:
+        return standard_library()
+    found: set[Path] = set()
+    for given in paths:
+        matches = [Path(given)] if os.path.lexists(given) else [Path(p) for p in glob.glob(given, recursive=True)]
+        if not matches:
+            reason = "the pattern matches nothing" if glob.has_magic(given) else "there is no such file or folder"
+            fix = "name existing files, folders or glob patterns"
+            raise ValueError(problem("data.paths", given, origins, reason, fix))
+        files = [file for match in matches for file in _files_below(match)]
+        if not files:
+            raise ValueError(
+                problem("data.paths", given, origins, "no files in it", "name a folder that holds text files")
+            )
+        found.update(files)
+    return sorted(found)
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path.absolute()
+        return
+    for file in path.absolute().rglob("*"):
+        hidden = any(part.startswith(".") for part in file.relative_to(path.absolute()).parts)
+        if not hidden and file.is_file():
+            yield file
+
+
+def standard_library() -> list[Path]:
+    """Source files of the running Python's standard library, without its tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    without = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if not without & set(path.relative_to(root).parts)]
+    if not files:
+        raise ValueError(problem("data.paths", (), {}, f"no Python source in {root}", "name files of text"))
+    return sorted(files)
+
+
+def open_corpus(data: DataConfig, origins: Mapping[str, str], timeout: float = 600.0) -> Corpus:
+    """The corpus of a configuration, from the cache or tokenised now.
+
+    Waits at most `timeout` seconds for another process that is tokenising. Raises ValueError for a missing path, an
+    empty corpus, a missing tokenizer.
+    """
+    files = find_files(data.paths, origins)
+    folder = Path(data.cache) / f"corpus-{_key(files, data)}"
+    if not folder.exists():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot be created ({error.strerror})"
+            raise ValueError(
+                problem("data.cache", data.cache, origins, reason, "name a folder you can write to")
+            ) from None
+        with _lock(folder.with_suffix(".lock"), timeout):
+            if not folder.exists():
+                _write(files, data, origins, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    kept = round(len(tokens) * data.validation)
+    return Corpus(tokens, meta["vocab"], meta["documents"], meta["skipped"], len(tokens) - kept)
+
+
+def _key(files: list[Path], data: DataConfig) -> str:
+    """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
+    digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.seed}".encode())
+    tokenizer = [] if data.tokenizer == "bytes" else [Path(data.tokenizer)]
+    for file in [*files, *tokenizer]:
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        digest.update(f"\n{file}\t{stat.st_size}\t{stat.st_mtime_ns}".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:20]
+
+
+@contextmanager
+def _lock(path: Path, timeout: float) -> Iterator[None]:
+    """Hold an exclusive lock between processes. See Note: [One process writes]."""
+    deadline = time.monotonic() + timeout
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"data.cache: another process has been tokenising for {timeout:g} s and holds {path}; "
+                        "fix: wait for it, or use another data.cache"
+                    ) from None
+                time.sleep(0.05)
+        yield
+
+
+def _write(files: list[Path], data: DataConfig, origins: Mapping[str, str], folder: Path) -> None:
+    """Tokenise into `folder`, which appears only once it is complete."""
+    tokenizer = load_tokenizer(data.tokenizer, origins)
+    dtype = np.min_scalar_type(tokenizer.vocab - 1)
+    order = np.random.default_rng(data.seed).permutation(len(files))
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    documents = skipped = 0
+    with (temporary / "tokens.bin").open("wb") as out:
+        for index in order:
+            text = _read(files[index])
+            if b"\0" in text:
+                skipped += 1
+            elif text:
+                documents += 1
+                out.write(tokenizer.encode(text).astype(dtype).tobytes())
+                out.write(np.array([tokenizer.separator], dtype=dtype).tobytes())
+        out.flush()
+        os.fsync(out.fileno())
+    if not documents:
+        shutil.rmtree(temporary)
+        binary = f" ({skipped} of them binary)" if skipped else ""
+        reason = f"the corpus is empty: no text in {len(files)} files{binary}"
+        raise ValueError(problem("data.paths", data.paths, origins, reason, "name files that hold text"))
+    meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, "documents": documents, "skipped": skipped}
+    (temporary / "meta.json").write_text(json.dumps(meta))
+    temporary.rename(folder)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> ValueError:
+    return ValueError(f"data: {file} cannot be read ({error.strerror}); fix: make it readable, or leave it out")

@@ -1,0 +1,92 @@
+"""Text to tokens: a token per byte, or a JSON file of the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from hocket.rules import problem
+
+BYTES = "bytes"
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
+"""Names under which tokenizers know the token that ends a document, by preference."""
+
+
+class Tokenizer(Protocol):
+    """What the corpus needs of a tokenizer."""
+
+    vocab: int
+    """Number of tokens."""
+    separator: int
+    """Token that stands behind every document."""
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Tokens of one document, as unsigned integers."""
+        ...
+
+
+class ByteTokenizer:
+    """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
+
+    vocab = 256
+    separator = 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes themselves, uint8."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+
+class JsonTokenizer:
+    """A tokenizer file of the `tokenizers` package.
+
+    The separator is the end-of-text token that the file names, or one more token behind the last if it names none.
+    """
+
+    def __init__(self, path: str, origins: Mapping[str, str]) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            reason, fix = (
+                "the package `tokenizers` is not installed",
+                "pip install 'hocket[text]', or data.tokenizer = bytes",
+            )
+            raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
+        self.vocab, self.separator = _sizes(path, origins)
+        self._backend = Backend.from_file(path)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character."""
+        encoded = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.asarray(encoded.ids, dtype=np.uint32)
+
+
+def load_tokenizer(name: str, origins: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer a configuration names. Raises ValueError if its file or package is missing."""
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(name, origins)
+
+
+def tokenizer_vocab(name: str, origins: Mapping[str, str]) -> int:
+    """Number of tokens of a tokenizer, found without loading it. Raises ValueError if its file cannot be read."""
+    return ByteTokenizer.vocab if name == BYTES else _sizes(name, origins)[0]
+
+
+def _sizes(path: str, origins: Mapping[str, str]) -> tuple[int, int]:
+    """(number of tokens including the separator, separator) of a tokenizer file."""
+    fix = "data.tokenizer = bytes, or the path of a JSON file of the `tokenizers` package"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        # Unigram models list (token, score) pairs, all others map tokens to numbers.
+        tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        tokens |= {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+        last = max(tokens.values())
+    except OSError as error:
+        raise ValueError(problem("data.tokenizer", path, origins, f"cannot be read ({error.strerror})", fix)) from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(problem("data.tokenizer", path, origins, "not a tokenizer file", fix)) from None
+    separator = next((tokens[name] for name in END_OF_TEXT if name in tokens), last + 1)
+    return max(last, separator) + 1, separator
