@@ -1,0 +1,56 @@
+# All set-up happens by itself: see scripts/setup.py. Override what is chosen with PYTHON=python3.12, or HOCKET_PYTHON=path
+# to use an existing Python with its own torch.
+
+PYTHON ?= python3
+ifdef HOCKET_PYTHON
+PYTHON := $(HOCKET_PYTHON)
+endif
+export HOCKET_PYTHON
+
+PY := .venv/python
+READY := .venv/ready$(subst /,-,$(HOCKET_PYTHON))
+
+# Run a tool where it is installed, and say so where it is not.
+tool = if $(PY) -c "import $(1)" 2>/dev/null; then $(PY) -m $(1) $(2); else echo "skipped: $(1) is not installed here"; fi
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint types test-gpu parity bench-plan lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+$(READY): requirements/lock.txt requirements/torch.txt pyproject.toml scripts/setup.py
+	@$(PYTHON) scripts/setup.py
+	@touch $@
+
+setup: $(READY) ## Prepare Python, torch and the tools (the other targets do it by themselves)
+
+train: $(READY) ## Train the tiny recipe; ARGS="..." adds or overrides settings
+	@$(PY) -m hocket train tiny $(ARGS)
+
+test: lint types ## Check format, style and types, and run all tests that need no GPU; ARGS="..." goes to pytest
+	@$(PY) -m pytest -m "not gpu and not full" $(ARGS)
+
+lint: $(READY) ## Check format and style
+	@$(call tool,ruff,format --check --quiet .)
+	@$(call tool,ruff,check --quiet .)
+
+types: $(READY) ## Check types
+	@$(call tool,pyrefly,check --python-interpreter-path "$$($(PY) -c 'import sys; print(sys.executable)')")
+
+test-gpu: $(READY) ## Run the tests that need GPUs
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+parity: $(READY) ## Compare planned and sequential steps over the whole matrix of settings (long)
+	@$(PY) -m pytest -m full $(ARGS)
+
+bench-plan: $(READY) ## Measure how long planning and checking take as plans grow
+	@$(PY) -m benchmarks.plan_speed $(ARGS)
+
+lock: ## Renew requirements/lock.txt (needs uv)
+	uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --default-index https://pypi.org/simple \
+		requirements/lock.in -o requirements/lock.txt
+
+clean: ## Remove what set-up and tests left behind
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,148 @@
+"""Prepare everything that `make` needs: called by the Makefile once, and again when a pinned version changes.
+
+Leaves `.venv/python`, a command that runs Python with hocket and its tools. It stands for one of two things:
+
+* a Python that is already there and whose torch sees a GPU, or the one that HOCKET_PYTHON names. It is used as it
+  is: packages that it lacks are put beside it, in `.venv/extra`, and without a network some tools may be missing;
+* otherwise a virtual environment, `.venv/env`, with exactly the versions in `requirements/`.
+
+Uses the standard library alone, and syntax that an older Python can read, far enough to be told that it is too old.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+ENV = VENV / "env"
+EXTRA = VENV / "extra"
+LAUNCHER = VENV / "python"
+LOCK = ROOT / "requirements" / "lock.txt"
+TORCH = ROOT / "requirements" / "torch.txt"
+NEEDED = ("torch", "numpy", "tyro", "rich", "safetensors")
+TOOLS = ("pytest", "pytest_timeout", "hypothesis", "ruff", "pyrefly")
+
+SEES_A_GPU = """
+import torch
+major, minor = torch.__version__.split(".")[:2]
+assert (int(major), int(minor)) >= (2, 11) and torch.cuda.is_available()
+"""
+INSTALLED = """
+from importlib.metadata import distributions
+print(*{d.metadata["Name"].lower().replace("_", "-") for d in distributions() if d.metadata["Name"]})
+"""
+NOT_FOUND = """
+import importlib.util, sys
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+"""
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036  (the reader may have an older one)
+        version = ".".join(map(str, sys.version_info[:3]))
+        stop(f"hocket needs Python 3.11 or newer, {sys.executable} is {version}", "make PYTHON=python3.12 ...")
+    VENV.mkdir(exist_ok=True)
+    for stamp in VENV.glob("ready*"):
+        stamp.unlink()
+    if os.environ.get("HOCKET_PYTHON") or succeeds(sys.executable, "-c", SEES_A_GPU, quiet=True):
+        adopt(sys.executable)
+    else:
+        create(sys.executable)
+    check()
+
+
+def adopt(python: str) -> None:
+    """Use an existing Python as it is, with what it lacks beside it."""
+    say(f"using {python} and the torch it has")
+    installed = output(python, "-c", INSTALLED).split()
+    missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
+    shutil.rmtree(EXTRA, ignore_errors=True)
+    write_launcher(python, path=[ROOT, EXTRA])
+    if missing:
+        say(f"it lacks {', '.join(missing)}: installing in {EXTRA.relative_to(ROOT)}")
+        wanted = VENV / "missing.txt"
+        wanted.write_text("\n".join(missing.values()))
+        pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--retries=1", "--timeout=10")
+        if not succeeds(*pip, f"--target={EXTRA}", "--require-hashes", "-r", str(wanted)):
+            say("that failed; going on with what there is")
+
+
+def create(python: str) -> None:
+    """Make a virtual environment with the pinned versions."""
+    if not succeeds(python, "-c", "import ensurepip, venv", quiet=True):
+        fix = "apt-get install python3-venv, or set HOCKET_PYTHON to a Python that has torch"
+        stop(f"{python} cannot make virtual environments", fix)
+    say(f"making a virtual environment in {ENV.relative_to(ROOT)}; torch is large, so this takes a few minutes")
+    run(python, "-m", "venv", "--clear", str(ENV))
+    pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--require-hashes", "-r", str(LOCK))
+    # By itself and without hashes: which build of this version is installed depends on the machine.
+    run(*pip, "-r", str(TORCH))
+    run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    write_launcher(str(ENV / "bin" / "python"), path=[])
+
+
+def check() -> None:
+    """Stop if hocket cannot run; say so if only tools are missing."""
+    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS).split()
+    fatal = [name for name in missing if name in NEEDED]
+    if fatal:
+        fix = "install them there, or put a folder that holds them on PYTHONPATH"
+        stop(f"the chosen Python lacks {', '.join(fatal)}", fix)
+    if missing:
+        say(f"without {', '.join(missing)}: checks that need them are skipped")
+
+
+def pins(lock: str) -> dict[str, str]:
+    """The requirement of every package in a lock file, with its hashes, by name."""
+    blocks = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    for block in blocks:
+        match = re.match(r"([a-z0-9._-]+)==", block)
+        if match:
+            found[match[1]] = found.get(match[1], "") + block
+    return found
+
+
+def write_launcher(python: str, path: list[Path]) -> None:
+    """Write the command `.venv/python`, which adds folders to what PYTHONPATH holds when it is run."""
+    lines = ["#!/bin/sh"]
+    if path:
+        folders = ":".join(map(str, path))
+        lines.append(f'export PYTHONPATH="{folders}${{PYTHONPATH:+:$PYTHONPATH}}"')
+    lines.append(f'exec "{python}" "$@"')
+    LAUNCHER.write_text("\n".join(lines) + "\n")
+    LAUNCHER.chmod(LAUNCHER.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+def run(*command: str) -> None:
+    if not succeeds(*command):
+        stop(f"this command failed: {' '.join(command)}", "read its messages above, then run make again")
+
+
+def succeeds(*command: str, quiet: bool = False) -> bool:
+    sink = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, check=False).returncode == 0
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+def stop(problem: str, fix: str) -> None:
+    sys.exit(f"setup: {problem}.\n       Fix: {fix}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What all tests share: seeds, the skipping of GPU tests, the profile of the property tests."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+# Random examples are the same in every run of CI; elsewhere each run looks at new ones.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,208 @@
+"""The house rules of docs/design/architecture.md, each as a small test over the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = sorted((ROOT / "hocket").rglob("*.py"))
+SOURCES = [
+    path for folder in ("hocket", "tests", "benchmarks", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+DOCS = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+FILE_LINES = 450
+FUNCTION_LINES = 60
+ARGUMENTS = 7
+
+STREAMS = {"Stream", "ExternalStream", "Event", "stream", "current_stream", "set_stream"}
+COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "send", "recv",
+    "isend", "irecv", "batch_isend_irecv", "P2POp", "gather", "scatter", "barrier", "new_group", "init_process_group",
+    "all_gather_single", "reduce_scatter_single",
+}  # fmt: skip
+HOOKS = re.compile(
+    r"\.register_(module_)?(full_)?(forward|backward|state_dict|load_state_dict|post_accumulate)\w*hook\("
+)
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a chain of attributes of a name, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def aliases(module: ast.Module) -> dict[str, str]:
+    """What imported names stand for: `dist` for `torch.distributed`, `barrier` for `torch.distributed.barrier`."""
+    found: dict[str, str] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                found[item.asname or item.name.split(".")[0]] = item.name if item.asname else item.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for item in node.names:
+                found[item.asname or item.name] = f"{node.module}.{item.name}"
+    return found
+
+
+def full_names(path: Path) -> Iterator[tuple[str, int]]:
+    """(full dotted name, line) of every imported name and every attribute of one that a file mentions."""
+    module = tree(path)
+    known = aliases(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, _, rest = dotted(node).partition(".")
+            if first in known:
+                yield ".".join(filter(None, [known[first], rest])), node.lineno
+
+
+def mentions(path: Path, prefix: str, names: set[str]) -> list[str]:
+    """Places in a file that mention `prefix.name`, however it was imported."""
+    found = [(line, full) for full, line in full_names(path) if full.startswith(f"{prefix}.")]
+    return [f"{path.name}:{line} {full}" for line, full in found if full.rsplit(".", 1)[1] in names]
+
+
+def offenders(allowed: set[str], prefix: str, names: set[str]) -> list[str]:
+    """Places of the package, outside the allowed files, that mention `prefix.name`."""
+    return [place for path in PACKAGE if name(path) not in allowed for place in mentions(path, prefix, names)]
+
+
+def test_mentions_see_through_imports(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "import torch\nimport torch.distributed as dist\nfrom torch.distributed import barrier as wait\n"
+        "torch.distributed.send(x, 1)\ndist.all_reduce(x)\nwait()\nself.barrier()\ndist.get_rank()\n"
+    )
+    found = mentions(path, "torch.distributed", COLLECTIVES)
+    assert [place.split(":")[1].split()[0] for place in sorted(found)] == ["4", "5", "6"]
+
+
+def test_plan_does_not_import_torch() -> None:
+    modules = [name(path)[: -len(".py")].replace("/", ".") for path in PACKAGE if "plan" in path.parts]
+    imports = "; ".join(f"import {module.removesuffix('.__init__')}" for module in modules)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert modules
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_streams_and_events_only_in_lanes() -> None:
+    assert not offenders({"hocket/runtime/lanes.py"}, "torch.cuda", STREAMS)
+
+
+def test_nobody_records_streams() -> None:
+    """Memory is handed between lanes by the plan's frees, so `Tensor.record_stream` has no place."""
+    attributes = [(path, node) for path in PACKAGE for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
+    assert not [f"{name(path)}:{node.lineno}" for path, node in attributes if node.attr == "record_stream"]
+
+
+def test_a_step_does_not_synchronize_the_device() -> None:
+    outside = {name(path) for path in PACKAGE if path.parent.name not in ("runtime", "fsdp", "parallel", "model")}
+    assert not offenders(outside, "torch.cuda", {"synchronize"})
+
+
+def test_collectives_only_behind_comm() -> None:
+    allowed = {"hocket/runtime/comm.py", "hocket/runtime/transports.py", "hocket/train/checkpoint.py"}
+    assert not offenders(allowed, "torch.distributed", COLLECTIVES)
+
+
+def test_module_hooks_only_in_hooks() -> None:
+    assert not [name(p) for p in PACKAGE if name(p) != "hocket/fsdp/hooks.py" and HOOKS.search(p.read_text())]
+
+
+def test_environment_is_read_only_at_the_edges() -> None:
+    allowed = {"hocket/cli.py", "hocket/launch.py", "hocket/doctor.py"}
+    assert not offenders(allowed, "os", {"environ", "getenv"})
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= FILE_LINES, f"{lines} lines; stop at {FILE_LINES}"
+    for function in functions(path):
+        length = (function.end_lineno or function.lineno) - function.lineno + 1
+        assert length <= FUNCTION_LINES, f"{function.name} at line {function.lineno} has {length} lines"
+        a = function.args
+        count = sum(arg.arg not in ("self", "cls") for arg in [*a.posonlyargs, *a.args, *a.kwonlyargs])
+        assert count <= ARGUMENTS, f"{function.name} at line {function.lineno} takes {count} arguments"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=name)
+def test_modules_have_a_docstring(path: Path) -> None:
+    module = tree(path)
+    assert not module.body or ast.get_docstring(module)
+
+
+def test_every_setting_has_a_docstring() -> None:
+    """A field of a class in config.py is followed by a string: it becomes the help of the command line."""
+    for node in tree(ROOT / "hocket" / "config.py").body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert documented, f"{node.name}.{ast.unparse(field.target)} needs a docstring under it"
+
+
+def test_automatic_settings_are_switches() -> None:
+    """Never None or a bare bool for what can be automatic: no setting is optional."""
+    for node in ast.walk(tree(ROOT / "hocket" / "config.py")):
+        if isinstance(node, ast.AnnAssign):
+            assert "None" not in ast.unparse(node.annotation), ast.unparse(node)
+
+
+def test_named_notes_exist() -> None:
+    """`See Note: [Title]` points to exactly one `Note: [Title]` that starts a line."""
+    text = "\n".join(path.read_text() for path in PACKAGE)
+    titles = re.findall(r"^[ #]*Note: \[(.+?)\]", text, flags=re.MULTILINE)
+    assert len(titles) == len(set(titles)), "two notes of one name"
+    assert set(re.findall(r"[Ss]ee Note: \[(.+?)\]", text)) <= set(titles)
+
+
+def test_run_time_dependencies_stay_few() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", requirement)[0] for requirement in project["dependencies"]}
+    assert names == {"torch", "numpy", "tyro", "rich", "safetensors"}
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *DOCS], ids=name)
+def test_text_names_no_machine(path: Path) -> None:
+    """Paths of one machine, and marks of unfinished work, do not belong into a project."""
+    text = path.read_text()
+    home = re.compile(r"(?<![\w.])/(home|root|work|Users)/\w")
+    assert not home.search(text), home.search(text)
+    if path != Path(__file__):
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name)
+def test_links_in_docs_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (path.parent / target).exists(), f"{name(path)} links to {target}"
