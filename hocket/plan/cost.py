@@ -1,0 +1,367 @@
+"""What every op of a plan costs: FLOPs, bytes and seconds from the sizes of the model and a few hardware figures.
+
+Letters: T tokens of a microbatch, S tokens of a sequence, D hidden, R = T * top_k routed rows, P weights of a part,
+n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are elements times `dtype_bytes`.
+
+    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + elementwise bytes / memory bandwidth
+    matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
+    attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
+    time of a transfer      latency + wire bytes / bandwidth
+    all-gather, reduce      (n - 1) / n * P elements received
+    all-to-all              (ep - 1) / ep * R * D elements received: one copy per row, even routing
+    pipeline hop            T * D elements
+
+Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
+(arXiv 2204.02311, appendix B); 5/2 is FlashAttention-2's backward (arXiv 2307.08691), five matmuls against two; wire
+bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or write per tensor and kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+
+from hocket.config import MeshConfig, ModelConfig
+from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
+from hocket.plan.simulate import Kind, Time
+
+CostKey = tuple[str, str, str]
+"""(verb, part, kind of the layer): ops with the same one cost the same. The kind is empty outside layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one kind of communication can use: seconds of latency, bytes per second of one rank."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, wire_bytes: float) -> float:
+        return self.latency + wire_bytes / self.bandwidth if wire_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Rates that one rank reaches on layer-sized work, per second, and the links between ranks."""
+
+    name: str
+    peak_flops: float
+    """Data-sheet rate of dense matmuls: the denominator of MFU."""
+    gemm_flops: float
+    grouped_flops: float
+    """Rate of grouped matmuls, one per expert."""
+    attention_fwd_flops: float
+    attention_bwd_flops: float
+    memory_bandwidth: float
+    """Bytes read and written together."""
+    links: Mapping[Kind, Link]
+    host_gap: float
+    """Least seconds from one compute op to the next, however small: the host's own cost."""
+
+
+H200 = Hardware(
+    name="h200",
+    peak_flops=989.4e12,
+    gemm_flops=697e12,
+    grouped_flops=670e12,
+    attention_fwd_flops=600e12,
+    attention_bwd_flops=457e12,
+    memory_bandwidth=4.3e12,
+    links={
+        "a2a": Link(74e-6, 323e9),
+        "pp": Link(222e-6, 346e9),
+        "gather": Link(55e-6, 316e9),
+        "reduce": Link(58e-6, 321e9),
+    },
+    host_gap=50e-6,
+)
+"""One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
+4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
+are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB. `peak_flops` is
+the data sheet's dense bf16 rate. `host_gap` is an estimate: about ten kernel launches."""
+
+LAPTOP = Hardware(
+    name="laptop",
+    peak_flops=50e9,
+    gemm_flops=50e9,
+    grouped_flops=40e9,
+    attention_fwd_flops=25e9,
+    attention_bwd_flops=25e9,
+    memory_bandwidth=20e9,
+    links=dict.fromkeys(("a2a", "pp", "gather", "reduce"), Link(2e-3, 0.7e9)),
+    host_gap=200e-6,
+)
+"""One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
+matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. There is no data sheet, so MFU is relative to the matmul rate."""
+
+HARDWARE: Mapping[str, Hardware] = {"h200": H200, "laptop": LAPTOP}
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Cost of one op on one rank. `memory_bytes` is traffic outside matmuls; the rest is as in `simulate.Costs`."""
+
+    seconds: Time = 0.0
+    flops: float = 0.0
+    wire_bytes: int = 0
+    memory_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
+
+    `slot_bytes[rank]` is the size of one weight or gradient slot of each class of units, `state_bytes[rank]` that of
+    weights, main weights, gradients and optimizer state.
+    """
+
+    kinds: tuple[str, ...]
+    table: Mapping[CostKey, OpCost]
+    slot_bytes: tuple[Mapping[Unit, int], ...] = ()
+    state_bytes: tuple[int, ...] = ()
+
+    def of(self, op: Op) -> OpCost:
+        kind = self.kinds[op.layer] if op.layer >= 0 else ""
+        return self.table.get((op.verb, op.part, kind), _FREE)
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).seconds
+
+    def output_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).output_bytes
+
+    def saved_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).saved_bytes
+
+    def fixed_bytes(self, program: Program, rank: int) -> int:
+        if not self.slot_bytes:
+            return 0
+        size = self.slot_bytes[rank]
+        return self.state_bytes[rank] + sum(
+            (program.weight_slots.get(unit, 0) + program.grad_slots.get(unit, 0)) * size.get(unit, 0) for unit in UNITS
+        )
+
+    def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
+        """The same table with measured seconds in place of modelled ones."""
+        changed = {key: replace(self.table.get(key, _FREE), seconds=value) for key, value in seconds.items()}
+        return replace(self, table={**self.table, **changed})
+
+
+_FREE = OpCost()
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """One part of one layer, or embed or head. All but `weights` are elements (or FLOPs) per token."""
+
+    gemm: int = 0
+    """Weights of ordinary matmuls that a token meets."""
+    grouped: int = 0
+    """Weights of its experts that a token meets."""
+    weights: int = 0
+    """Weights of the part on one expert-parallel rank."""
+    core: int = 0
+    """FLOPs of the attention core, forward."""
+    traffic: int = 0
+    """Elements read and written outside matmuls, forward."""
+    output: int = 0
+    """Elements of the value that fwd produces."""
+    grad: int = 0
+    """Elements of the value that bwd produces."""
+    saved: int = 0
+    """Elements that fwd keeps for bwd, its input included."""
+    kept: int = 0
+    """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
+
+
+def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int) -> PartSize:
+    """Sizes of one part, as `model/` computes it. `seq` is the length of a sequence, `kind` that of the layer."""
+    d, k, f = model.hidden, model.top_k, model.expert_ffn
+    match part:
+        case "embed":
+            return PartSize(weights=model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
+        case "attn":
+            size = _attention(model, seq)
+            return size if kind == "dense" else _before_dispatch(model, size)
+        case "mlp":
+            w, values = 3 * d * model.ffn, _swiglu(d, model.ffn)
+            return _plus(_norm(d), values, PartSize(gemm=w, weights=w, traffic=3 * d, output=d, grad=d))
+        case "dispatch" | "combine":
+            return PartSize(output=k * d, grad=k * d)
+        case "experts":
+            w, values = 3 * d * f, _swiglu(k * d, k * f)
+            rows = PartSize(saved=k * d, kept=k * d, traffic=4 * k * d if ep > 1 else 0, output=k * d, grad=k * d)
+            return _plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
+        case "unpermute":
+            shared = d if model.shared_ffn else 0
+            return PartSize(traffic=k * d + 2 * d + shared, output=d, grad=k * d + k, saved=k * d + 2 * k)
+        case "head":
+            v, w = model.vocab, model.vocab * d
+            logits = PartSize(gemm=w, traffic=8 * v, output=1, grad=d, saved=2 * v, kept=v)
+            return _plus(_norm(d), logits, PartSize(weights=0 if model.tied else w))
+    raise AssertionError(part)
+
+
+def _plus(*sizes: PartSize) -> PartSize:
+    return PartSize(*(sum(column) for column in zip(*(astuple(size) for size in sizes), strict=True)))
+
+
+def _norm(width: int) -> PartSize:
+    """RMSNorm and its scale. Kept forward: input, normed and scaled; backward: normed, scaled and its gradient."""
+    return PartSize(weights=width, traffic=4 * width, saved=3 * width, kept=3 * width)
+
+
+def _swiglu(width: int, inner: int) -> PartSize:
+    """Values of a gated MLP but for its input, which a norm keeps: gate, up, silu(gate), product."""
+    return PartSize(traffic=5 * inner, saved=4 * inner, kept=3 * inner + width)
+
+
+def _attention(model: ModelConfig, seq: int) -> PartSize:
+    """Attention with its norm and residual, as in a dense layer."""
+    d, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
+    rotary = 12 * (width + kv)  # in fp32, not fused
+    core = PartSize(gemm=w, weights=w, core=2 * seq * width, traffic=rotary + 3 * d, output=d, grad=d)
+    heads = _norm(width + kv) if model.qk_norm else PartSize()
+    heads = replace(heads, weights=2 * model.head_dim if model.qk_norm else 0)  # all heads share one scale
+    return _plus(_norm(d), heads, core, PartSize(saved=values, kept=values + d))
+
+
+def _before_dispatch(model: ModelConfig, attention: PartSize) -> PartSize:
+    """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
+
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
+    """
+    d, k, sh, e = model.hidden, model.top_k, model.shared_ffn, model.experts
+    w = d * e + 3 * d * sh
+    shared = _plus(_swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
+    rest = PartSize(gemm=w, weights=w, traffic=2 * k * d, output=k * d + k, saved=2 * e, kept=2 * e)
+    return _plus(replace(attention, output=0), _norm(d), shared, rest)
+
+
+def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
+    """Weights (elements) of one unit, whole; of an experts unit those of one expert-parallel rank."""
+    parts = {"dense": ("attn", "mlp") if kind == "dense" else ("attn",)}.get(unit, (unit,))
+    if unit == "embed" and model.tied:
+        parts = ("embed", "head")
+    return sum(part_size(model, part, kind, 1, ep).weights for part in parts)
+
+
+def model_flops_per_token(model: ModelConfig, seq: int) -> float:
+    """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
+
+    N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
+    Causal attention counts half of the square: `3 * 2 S w` for forward and backward. Recomputation counts nothing.
+    """
+    flops = 6.0 * part_size(model, "head", "", seq, 1).gemm
+    for kind in model.kinds():
+        for part in ("attn", "mlp") if kind == "dense" else ("attn", "experts"):
+            size = part_size(model, part, kind, seq, 1)
+            flops += 6 * (size.gemm + size.grouped) + 3 * size.core
+    return flops
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """What turns sizes into costs."""
+
+    hardware: Hardware
+    tokens: int
+    dtype_bytes: int
+
+    def compute(self, size: PartSize, verb: str) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part."""
+        hw, t, b = self.hardware, self.tokens, self.dtype_bytes
+        gemm, grouped = 2.0 * t * size.gemm, 2.0 * t * size.grouped
+        core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
+        traffic = {"fwd": 1, "bwd": 2}.get(verb, 0) * t * size.traffic * b
+        if not gemm + grouped and verb == "wgrad":
+            traffic = (3 * t * size.output + size.weights) * b  # a table: clear it, then add up rows
+        rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
+        matmul = gemm / hw.gemm_flops + grouped / hw.grouped_flops
+        if matmul:  # few tokens: reading the weights takes longer than the arithmetic
+            matmul = max(matmul, size.weights * b / hw.memory_bandwidth)
+        seconds = max(matmul + core / rate + traffic / hw.memory_bandwidth, hw.host_gap)
+        output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * t * b
+        saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * t * b
+        return OpCost(seconds, gemm + grouped + core, 0, traffic, output, saved)
+
+    def transfer(self, kind: Kind, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
+        """Cost of a collective or a hop, with the local reads and writes that belong to it."""
+        seconds = self.hardware.links[kind].seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
+        return OpCost(seconds, 0.0, wire_bytes, local_bytes, output_bytes)
+
+
+def op_costs(
+    model: ModelConfig, layout: Layout, tokens: int, seq: int, mesh: MeshConfig, hardware: Hardware, dtype_bytes: int
+) -> CostTable:
+    """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
+
+    Assumes even routing: every rank gets as many rows as it sends. A hop's seconds belong to the recv.
+    """
+    assert (layout.pp, layout.ep) == (mesh.pp, mesh.ep), "layout and mesh differ"
+    price = _Pricing(hardware, tokens, dtype_bytes)
+    table: dict[CostKey, OpCost] = {}
+    cases = [("embed", ""), ("head", "")]
+    for kind in sorted(set(layout.kinds)):
+        cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
+    for part, kind in cases:
+        size = part_size(model, part, kind, seq, mesh.ep)
+        if part in ("dispatch", "combine"):
+            rows = tokens * size.output * dtype_bytes
+            cost = price.transfer("a2a", rows * (mesh.ep - 1) // mesh.ep, rows)
+            table["fwd", part, kind] = table["bwd", part, kind] = cost
+            continue
+        for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
+            table[verb, part, kind] = price.compute(size, verb)
+    hop = tokens * model.hidden * dtype_bytes
+    table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp", hop, hop)
+    slots, state = _add_units(model, layout, mesh, price, table)
+    return CostTable(layout.kinds, table, slots, state)
+
+
+def _add_units(
+    model: ModelConfig, layout: Layout, mesh: MeshConfig, price: _Pricing, table: dict[CostKey, OpCost]
+) -> tuple[tuple[Mapping[Unit, int], ...], tuple[int, ...]]:
+    """Add gather, reduce and step to the table; return slot sizes and state per pipeline rank.
+
+    A reduce adds its shard to the fp32 gradient: 8 bytes read and written per element. AdamW reads weight, gradient
+    and both averages and writes weight, averages, the cleared gradient and the copy for compute: 32 bytes and the copy;
+    the norm reads the gradients once more. Every rank's step waits for the slowest, through the norm's all-reduce.
+    """
+    b = price.dtype_bytes
+    copy = 0 if b == 4 else b  # in fp32 the weights are the main weights
+    slots: list[Mapping[Unit, int]] = []
+    state: list[int] = []
+    for rank in range(layout.pp):
+        largest: dict[Unit, int] = {}
+        shards = 0
+        for unit, kind in _units(layout, rank):
+            weights = unit_weights(model, unit, kind, mesh.ep)
+            group = mesh.dp // mesh.ep if unit == "experts" else mesh.dp
+            shard = -(-weights // group)
+            wire = shard * (group - 1) * b
+            table["gather", unit, kind] = price.transfer("gather", wire)
+            table["reduce", unit, kind] = price.transfer("reduce", wire, local_bytes=shard * (8 + b))
+            largest[unit] = max(largest.get(unit, 0), weights * b)
+            shards += shard
+        slots.append(largest)
+        state.append(shards * (16 + copy))
+    traffic = max(state) // (16 + copy) * (36 + copy)
+    table["step", "all", ""] = price.transfer("reduce", 8 if mesh.pp * mesh.dp > 1 else 0, local_bytes=traffic)
+    return tuple(slots), tuple(state)
+
+
+def _units(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
+    """(class, kind of the layer) of every unit of a pipeline rank."""
+    units: list[tuple[Unit, str]] = [("embed", "")] if rank == 0 else []
+    for chunk in range(layout.chunks):
+        for layer in layout.layers(rank, chunk):
+            units.append(("dense", layout.kinds[layer]))
+            if layout.kinds[layer] == "moe":
+                units.append(("experts", "moe"))
+    if rank == layout.pp - 1 and not layout.tied:
+        units.append(("head", ""))
+    return units
