@@ -1,0 +1,62 @@
+"""Models with true sizes, as data. A family is a function, so that a recipe can change what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hocket.config import ModelConfig
+
+
+def llama3_8b() -> ModelConfig:
+    """Llama 3 8B: 8.03 billion parameters, dense."""
+    return ModelConfig(
+        vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+        rope_theta=500000.0, norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """Mixtral 8x7B: 46.7 billion parameters, 12.9 active, 8 experts of which 2 are used."""
+    return ModelConfig(
+        vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
+        experts=8, top_k=2, expert_ffn=14336, aux_loss=0.02, rope_theta=1e6, norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B: 30.5 billion parameters, 3.3 active, 128 small experts of which 8 are used."""
+    return ModelConfig(
+        vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
+        experts=128, top_k=8, expert_ffn=768, aux_loss=0.001, qk_norm=True, rope_theta=1e6,
+    )  # fmt: skip
+
+
+def moonlight_16b() -> ModelConfig:
+    """Like Moonlight-16B-A3B (16.0 billion parameters with embeddings): a dense first layer, shared experts.
+
+    Attention is plain multi-head attention instead of the latent attention of the original: 16.8 against 13.8
+    million parameters per layer, 0.5 % of the total. The two shared experts of width 1408 are one of 2816.
+    """
+    return ModelConfig(
+        vocab=163840, hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, ffn=11264, dense_layers=(0,),
+        experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, router="sigmoid", route_scale=2.446,
+        bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def tiny() -> ModelConfig:
+    """A model for a laptop that has every kind of part: dense and MoE layers, shared expert, grouped queries."""
+    return ModelConfig(
+        vocab=256, hidden=128, layers=8, heads=4, kv_heads=2, head_dim=32, ffn=384, dense_layers=(0, 4),
+        experts=8, top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01,
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[], ModelConfig]] = {
+    "llama3_8b": llama3_8b,
+    "mixtral_8x7b": mixtral_8x7b,
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+    "moonlight_16b": moonlight_16b,
+    "tiny": tiny,
+}
+"""Every family by name."""

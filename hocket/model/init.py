@@ -1,0 +1,57 @@
+"""First values of weights. The same seed gives the same weights on any mesh.
+
+Every parameter is drawn from a generator of its own, seeded by its name in the whole model; every expert of
+a stacked weight from one seeded by the name and the expert's global number. So a weight depends neither on
+the chunk, nor on the shard, nor on the expert-parallel rank that happens to hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+from hocket.model.transformer import Chunk
+
+
+def init_tensor(
+    name: str, shape: Sequence[int], config: ModelConfig, seed: int, *, first_expert: int = 0, device: str = "cpu"
+) -> Tensor:
+    """First value of the parameter `name`, fp32, drawn on `device`.
+
+    Norms are ones. Other weights are normal with standard deviation `config.init_std`; the projections that
+    write to the residual stream (`wo`, `w_down`) have it divided by sqrt(2 * layers), so that the stream's
+    variance does not grow with depth (Radford et al. 2019, "GPT-2", section 2.3). For experts, `shape` counts
+    the local ones, and `first_expert` is the global number of the first. CPU and GPU draw different numbers.
+    """
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf.endswith("norm"):
+        return torch.ones(tuple(shape), device=device)
+    std = config.init_std
+    if leaf in ("wo", "w_down"):
+        std /= (2 * config.layers) ** 0.5
+    if ".experts." not in name:
+        return _normal(name, shape, std, seed, device)
+    experts = [_normal(f"{name}.{first_expert + e}", shape[1:], std, seed, device) for e in range(shape[0])]
+    return torch.stack(experts)
+
+
+def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str) -> Tensor:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randn(tuple(shape), generator=generator, device=device) * std
+
+
+def init_chunk(chunk: Chunk, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Chunk:
+    """Give every parameter of a chunk its first value, as an ordinary parameter. Returns the chunk."""
+    chunk.to_empty(device=device).to(dtype)
+    with torch.no_grad():
+        for name, param in chunk.named_parameters():
+            param.copy_(init_tensor(name, param.shape, chunk.config, seed, first_expert=chunk.first_expert))
+        for name, buffer in chunk.named_buffers():
+            assert name.endswith("router.bias")
+            buffer.zero_()
+    return chunk

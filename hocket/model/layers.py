@@ -1,0 +1,119 @@
+"""Attention, the gated MLP, and the dense layer made of them.
+
+Shapes: B sequences, S sequence length, D hidden, H query heads, K key and value heads, N width of a head,
+F width of an MLP.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.config import ModelConfig
+from hocket.runtime.functional import linear, rms_norm
+
+Device = torch.device | str
+
+
+def new_weight(*shape: int, device: Device) -> nn.Parameter:
+    """A parameter with no value yet; `model/init.py` says what to put in it."""
+    return nn.Parameter(torch.empty(shape, device=device))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions over packed sequences, without norm and residual."""
+
+    def __init__(self, config: ModelConfig, device: Device) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.wq = new_weight(queries, config.hidden, device=device)
+        self.wk = new_weight(keys, config.hidden, device=device)
+        self.wv = new_weight(keys, config.hidden, device=device)
+        self.wo = new_weight(config.hidden, queries, device=device)
+        if config.qk_norm:
+            self.q_norm = new_weight(config.head_dim, device=device)
+            self.k_norm = new_weight(config.head_dim, device=device)
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        """Attention of every position to itself and those before it in its sequence: [B, S, D]."""
+        c = self.config
+        batch, seq, _ = h_BSD.shape
+        q_BSHN = linear(h_BSD, self.wq).view(batch, seq, c.heads, c.head_dim)
+        k_BSKN = linear(h_BSD, self.wk).view(batch, seq, c.kv_heads, c.head_dim)
+        v_BSKN = linear(h_BSD, self.wv).view(batch, seq, c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            q_BSHN = rms_norm(q_BSHN, self.q_norm, c.norm_eps)
+            k_BSKN = rms_norm(k_BSKN, self.k_norm, c.norm_eps)
+        table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
+        q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
+        o_BHSN = F.scaled_dot_product_attention(
+            q_BSHN.transpose(1, 2),
+            k_BSKN.transpose(1, 2),
+            v_BSKN.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=c.kv_heads != c.heads,
+        )
+        return linear(o_BHSN.transpose(1, 2).reshape(batch, seq, -1), self.wo)
+
+
+@lru_cache(maxsize=16)
+def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Tensor:
+    """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, N / 2]."""
+    # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
+    with torch.inference_mode(False), torch.no_grad():
+        frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
+        return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
+
+
+def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of every head by its position's angle, in fp32."""
+    cos, sin = table
+    first, second = x_BSHN.chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(x_BSHN.dtype)
+
+
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer 2020): `down(silu(gate(h)) * up(h))`, gate and up stacked in one weight."""
+
+    def __init__(self, hidden: int, width: int, device: Device) -> None:
+        super().__init__()
+        self.w_gate_up = new_weight(2 * width, hidden, device=device)
+        self.w_down = new_weight(hidden, width, device=device)
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        return linear(swiglu(linear(h_BSD, self.w_gate_up)), self.w_down)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of the two halves of the last dimension."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class DenseLayer(nn.Module):
+    """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
+
+    def __init__(self, config: ModelConfig, device: Device) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.attn_norm = new_weight(config.hidden, device=device)
+        self.attn = Attention(config, device)
+        self.ffn_norm = new_weight(config.hidden, device=device)
+        self.mlp = Mlp(config.hidden, config.ffn, device)
+
+    def forward_attn(self, x_BSD: Tensor) -> Tensor:
+        """`x + attention(norm(x))`."""
+        return x_BSD + self.attn(rms_norm(x_BSD, self.attn_norm, self.eps))
+
+    def forward_mlp(self, x_BSD: Tensor) -> Tensor:
+        """`x + mlp(norm(x))`."""
+        return x_BSD + self.mlp(rms_norm(x_BSD, self.ffn_norm, self.eps))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.forward_mlp(self.forward_attn(x_BSD))

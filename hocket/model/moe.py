@@ -1,0 +1,110 @@
+"""The mixture-of-experts layer, cut at the seams where rows leave and enter the rank.
+
+Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, E global experts, L local experts,
+F width of an expert, K experts per token, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hocket.config import ModelConfig
+from hocket.model.layers import Attention, Device, Mlp, new_weight, swiglu
+from hocket.parallel.expert import (
+    Routing,
+    Splits,
+    exchange_counts,
+    group_rows,
+    permute,
+    route,
+    ungroup_rows,
+    unpermute,
+)
+from hocket.runtime.functional import grouped_linear, linear, rms_norm
+
+Sides = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""What leaves the attn part for later parts: rows, residual, shared expert's output, routing weights."""
+
+
+class Router(nn.Module):
+    """Scores tokens against experts, in fp32 whatever the compute dtype: a close choice must not flip by rounding."""
+
+    bias: Tensor | None
+
+    def __init__(self, config: ModelConfig, device: Device) -> None:
+        super().__init__()
+        self.weight = new_weight(config.experts, config.hidden, device=device)
+        # Set by the trainer between steps (`parallel.expert.balance_bias`), never by a gradient.
+        bias = torch.zeros(config.experts, device=device, dtype=torch.float32) if config.bias_rate else None
+        self.register_buffer("bias", bias)
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        """Logits, fp32 [T, E]."""
+        return linear(h_TD, self.weight, dtype=torch.float32)
+
+
+class Experts(nn.Module):
+    """The experts that live on this rank, stacked as the grouped GEMM wants them: input width before output width."""
+
+    def __init__(self, config: ModelConfig, local: int, device: Device) -> None:
+        super().__init__()
+        self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn, device=device)
+        self.w_down = new_weight(local, config.expert_ffn, config.hidden, device=device)
+
+    def forward(self, rows_RD: Tensor, offsets_L: Tensor) -> Tensor:
+        """SwiGLU of each expert on its rows, given and returned in grouped order."""
+        return grouped_linear(swiglu(grouped_linear(rows_RD, self.w_gate_up, offsets_L)), self.w_down, offsets_L)
+
+
+class MoELayer(nn.Module):
+    """A transformer layer with routed experts.
+
+    Its parts are `forward_attn`, `forward_experts` and `forward_unpermute`; between the first two and the
+    last two the rows travel to their experts' ranks and back. `aux_scale` multiplies the coefficient of the
+    load-balancing loss, to match the factor of the main loss (1 / microbatches).
+    """
+
+    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float, device: Device) -> None:
+        super().__init__()
+        self.config = config
+        self.ep_size = ep_size
+        self.aux_scale = aux_scale
+        self.attn_norm = new_weight(config.hidden, device=device)
+        self.attn = Attention(config, device)
+        self.ffn_norm = new_weight(config.hidden, device=device)
+        self.shared = Mlp(config.hidden, config.shared_ffn, device) if config.shared_ffn else None
+        self.router = Router(config, device)
+        self.experts = Experts(config, config.experts // ep_size, device)
+
+    def forward_attn(self, x_BSD: Tensor) -> tuple[Sides, Routing]:
+        """Attention, norm, shared expert, router and permutation.
+
+        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K]) and
+        the routing. The normed hidden state has three readers, whose order fixes the bits of its gradient:
+        shared expert, router, permutation.
+        """
+        c = self.config
+        x1_BSD = x_BSD + self.attn(rms_norm(x_BSD, self.attn_norm, c.norm_eps))
+        h_BSD = rms_norm(x1_BSD, self.ffn_norm, c.norm_eps)
+        shared_BSD = self.shared(h_BSD) if self.shared is not None else None
+        h_TD = h_BSD.flatten(0, 1)
+        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)
+        return (permute(h_TD, routing), x1_BSD, shared_BSD, probs_TK), routing
+
+    def forward_experts(self, rows_RD: Tensor, splits: Splits) -> Tensor:
+        """The local experts on the rows received, given and returned in received order."""
+        grouped_RD = self.experts(group_rows(rows_RD, splits), splits.offsets)
+        return ungroup_rows(grouped_RD, splits)
+
+    def forward_unpermute(
+        self, rows_RD: Tensor, residual_BSD: Tensor, shared_BSD: Tensor | None, probs_TK: Tensor, routing: Routing
+    ) -> Tensor:
+        """Weighted sum of the rows that came back, in sent order, plus shared expert and residual."""
+        return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        assert self.ep_size == 1, "with experts on other ranks, a plan must move the rows between the parts"
+        (rows_RD, residual_BSD, shared_BSD, probs_TK), routing = self.forward_attn(x_BSD)
+        rows_RD = self.forward_experts(rows_RD, exchange_counts(routing, None))
+        return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

@@ -1,0 +1,108 @@
+"""A decoder transformer, cut into chunks, layers and parts.
+
+A `Chunk` holds the consecutive layers of one virtual pipeline stage, and the embedding or the head if it is
+the first or the last one. Every part of a layer is a method that takes and returns tensors, so that a plan
+can run each as an island of its own; nothing is remembered on a module between calls. A chunk with all
+layers is the whole model, `chunk.loss(chunk(ids), targets)`, and runs the same parts in order.
+
+Shapes: B sequences, S sequence length, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.config import ModelConfig
+from hocket.model.layers import DenseLayer, Device, new_weight
+from hocket.model.moe import MoELayer
+from hocket.runtime.functional import embedding, linear, rms_norm
+
+Layer = DenseLayer | MoELayer
+
+
+class Embed(nn.Module):
+    """Token ids to hidden states."""
+
+    def __init__(self, config: ModelConfig, device: Device) -> None:
+        super().__init__()
+        self.weight = new_weight(config.vocab, config.hidden, device=device)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        return embedding(ids_BS, self.weight)
+
+
+class Head(nn.Module):
+    """Final norm and output projection. A tied head is given the embedding's weight and owns only the norm."""
+
+    def __init__(self, config: ModelConfig, device: Device, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.norm = new_weight(config.hidden, device=device)
+        self.weight = new_weight(config.vocab, config.hidden, device=device) if tied is None else tied
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Logits [B, S, V] in the compute dtype."""
+        return linear(rms_norm(x_BSD, self.norm, self.eps), self.weight)
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy over all tokens, fp32."""
+        return F.cross_entropy(self(x_BSD).flatten(0, 1).float(), targets_BS.flatten())
+
+
+class Chunk(nn.Module):
+    """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
+
+    Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
+    expert-parallel rank `ep_rank`: global experts `ep_rank * E / ep_size` onwards. Made without values, on
+    the meta device unless told otherwise.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range,
+        first: bool = True,
+        last: bool = True,
+        *,
+        ep_size: int = 1,
+        ep_rank: int = 0,
+        aux_scale: float = 1.0,
+        device: Device = "meta",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ep_rank = ep_rank
+        self.first_expert = ep_rank * (config.experts // ep_size)
+        self.embed = Embed(config, device) if first else None
+        kinds = config.kinds()
+        self.layers = nn.ModuleDict(
+            {
+                str(i): DenseLayer(config, device)
+                if kinds[i] == "dense"
+                else MoELayer(config, ep_size, aux_scale, device)
+                for i in layers
+            }
+        )
+        tied = self.embed.weight if config.tied and self.embed is not None else None
+        assert not (last and config.tied and tied is None), "a tied head and the embedding share a chunk"
+        self.head = Head(config, device, tied) if last else None
+
+    def layer(self, number: int) -> Layer:
+        """The layer of a global number."""
+        layer = self.layers[str(number)]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states [B, S, D] after this chunk's layers, from token ids if it is the first. For `ep_size` 1."""
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy from the last layer's hidden states, fp32, without the load-balancing loss."""
+        assert self.head is not None
+        return self.head.loss(x_BSD, targets_BS)

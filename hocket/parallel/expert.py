@@ -1,0 +1,269 @@
+"""Expert parallelism: which rows go where, and moving them there, as values and pure functions.
+
+A token's hidden state is sent once per chosen expert. The rows pass through three orders:
+
+    slots     token t, choice j at t * top_k + j
+    sent      by global expert, then token: what leaves a rank, already split by destination
+    received  by source rank, then local expert, then token: what arrives
+    grouped   by local expert, then source rank, then token: what the grouped GEMM reads
+
+Every change of order is a gather in forward and a gather in backward, never an accumulation over an index,
+so it is deterministic on every device, and much faster than the backward of plain indexing.
+
+Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+
+
+class CountExchange(Protocol):
+    """The group of expert-parallel ranks, as much of it as the exchange of counts needs."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def all_to_all_counts(self, counts_PL: Tensor) -> Tensor:
+        """Send row p to rank p; return the rows received, by source rank."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
+
+    order: Tensor
+    """Slot of every sent row, int64 [R]."""
+    inverse: Tensor
+    """Sent row of every slot, int64 [R]."""
+    counts: Tensor
+    """Rows for every global expert, int64 [E], on the device."""
+    tokens: int
+    top_k: int
+    aux: Tensor | None = None
+    """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """How many rows go where, after the ranks have exchanged their counts."""
+
+    send: list[int]
+    """Rows sent to every rank of the group."""
+    recv: list[int]
+    """Rows received from every rank of the group."""
+    counts: Tensor
+    """Rows received by source rank and local expert, int64 [P, L], on the device."""
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """End of every local expert's rows in grouped order, int32 [L]."""
+        return self.counts.sum(0).cumsum(0).to(torch.int32)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Received position of every grouped row. Computed at first use, on the lane that uses it."""
+        return _block_order(self.counts, sum(self.recv))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Grouped position of every received row."""
+        return _inverse(self.order)
+
+
+def route(
+    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None = None, aux_scale: float = 1.0
+) -> tuple[Tensor, Routing]:
+    """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
+
+    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
+    (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
+    "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
+    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss.
+    """
+    assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
+    scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    expert_TK = choice_TE.topk(config.top_k, dim=-1).indices
+    probs_TK: Tensor = _Select.apply(scores_TE, expert_TK)
+    if config.normalize_top_k:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
+    if config.route_scale != 1.0:
+        probs_TK = probs_TK * config.route_scale
+
+    tokens, experts = logits_TE.shape
+    sorted_R, order_R = expert_TK.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=logits_TE.device))
+    counts_E = edges.diff()
+    aux = None
+    if config.aux_loss:
+        aux = _balance_loss(scores_TE, counts_E, config)
+        probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
+        aux = aux.detach()
+    routing = Routing(order_R, _inverse(order_R), counts_E, tokens, config.top_k, aux)
+    return probs_TK, routing
+
+
+def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:
+    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1)."""
+    if config.router == "sigmoid":
+        scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    tokens, experts = scores_TE.shape
+    share_E = counts_E.float() / (tokens * config.top_k)
+    return (scores_TE.mean(0) * share_E).sum() * experts
+
+
+def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The next bias: `rate` more for experts that got fewer rows than the mean, `rate` less for the others.
+
+    `counts_E` are the rows of a whole step, summed over microbatches and data-parallel ranks.
+    """
+    load_E = counts_E.to(bias_E.dtype)
+    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+
+
+def permute(x_TD: Tensor, routing: Routing) -> Tensor:
+    """Tokens to the rows that are sent: [R, D]. Backward sums a token's rows over its choices, in fp32."""
+    return _Permute.apply(x_TD, routing)
+
+
+def unpermute(rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tensor | None, routing: Routing) -> Tensor:
+    """`residual + (sum over choices of prob * row) [+ shared]`, in the shape of the residual, [T, D] or [B, S, D].
+
+    The rows are in sent order; the sum is in fp32.
+    """
+    routed: Tensor = _Unpermute.apply(rows_RD, probs_TK, routing).view_as(residual)
+    if shared is not None:
+        routed = routed + shared
+    return residual + routed
+
+
+def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
+    """Tell every rank how many rows it will get. Stops the host until the counts are known.
+
+    Without a group, or in a group of one, all rows stay here and nothing waits.
+    """
+    if group is None or group.size == 1:
+        rows = [routing.tokens * routing.top_k]
+        return Splits(rows, rows, routing.counts.view(1, -1))
+    sent_PL = routing.counts.view(group.size, -1)
+    received_PL = group.all_to_all_counts(sent_PL)
+    send, recv = torch.stack([sent_PL.sum(1), received_PL.sum(1)]).tolist()
+    return Splits(send, recv, received_PL)
+
+
+def group_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
+    """Rows in received order to grouped order."""
+    if len(splits.recv) == 1:
+        return rows_RD
+    return _Gather.apply(rows_RD, splits.order, splits.inverse)
+
+
+def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
+    """Rows in grouped order to received order."""
+    if len(splits.recv) == 1:
+        return rows_RD
+    return _Gather.apply(rows_RD, splits.inverse, splits.order)
+
+
+def _inverse(order_R: Tensor) -> Tensor:
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+    return inverse_R
+
+
+def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
+    """Positions, in [P, L] block order, of rows taken in [L, P] block order. `rows` spares a host sync."""
+    sizes = counts_PL.reshape(-1)
+    start_PL = (sizes.cumsum(0) - sizes).view_as(counts_PL)
+    sizes_by_expert = counts_PL.t().reshape(-1)
+    grouped_start = sizes_by_expert.cumsum(0) - sizes_by_expert
+    shift = start_PL.t().reshape(-1) - grouped_start
+    return torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
+
+
+class _Select(torch.autograd.Function):
+    """Scores of the chosen experts. They are distinct, so backward scatters without adding."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_TK)
+        ctx.experts = scores_TE.shape[1]
+        return scores_TE.gather(1, expert_TK)
+
+    @staticmethod
+    def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (expert_TK,) = ctx.saved_tensors
+        return g_TK.new_zeros(g_TK.shape[0], ctx.experts).scatter_(1, expert_TK, g_TK), None
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Identity on `x` whose backward also gives `loss` the gradient `factor`: `x` carries the loss along."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return g, torch.full((), ctx.factor, dtype=torch.float32, device=g.device), None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows in another order; backward gathers with the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return x_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return g_RD.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return x_TD.index_select(0, routing.order // routing.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        g_TKD = _by_token(g_RD, ctx.routing)
+        return g_TKD.sum(1, dtype=torch.float32).to(g_RD.dtype), None
+
+
+class _Unpermute(torch.autograd.Function):
+    """Weighted sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, probs_TK: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(rows_RD, probs_TK)
+        ctx.routing = routing
+        weighted_TKD = _by_token(rows_RD, routing) * probs_TK.unsqueeze(-1)
+        return weighted_TKD.sum(1).to(rows_RD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        rows_RD, probs_TK = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        prob_R = probs_TK.reshape(-1).index_select(0, routing.order)
+        g_rows_RD = g_TD.index_select(0, routing.order // routing.top_k) * prob_R.unsqueeze(-1)
+        g_probs_TK = (_by_token(rows_RD, routing).to(probs_TK.dtype) * g_TD.unsqueeze(1)).sum(-1)
+        return g_rows_RD.to(rows_RD.dtype), g_probs_TK, None
+
+
+def _by_token(rows_RD: Tensor, routing: Routing) -> Tensor:
+    """Rows in sent order as [T, K, D]."""
+    return rows_RD.index_select(0, routing.inverse).view(routing.tokens, routing.top_k, -1)

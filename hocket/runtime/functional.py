@@ -1,0 +1,197 @@
+"""The functions that read weights: linear, grouped linear, scale, RMSNorm, embedding.
+
+For an ordinary parameter each of them is the stock torch function. For a managed one (`runtime/weights.py`)
+only activations enter autograd: the weight is looked up when forward runs and again when backward runs, and
+the weight gradient is pushed onto the island's queue. Both ways compute the same bits, because the formulas
+and their operand order are those of torch's own derivatives.
+
+Note: [Nothing but activations is saved]
+A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
+So no function here saves a weight; `Weight.tensor()` is called once per direction.
+
+Shapes: T tokens or any leading dimensions, R rows grouped by expert, D input width, F output width,
+E local experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, weight_of
+
+
+def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ p.T`, of shape [..., F]; with `dtype`, both operands are first cast to it and so is the result."""
+    weight = weight_of(p_FD)
+    if weight is None:
+        return F.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
+    return _apply(_Linear, x_TD, weight, dtype or x_TD.dtype)
+
+
+def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """One product per expert: rows `offsets[e - 1]:offsets[e]` times `p[e]`. Returns [R, F].
+
+    `offsets` is int32, on the device of `x`, ends at R; D and F must be multiples of 16 bytes. An expert
+    without rows gets a zero gradient.
+    """
+    weight = weight_of(p_EDF)
+    if weight is None:
+        return grouped_mm(x_RD, p_EDF, offsets_E)
+    return _apply(_GroupedLinear, x_RD, weight, offsets_E)
+
+
+def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
+    """`x * p`, elementwise over the last dimension."""
+    weight = weight_of(p_D)
+    if weight is None:
+        return x_TD * p_D
+    return _apply(_Scale, x_TD, weight)
+
+
+def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, then `scale`."""
+    return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
+
+
+def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
+    """Rows `p[ids]`, of shape [..., D]."""
+    weight = weight_of(p_VD)
+    if weight is None:
+        return F.embedding(ids_T, p_VD)
+    queue = current_queue()
+    if queue is None:
+        return F.embedding(ids_T, weight.tensor())
+    # Token ids require no gradient, and autograd calls no backward below an output that requires none: the
+    # anchor, a leaf without elements, makes it.
+    if queue.anchor is None:
+        queue.anchor = torch.empty(0, requires_grad=True)
+    return _Embedding.apply(queue.anchor, ids_T, weight, queue)
+
+
+def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """`torch._grouped_mm` of rows and stacked weights, or one product per expert where there is no kernel."""
+    if _has_grouped_kernel(x_RD):
+        return torch._grouped_mm(x_RD, w_EDF, offs=offsets_E)
+    parts = [x_RD[lo:hi] @ w_EDF[e] for e, (lo, hi) in enumerate(_bounds(offsets_E))]
+    return torch.cat(parts)
+
+
+def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor) -> None:
+    """Write `x[rows of e].T @ g[rows of e]` to `out[e]` for every expert."""
+    if _has_grouped_kernel(x_RD):
+        out_EDF.copy_(torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E))
+        return
+    for e, (lo, hi) in enumerate(_bounds(offsets_E)):
+        torch.mm(x_RD[lo:hi].t(), g_RF[lo:hi], out=out_EDF[e])
+
+
+def _has_grouped_kernel(x_RD: Tensor) -> bool:
+    """CUDA has a kernel for bf16 alone, and none of its launches takes a matrix without rows."""
+    return x_RD.device.type == "cpu" or (x_RD.dtype is torch.bfloat16 and x_RD.shape[0] > 0)
+
+
+def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
+    """(first, end) row of every expert, on the host. Stops the host until the device has caught up."""
+    ends: list[int] = offsets_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _apply(function: Any, x: Tensor, weight: Weight, *args: Any) -> Tensor:
+    """Apply a managed function; refuses an input through which its weight gradient could never be reached."""
+    queue = current_queue()
+    if queue is not None and torch.is_grad_enabled():
+        assert x.requires_grad, f"{weight.name}: the input requires no gradient, so its weight would get none"
+    return function.apply(x, weight, queue, *args)
+
+
+def _push(queue: WgradQueue | None, weight: Weight, write: Write) -> None:
+    assert queue is not None, f"{weight.name} is managed: its forward must run inside collecting(queue)"
+    queue.push(weight, write)
+
+
+def _into(out: Tensor, dtype: torch.dtype, compute: Callable[[Tensor], object]) -> None:
+    """Run `compute(out)`, through a temporary if `out` is not of the dtype the result has."""
+    if out.dtype == dtype:
+        compute(out)
+        return
+    exact = torch.empty_like(out, dtype=dtype)
+    compute(exact)
+    out.copy_(exact)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.queue, ctx.dtype = weight, queue, dtype
+        return F.linear(x.to(dtype), weight.tensor().to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        dtype: torch.dtype = ctx.dtype
+
+        def write(out: Tensor) -> None:
+            g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
+            _into(out, dtype, lambda into: torch.mm(g_TF.t(), x_TD, out=into))
+
+        _push(ctx.queue, ctx.weight, write)
+        return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, offsets)
+        ctx.weight, ctx.queue = weight, queue
+        return grouped_mm(x, weight.tensor(), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, offsets = ctx.saved_tensors
+        g = g.contiguous()
+        _push(ctx.queue, ctx.weight, lambda out: grouped_wgrad(x, g, offsets, out))
+        return grouped_mm(g, ctx.weight.tensor().transpose(1, 2), offsets), None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.queue = weight, queue
+        return x * weight.tensor()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        leading = list(range(x.dim() - 1))
+        _push(ctx.queue, ctx.weight, lambda out: _sum_into(out, g * x, leading))
+        return g * ctx.weight.tensor(), None, None
+
+
+def _sum_into(out: Tensor, x: Tensor, dims: list[int]) -> None:
+    torch.sum(x, dims, out=out)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, ids: Tensor, weight: Weight, queue: WgradQueue) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.queue = weight, queue
+        return F.embedding(ids, weight.tensor())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (ids,) = ctx.saved_tensors
+        rows: int = ctx.weight.shape[0]
+
+        def write(out: Tensor) -> None:
+            torch.ops.aten.embedding_dense_backward.out(g, ids, rows, -1, False, out=out)
+
+        _push(ctx.queue, ctx.weight, write)
+        return None, None, None, None

@@ -1,0 +1,117 @@
+"""Weights as values: what a parameter holds right now, and weight gradients that wait in a queue.
+
+A managed parameter never enters autograd. Its `Weight` says where its value lies at this moment, which
+changes when the unit is gathered into another slot; a function looks the value up when it runs, in forward
+and again in backward. Its gradient is no tensor either, but a piece of work, `write(out)`, that a `wgrad`
+op runs later, straight into the unit's gradient slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Write = Callable[[Tensor], None]
+"""Computes one weight gradient and overwrites its argument, a tensor of the weight's shape, with it."""
+
+_ATTRIBUTE = "hocket_weight"
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """One parameter that hocket manages. Compared and hashed by identity."""
+
+    name: str
+    """Name of the parameter in the whole model, as in a checkpoint."""
+    shape: torch.Size
+    value: Tensor | None = None
+    """What holds the weight right now, a view into a slot in the compute dtype; None while it is nowhere."""
+
+    def tensor(self) -> Tensor:
+        """The value; asserts that the weight is resident."""
+        assert self.value is not None, f"{self.name} is read while it is not gathered"
+        return self.value
+
+
+def manage(param: nn.Parameter, name: str) -> Weight:
+    """Put a parameter under hocket's management; from now on hocket's functions read its `Weight` instead."""
+    weight = Weight(name, param.shape)
+    setattr(param, _ATTRIBUTE, weight)
+    return weight
+
+
+def weight_of(param: Tensor) -> Weight | None:
+    """The `Weight` of a managed parameter, None for an ordinary one."""
+    return getattr(param, _ATTRIBUTE, None)
+
+
+class WgradQueue:
+    """Weight gradients that one island's backward left to compute, oldest first.
+
+    The work holds the activations and output gradients it needs, so a queue is memory until it is drained.
+    """
+
+    __slots__ = ("_work", "anchor")
+
+    def __init__(self) -> None:
+        self._work: list[tuple[Weight, Write]] = []
+        self.anchor: Tensor | None = None
+        """A leaf without elements, made when a function of the island has no input that requires a gradient."""
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def push(self, weight: Weight, write: Write) -> None:
+        self._work.append((weight, write))
+
+    def drain(self, target: Callable[[Weight], Tensor], written: set[Weight] | None = None) -> set[Weight]:
+        """Run all work, each weight's into `target(weight)`, and forget it. Returns `written`, grown.
+
+        The first contribution to a weight overwrites its target; one to a weight that is already in `written`
+        adds to it, as autograd would. A weight of the unit that is in no queue had no contribution: its
+        gradient is zero, and zeroing it is the caller's part, since only the caller knows the unit's weights.
+        """
+        written = set() if written is None else written
+        work, self._work = self._work[::-1], []
+        while work:
+            # Popping drops this piece's activations before the next piece runs.
+            weight, write = work.pop()
+            out = target(weight)
+            if weight in written:
+                more = torch.empty_like(out)
+                write(more)
+                out.add_(more)
+            else:
+                write(out)
+                written.add(weight)
+        return written
+
+
+class _Current(threading.local):
+    queue: WgradQueue | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def collecting(queue: WgradQueue) -> Iterator[None]:
+    """Have functions that run inside send the weight gradients of their backward to `queue`.
+
+    They take the queue along in forward, because backward may run in a thread of the autograd engine.
+    """
+    before, _current.queue = _current.queue, queue
+    try:
+        yield
+    finally:
+        _current.queue = before
+
+
+def current_queue() -> WgradQueue | None:
+    """The queue of the island whose forward is running, None outside of any."""
+    return _current.queue
