@@ -23,9 +23,6 @@ from hocket.parallel.expert import (
 )
 from hocket.runtime.functional import grouped_linear, linear, rms_norm
 
-Sides = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""What leaves the attn part for later parts: rows, residual, shared expert's output, routing weights."""
-
 
 class Router(nn.Module):
     """Scores tokens against experts, in fp32 whatever the compute dtype: a close choice must not flip by rounding."""
@@ -77,11 +74,11 @@ class MoELayer(nn.Module):
         self.router = Router(config, device)
         self.experts = Experts(config, config.experts // ep_size, device)
 
-    def forward_attn(self, x_BSD: Tensor) -> tuple[Sides, Routing]:
+    def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Routing]:
         """Attention, norm, shared expert, router and permutation.
 
-        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K]) and
-        the routing. The normed hidden state has three readers, whose order fixes the bits of its gradient:
+        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K],
+        routing). The normed hidden state has three readers, whose order fixes the bits of its gradient:
         shared expert, router, permutation.
         """
         c = self.config
@@ -90,11 +87,11 @@ class MoELayer(nn.Module):
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD = h_BSD.flatten(0, 1)
         probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)
-        return (permute(h_TD, routing), x1_BSD, shared_BSD, probs_TK), routing
+        return permute(h_TD, routing), x1_BSD, shared_BSD, probs_TK, routing
 
     def forward_experts(self, rows_RD: Tensor, splits: Splits) -> Tensor:
         """The local experts on the rows received, given and returned in received order."""
-        grouped_RD = self.experts(group_rows(rows_RD, splits), splits.offsets)
+        grouped_RD = self.experts(group_rows(rows_RD, splits), splits.offsets_L)
         return ungroup_rows(grouped_RD, splits)
 
     def forward_unpermute(
@@ -105,6 +102,6 @@ class MoELayer(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         assert self.ep_size == 1, "with experts on other ranks, a plan must move the rows between the parts"
-        (rows_RD, residual_BSD, shared_BSD, probs_TK), routing = self.forward_attn(x_BSD)
+        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
         rows_RD = self.forward_experts(rows_RD, exchange_counts(routing, None))
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

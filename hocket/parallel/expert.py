@@ -41,12 +41,12 @@ class CountExchange(Protocol):
 class Routing:
     """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
 
-    order: Tensor
-    """Slot of every sent row, int64 [R]."""
-    inverse: Tensor
-    """Sent row of every slot, int64 [R]."""
-    counts: Tensor
-    """Rows for every global expert, int64 [E], on the device."""
+    order_R: Tensor
+    """Slot of every sent row, int64."""
+    inverse_R: Tensor
+    """Sent row of every slot, int64."""
+    counts_E: Tensor
+    """Rows for every global expert, int64, on the device."""
     tokens: int
     top_k: int
     aux: Tensor | None = None
@@ -61,23 +61,23 @@ class Splits:
     """Rows sent to every rank of the group."""
     recv: list[int]
     """Rows received from every rank of the group."""
-    counts: Tensor
-    """Rows received by source rank and local expert, int64 [P, L], on the device."""
+    counts_PL: Tensor
+    """Rows received by source rank and local expert, int64, on the device."""
 
     @cached_property
-    def offsets(self) -> Tensor:
-        """End of every local expert's rows in grouped order, int32 [L]."""
-        return self.counts.sum(0).cumsum(0).to(torch.int32)
+    def offsets_L(self) -> Tensor:
+        """End of every local expert's rows in grouped order, int32."""
+        return self.counts_PL.sum(0).cumsum(0).to(torch.int32)
 
     @cached_property
-    def order(self) -> Tensor:
+    def order_R(self) -> Tensor:
         """Received position of every grouped row. Computed at first use, on the lane that uses it."""
-        return _block_order(self.counts, sum(self.recv))
+        return _block_order(self.counts_PL, sum(self.recv))
 
     @cached_property
-    def inverse(self) -> Tensor:
+    def inverse_R(self) -> Tensor:
         """Grouped position of every received row."""
-        return _inverse(self.order)
+        return _inverse(self.order_R)
 
 
 def route(
@@ -154,8 +154,8 @@ def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
     """
     if group is None or group.size == 1:
         rows = [routing.tokens * routing.top_k]
-        return Splits(rows, rows, routing.counts.view(1, -1))
-    sent_PL = routing.counts.view(group.size, -1)
+        return Splits(rows, rows, routing.counts_E.view(1, -1))
+    sent_PL = routing.counts_E.view(group.size, -1)
     received_PL = group.all_to_all_counts(sent_PL)
     send, recv = torch.stack([sent_PL.sum(1), received_PL.sum(1)]).tolist()
     return Splits(send, recv, received_PL)
@@ -165,14 +165,14 @@ def group_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
     """Rows in received order to grouped order."""
     if len(splits.recv) == 1:
         return rows_RD
-    return _Gather.apply(rows_RD, splits.order, splits.inverse)
+    return _Gather.apply(rows_RD, splits.order_R, splits.inverse_R)
 
 
 def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
     """Rows in grouped order to received order."""
     if len(splits.recv) == 1:
         return rows_RD
-    return _Gather.apply(rows_RD, splits.inverse, splits.order)
+    return _Gather.apply(rows_RD, splits.inverse_R, splits.order_R)
 
 
 def _inverse(order_R: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        return x_TD.index_select(0, routing.order // routing.top_k)
+        return x_TD.index_select(0, routing.order_R // routing.top_k)
 
     @staticmethod
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -258,12 +258,12 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, g_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         rows_RD, probs_TK = ctx.saved_tensors
         routing: Routing = ctx.routing
-        prob_R = probs_TK.reshape(-1).index_select(0, routing.order)
-        g_rows_RD = g_TD.index_select(0, routing.order // routing.top_k) * prob_R.unsqueeze(-1)
+        prob_R = probs_TK.reshape(-1).index_select(0, routing.order_R)
+        g_rows_RD = g_TD.index_select(0, routing.order_R // routing.top_k) * prob_R.unsqueeze(-1)
         g_probs_TK = (_by_token(rows_RD, routing).to(probs_TK.dtype) * g_TD.unsqueeze(1)).sum(-1)
         return g_rows_RD.to(rows_RD.dtype), g_probs_TK, None
 
 
 def _by_token(rows_RD: Tensor, routing: Routing) -> Tensor:
     """Rows in sent order as [T, K, D]."""
-    return rows_RD.index_select(0, routing.inverse).view(routing.tokens, routing.top_k, -1)
+    return rows_RD.index_select(0, routing.inverse_R).view(routing.tokens, routing.top_k, -1)
