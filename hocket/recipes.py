@@ -9,24 +9,13 @@ import difflib
 from collections.abc import Callable
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from hocket.model import families
 
 
 def tiny() -> Config:
     """A small MoE on 4 processes with every overlap on; minutes on two CPU cores."""
     return Config(
-        model=ModelConfig(
-            hidden=96,
-            layers=8,
-            heads=4,
-            kv_heads=2,
-            head_dim=24,
-            ffn=256,
-            dense_layers=(0, 4),
-            experts=4,
-            expert_ffn=96,
-            shared_ffn=96,
-            aux_loss=0.01,
-        ),
+        model=families.tiny(),
         mesh=MeshConfig(pp=2, dp=2, ep=2),
         plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
         data=DataConfig(sequence_length=128),
@@ -64,80 +53,22 @@ def moe_8gpu() -> Config:
 
 def llama3_8b() -> Config:
     """Llama-3 8B, a dense model, on 8 GPUs: fully sharded data parallel."""
-    model = ModelConfig(
-        vocab=128256,
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        ffn=14336,
-        rope_theta=500000.0,
-        norm_eps=1e-5,
-    )
-    return large("llama3_8b", model, MeshConfig(dp=8), PlanConfig())
+    return large("llama3_8b", families.llama3_8b(), MeshConfig(dp=8), PlanConfig())
 
 
 def mixtral_8x7b() -> Config:
     """Mixtral 8x7B (47B, 13B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    model = ModelConfig(
-        vocab=32000,
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        experts=8,
-        top_k=2,
-        expert_ffn=14336,
-        aux_loss=0.02,
-        rope_theta=1e6,
-        norm_eps=1e-5,
-    )
-    return large("mixtral_8x7b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+    return large("mixtral_8x7b", families.mixtral_8x7b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
 
 
 def qwen3_30b_a3b() -> Config:
     """Qwen3-30B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    model = ModelConfig(
-        vocab=151936,
-        hidden=2048,
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        experts=128,
-        top_k=8,
-        expert_ffn=768,
-        aux_loss=0.001,
-        qk_norm=True,
-        rope_theta=1e6,
-    )
-    return large("qwen3_30b_a3b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+    return large("qwen3_30b_a3b", families.qwen3_30b_a3b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
 
 
 def moonlight_16b() -> Config:
-    """Moonlight's sizes (16B, 3B active) with plain attention on 8 GPUs: pipeline 2 x data 4, experts over 4 ranks."""
-    model = ModelConfig(
-        vocab=163840,
-        hidden=2048,
-        layers=27,
-        heads=16,
-        kv_heads=16,
-        head_dim=128,
-        ffn=11264,
-        dense_layers=(0,),
-        experts=64,
-        top_k=6,
-        expert_ffn=1408,
-        shared_ffn=2816,
-        router="sigmoid",
-        route_scale=2.446,
-        bias_rate=0.001,
-        rope_theta=50000.0,
-        norm_eps=1e-5,
-    )
-    return large("moonlight_16b", model, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
+    """Moonlight's sizes (16B, 3B active), plain attention, on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    return large("moonlight_16b", families.moonlight_16b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
 
 
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig) -> Config:

@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("model.tied", "mesh.pp"),
         lambda c, h: c.model.tied and c.mesh.pp > 1,
-        "embedding and head are on different pipeline ranks (the first and the last of {mesh.pp}): they cannot share weights",
+        "the embedding is on the first and the head on the last of {mesh.pp} pipeline ranks: they cannot share weights",
         "mesh.pp = 1, or model.tied = False",
     ),
     *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ class JsonTokenizer:
 
     def __init__(self, path: str, origins: Mapping[str, str]) -> None:
         try:
-            from tokenizers import Tokenizer as Backend
+            backend = importlib.import_module("tokenizers")
         except ImportError:
             reason, fix = (
                 "the package `tokenizers` is not installed",
@@ -56,7 +57,7 @@ class JsonTokenizer:
             )
             raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
         self.vocab, self.separator = _sizes(path, origins)
-        self._backend = Backend.from_file(path)
+        self._backend = backend.Tokenizer.from_file(path)
 
     def encode(self, text: bytes) -> np.ndarray:
         """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character."""
