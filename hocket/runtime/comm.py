@@ -1,8 +1,8 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
-This file and `transports.py` are the only callers of `torch.distributed` collectives. Every purpose and direction has a
-group of its own (`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step,
-so that no collective creates anything while lanes are running.
+This file and `transports.py` are the only callers of `torch.distributed` collectives. Every purpose and direction
+has a group of its own (`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the
+first step, so that no collective creates anything while lanes are running.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """How the bytes of one group move: gloo, NCCL, not at all (null), or late (slow).
 
-A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has been
-waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done at once,
-because later work of that stream comes after it anyway.
+A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has
+been waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done
+at once, because later work of that stream comes after it anyway.
 
 Note: [All lanes' kernels fit on the chip together]
-A NCCL kernel spins on its SMs until its peers have started the same collective. Suppose rank 0 runs a gather and rank 1 a
-reduce, each waiting for the other rank: both continue only if each rank can start its second collective *while the
-first one occupies SMs*. So the sum of the SMs that all communication lanes may hold at once must fit on the chip, with
-room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each, the two pipeline
-directions a few each, control after everything else. That is at most 64 of 132 SMs on a Hopper. 16 is also the number
-at which NCCL still reaches the bandwidth of its default (8 lose a third).
+A NCCL kernel spins on its SMs until its peers have started the same collective. Suppose rank 0 runs a gather and
+rank 1 a reduce, each waiting for the other rank: both continue only if each rank can start its second collective
+*while the first one occupies SMs*. So the sum of the SMs that all communication lanes may hold at once must fit on
+the chip, with room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each,
+the two pipeline directions 4 each, control after everything else. That is at most 56 of the 132 SMs of a Hopper. 16 is
+also the number at which NCCL still reaches the bandwidth of its default; 8 lose a third.
 """
 
 from __future__ import annotations
@@ -297,7 +297,8 @@ class Null:
             self.blocks[out.dtype] = numbers.to(self.device, out.dtype)
         block, flat = self.blocks[out.dtype], out.view(-1)
         whole = flat.numel() // block.numel()
-        flat[: whole * block.numel()].view(whole, -1).copy_(block.expand(whole, -1)) if whole else None
+        if whole:
+            flat[: whole * block.numel()].view(whole, -1).copy_(block.expand(whole, -1))
         tail = flat[whole * block.numel() :]
         tail.copy_(block[: tail.numel()])
 

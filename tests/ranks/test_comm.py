@@ -44,7 +44,7 @@ def test_mesh_errors_name_the_setting(make, message):
 def test_multicast_must_be_off():
     good = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     require_multicast_off(good)
-    with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE is 1.*set NCCL_NVLS_ENABLE=0"):
+    with pytest.raises(ValueError, match=r"NCCL_NVLS_ENABLE is 1.*set NCCL_NVLS_ENABLE=0"):
         require_multicast_off(good | {"NCCL_NVLS_ENABLE": "1"})
     with pytest.raises(ValueError, match="NVSHMEM_DISABLE_NVLS is unset"):
         require_multicast_off({k: v for k, v in good.items() if k != "NVSHMEM_DISABLE_NVLS"})
