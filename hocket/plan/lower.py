@@ -42,7 +42,7 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
             layers = len(layout.kinds) if plan.p2p_defer_layers < 0 else plan.p2p_defer_layers
             per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
         ranks.append([op for ops in per_step for op in ops])
-    sharded = shard(ranks, layout, sharding)
+    sharded = shard(ranks, layout, sharding, plan.strategy, plan.prefetch)
     return Program(
         layout=layout,
         microbatches=microbatches,

@@ -20,18 +20,15 @@ from typing import Literal
 from hocket.plan.ops import UNITS, Layout, Op, Unit
 from hocket.plan.values import UnitName, unit_read, unit_written
 
+Strategy = Literal["optim_grads", "optim_grads_params"]
+
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights and gradients are spread: `dense` and `experts` are the sizes of the two sharding groups.
-
-    `prefetch` is the number of layer passes by which a gather runs ahead of its reader.
-    """
+    """Over how many ranks weights and gradients are spread: those of experts, and all others."""
 
     dense: int = 1
     experts: int = 1
-    strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"
-    prefetch: int = 2
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense
@@ -55,8 +52,11 @@ class Visit:
     end: int
 
 
-def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding) -> Sharded:
-    """Insert gather, release, reduce and step ops. Every rank gets the same number of slots of a class."""
+def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, strategy: Strategy, prefetch: int) -> Sharded:
+    """Insert gather, release, reduce and step ops. Every rank gets the same number of slots of a class.
+
+    A gather runs `prefetch` layer passes ahead of its first reader.
+    """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
     visits = [_visits(ops, layout) for ops in ranks]
@@ -65,10 +65,10 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding) -> Sharded:
         if not any(mine):
             continue
         if sharding.size(unit) > 1:
-            if sharding.strategy == "optim_grads":
+            if strategy == "optim_grads":
                 weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
             else:
-                weight_slots[unit] = max(_slots_needed(per_rank, sharding.prefetch) for per_rank in mine)
+                weight_slots[unit] = max(_slots_needed(per_rank, prefetch) for per_rank in mine)
     for ops in ranks:
         for name, count in _grad_slots_needed(ops, layout).items():
             grad_slots[name] = max(grad_slots.get(name, 0), count)
@@ -77,7 +77,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding) -> Sharded:
         before: dict[int, list[Op]] = defaultdict(list)
         behind: dict[int, list[Op]] = defaultdict(list)
         for unit, slots in weight_slots.items():
-            _page([v for v in per_rank if v.unit[0] == unit], slots, sharding.prefetch, before, behind)
+            _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
         placed = _reduce(ops, layout, grad_slots, behind)
         out.append([*_merge(placed, before, behind), Op("step", "all")])
     return Sharded(out, weight_slots, grad_slots)

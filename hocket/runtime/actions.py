@@ -1,0 +1,254 @@
+"""What each op of a plan does to tensors: one method per verb and part.
+
+An action takes the op and the values it reads, in the order of `plan/values.py` (values that an op only keeps
+alive come last and are ignored), and returns the op's value. Actions of communication lanes return the value
+and a `Pending`. State that outlives an op, islands and routings, is kept here by (microbatch, chunk, layer)
+and dropped by the op that uses it last; `assert_clean` proves that nothing is left after a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.fsdp.unit import ShardedUnit
+from hocket.model.transformer import Chunk
+from hocket.parallel.expert import Routing, Splits, exchange_counts
+from hocket.plan.ops import Layout, Op
+from hocket.plan.values import UnitName, unit_written
+from hocket.runtime.comm import Groups, Pending
+from hocket.runtime.island import Island
+from hocket.runtime.weights import Weight
+
+Place = tuple[int, int, int]
+"""(microbatch, chunk, layer)."""
+
+CommResult = tuple[Tensor | None, Pending]
+"""A communication op's value and when it may be read."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Token ids and the tokens to predict, both of shape [B, S]."""
+
+    ids: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What travels between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Actions:
+    """The work behind the ops of one rank. Set `microbatches` before each step."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        chunks: Sequence[Chunk],
+        units: Mapping[UnitName, ShardedUnit],
+        groups: Groups,
+        activation: Activation,
+        on_step: Callable[[], None] | None,
+    ) -> None:
+        self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
+        self._activation, self._on_step = activation, on_step
+        self._islands: dict[tuple[str, Place], Island] = {}
+        self._routings: dict[Place, Routing] = {}
+        self._splits: dict[Place, Splits] = {}
+        self._written: dict[tuple[UnitName, int], set[Weight]] = {}
+        self.training = on_step is not None
+        self.microbatches: Sequence[Microbatch] = ()
+        self.losses: list[Tensor] = []
+        self.loads: dict[int, Tensor] = {}
+        """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
+
+    def find(self, op: Op) -> Callable[..., Any]:
+        """The action of an op."""
+        name = f"{op.verb}_{op.part}"
+        if op.verb in ("wgrad", "send", "recv", "gather", "release", "reduce", "step"):
+            name = op.verb
+        return getattr(self, name)
+
+    def assert_clean(self) -> None:
+        """Nothing may be left after a step."""
+        left = [*self._islands, *self._routings, *self._splits, *self._written]
+        assert not left, f"left after the step: {left[:5]}"
+        for unit in self._units.values():
+            unit.assert_idle()
+
+    def discard(self) -> None:
+        """Forget everything that an interrupted step left behind."""
+        self._islands.clear()
+        self._routings.clear()
+        self._splits.clear()
+        self._written.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
+        if not self.training:
+            with torch.no_grad():
+                return fn(*inputs)
+        island = self._islands[op.part, _place(op)] = Island()
+        return island.forward(fn, *inputs)
+
+    def _layer(self, op: Op) -> Any:
+        return self._chunks[op.chunk].layer(op.layer)
+
+    def fwd_embed(self, op: Op) -> Tensor:
+        return self._forward(op, self._chunks[op.chunk].embed, self.microbatches[op.microbatch].ids)
+
+    def fwd_attn(self, op: Op, x: Tensor) -> Any:
+        """A dense layer's output, or the sides of a MoE layer: (rows, residual, shared, probs)."""
+        result = self._forward(op, self._layer(op).forward_attn, x)
+        if self._layout.kinds[op.layer] == "dense":
+            return result
+        *sides, routing = result
+        self._routings[_place(op)] = routing
+        load = self.loads.get(op.layer)
+        self.loads[op.layer] = routing.counts_E.clone() if load is None else load.add_(routing.counts_E)
+        return sides
+
+    def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
+        splits = self._exchange(op)
+        return self._all_to_all(sides[0], splits.recv, splits.send)
+
+    def _exchange(self, op: Op) -> Splits:
+        splits = self._splits[_place(op)] = exchange_counts(self._routings[_place(op)], self._groups.a2a)
+        return splits
+
+    def fwd_experts(self, op: Op, rows: Any) -> Tensor:
+        if self._layout.ep == 1:
+            rows = rows[0]
+            self._exchange(op)
+        return self._forward(op, self._layer(op).forward_experts, rows, self._splits[_place(op)])
+
+    def fwd_combine(self, op: Op, rows: Tensor) -> CommResult:
+        splits = self._splits[_place(op)]
+        return self._all_to_all(rows, splits.send, splits.recv)
+
+    def fwd_unpermute(self, op: Op, rows: Tensor, sides: list[Tensor | None]) -> Tensor:
+        _, residual, shared, probs = sides
+        routing = self._routings[_place(op)]
+        out = self._forward(op, self._layer(op).forward_unpermute, rows, residual, shared, probs, routing)
+        if not self.training:
+            self._forget_routing(op)
+        return out
+
+    def fwd_mlp(self, op: Op, x: Tensor) -> Tensor:
+        return self._forward(op, self._layer(op).forward_mlp, x)
+
+    def fwd_head(self, op: Op, x: Tensor) -> None:
+        head = self._chunks[op.chunk].head
+        assert head is not None
+        loss = self._forward(op, head.loss, x, self.microbatches[op.microbatch].targets)
+        self.losses.append(loss.detach())
+
+    # -- input gradients -------------------------------------------------------------------------------------
+
+    def _backward(self, op: Op, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        place = _place(op)
+        island = self._islands[op.part, place]
+        result = island.backward(*grads)
+        if self._layout.unit(op.part) is None:
+            del self._islands[op.part, place]
+        return result
+
+    def bwd_head(self, op: Op, *_kept: Any) -> Tensor | None:
+        scale = torch.full((), 1.0 / len(self.microbatches), device=self._activation.device)
+        return self._backward(op, scale)[0]
+
+    def bwd_unpermute(self, op: Op, g: Tensor, *_kept: Any) -> tuple[Tensor | None, ...]:
+        return self._backward(op, g)[:4]
+
+    def bwd_combine(self, op: Op, grads: tuple[Tensor, ...]) -> CommResult:
+        splits = self._splits[_place(op)]
+        return self._all_to_all(grads[0], splits.recv, splits.send)
+
+    def bwd_experts(self, op: Op, g: Any) -> Tensor | None:
+        return self._backward(op, g[0] if self._layout.ep == 1 else g)[0]
+
+    def bwd_dispatch(self, op: Op, g: Tensor) -> CommResult:
+        splits = self._splits[_place(op)]
+        return self._all_to_all(g, splits.send, splits.recv)
+
+    def bwd_attn(self, op: Op, g: Tensor, *others: Any) -> Tensor | None:
+        if self._layout.kinds[op.layer] == "dense":
+            return self._backward(op, g)[0]
+        _, residual, shared, probs = others[0]
+        self._forget_routing(op)
+        return self._backward(op, g, residual, shared, probs, None)[0]
+
+    def _forget_routing(self, op: Op) -> None:
+        del self._routings[_place(op)]
+        del self._splits[_place(op)]
+
+    def bwd_mlp(self, op: Op, g: Tensor, *_kept: Any) -> Tensor | None:
+        return self._backward(op, g)[0]
+
+    def bwd_embed(self, op: Op, g: Tensor) -> None:
+        self._backward(op, g)
+
+    # -- weight gradients and sharded units ------------------------------------------------------------------
+
+    def wgrad(self, op: Op, *_kept: Any) -> None:
+        """Drain the queue of a part's island into the unit's gradient slot."""
+        name = unit_written(op, self._layout)
+        assert name is not None
+        unit = self._units[name]
+        island = self._islands.pop((op.part, _place(op)))
+        written = self._written.setdefault((name, op.slot), set())
+        views = unit.grad_views(op.slot)
+        island.queue.drain(lambda weight: views[weight], written)
+
+    def reduce(self, op: Op) -> CommResult:
+        unit = self._unit(op)
+        unit.zero_missing(op.slot, self._written.pop(((op.part, op.chunk, op.layer), op.slot)))  # pyrefly: ignore
+        return None, unit.reduce(op.slot)
+
+    def gather(self, op: Op) -> CommResult:
+        return None, self._unit(op).gather(op.slot)
+
+    def release(self, op: Op) -> None:
+        self._unit(op).release()
+
+    def _unit(self, op: Op) -> ShardedUnit:
+        return self._units[op.part, op.chunk, op.layer]  # pyrefly: ignore
+
+    def step(self, op: Op) -> None:
+        if self._on_step is not None:
+            self._on_step()
+
+    # -- communication of rows and activations ---------------------------------------------------------------
+
+    def _all_to_all(self, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> CommResult:
+        """Exchange rows [R, D]: `send[p]` rows go to expert-parallel rank p, `receive[p]` come from it."""
+        out = rows.new_empty((sum(receive), rows.shape[1]))
+        return out, self._groups.a2a.all_to_all(out, rows, receive, send)
+
+    def send(self, op: Op, x: Tensor, *_kept: Any) -> CommResult:
+        group = self._groups.send_act if op.part == "act" else self._groups.send_grad
+        assert group is not None
+        return None, group.send(x.contiguous(), group.other)
+
+    def recv(self, op: Op) -> CommResult:
+        group = self._groups.recv_act if op.part == "act" else self._groups.recv_grad
+        assert group is not None
+        a = self._activation
+        out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        return out, group.recv(out, group.other)
+
+
+def _place(op: Op) -> Place:
+    return op.microbatch, op.chunk, op.layer
+

@@ -1,0 +1,118 @@
+"""The loop that runs one rank's list of ops.
+
+Everything that can be decided before the first step is decided in `_compile`: which action an op runs, which
+values it reads, what it waits for. What is left for every op is: wait, act, record, drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hocket.plan.ops import Key, Lane, Layout, Op
+from hocket.plan.values import reads
+from hocket.runtime.actions import Actions, Microbatch
+from hocket.runtime.lanes import Lanes
+from hocket.runtime.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """An op and all that the loop needs to know about it. Positions are those of the rank's list."""
+
+    position: int
+    op: Op
+    lane: Lane
+    run: Callable[..., Any]
+    inputs: tuple[int, ...]
+    """Ops whose values it reads."""
+    waits: tuple[tuple[Lane, int], ...]
+    """Ops of other lanes that it comes after."""
+    awaited: bool
+    """Whether an op of another lane comes after it."""
+    frees: tuple[int, ...]
+    """Ops whose values are dropped behind it."""
+
+
+class Executor:
+    """Runs the ops of one rank.
+
+    `order` is the order in which the host issues them: list order if None. It must keep the order of every
+    lane and all dependencies, and be the same on all ranks that share a group.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        layout: Layout,
+        rank: int,
+        actions: Actions,
+        lanes: Lanes,
+        recorder: Recorder,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self._lanes, self._actions, self.recorder = lanes, actions, recorder
+        compiled = _compile(ops, layout, rank, actions)
+        self._ops = compiled if order is None else [compiled[p] for p in order]
+        self._values: list[Any] = [None] * len(ops)
+
+    def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head."""
+        actions, lanes, values, recorder = self._actions, self._lanes, self._values, self.recorder
+        actions.microbatches, actions.losses = microbatches, []
+        recorder.begin()
+        lanes.begin()
+        try:
+            for c in self._ops:
+                recorder.issue(c.position)
+                lanes.use(c.lane)
+                for lane, position in c.waits:
+                    recorder.waiting = position
+                    lanes.wait(lane, position)
+                result = c.run(c.op, *[values[p] for p in c.inputs])
+                pending = None
+                if c.lane != "compute":
+                    result, pending = result
+                values[c.position] = result
+                lanes.issued(c.lane, c.position, pending, c.awaited)
+                for p in c.frees:
+                    values[p] = None
+            lanes.end()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            recorder.end()
+        return actions.losses
+
+    def abort(self) -> None:
+        """Forget the values of an interrupted step, so that a later step starts clean."""
+        self._values = [None] * len(self._values)
+        self._actions.discard()
+
+    def assert_clean(self) -> None:
+        """After a step no value, island, routing, lease or slot may be left."""
+        left = [self._ops[i].op for i, c in enumerate(self._ops) if self._values[c.position] is not None]
+        assert not left, f"values left after the step: {[str(op) for op in left[:5]]}"
+        self._actions.assert_clean()
+
+
+def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> list[Compiled]:
+    where: dict[Key, int] = {op.key: i for i, op in enumerate(ops)}
+    awaited = {p for op in ops for p in op.deps}
+    return [
+        Compiled(
+            position=i,
+            op=op,
+            lane=op.lane,
+            run=actions.find(op),
+            inputs=tuple(where[key] for key in reads(op, layout, rank)),
+            waits=tuple((ops[p].lane, p) for p in op.deps),
+            awaited=i in awaited,
+            frees=op.frees,
+        )
+        for i, op in enumerate(ops)
+    ]

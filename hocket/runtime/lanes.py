@@ -1,0 +1,127 @@
+"""Lanes: the ordered queues on which ops run. The only place that makes CUDA streams and events.
+
+Note: [What a lane promises]
+Ops of one lane run in the order in which they are issued. An op of another lane that was told to wait for
+position p of this lane runs after p and everything before it. Nothing else is ordered. On a GPU a lane is a
+stream and the promise is kept by events; the host never waits. On a CPU compute ops run when they are issued
+and a collective is pending until somebody waits for it; waiting for one waits for all earlier ones of its
+lane, because a queue is in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hocket.plan.ops import LANES, Lane
+from hocket.runtime.comm import Pending
+
+
+class Lanes(Protocol):
+    """What the executor asks of lanes. Positions are those of a rank's op list."""
+
+    def begin(self) -> None:
+        """Order every lane behind the work that the caller has issued so far."""
+
+    def use(self, lane: Lane) -> None:
+        """Make `lane` the one on which the following work is issued."""
+
+    def wait(self, producer: Lane, position: int) -> None:
+        """Order what follows on the lane in use behind the op at `position` of lane `producer`."""
+
+    def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
+        """Note that the op at `position` has been issued; `awaited` if another lane will wait for it."""
+
+    def end(self) -> None:
+        """Order the caller's following work behind the compute lane and leave the lanes."""
+
+    def completed(self, lane: Lane, position: int) -> bool:
+        """Whether the op is known to be done (for reports; never waits)."""
+
+
+class CpuLanes:
+    """Lanes without streams. See Note: [What a lane promises]."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Lane, deque[tuple[int, Pending]]] = {lane: deque() for lane in LANES}
+        self._done: dict[Lane, int] = dict.fromkeys(LANES, -1)
+
+    def begin(self) -> None:
+        assert not any(self._pending.values()), "a collective of the last step is still pending"
+        self._done = dict.fromkeys(LANES, -1)
+
+    def use(self, lane: Lane) -> None:
+        pass
+
+    def wait(self, producer: Lane, position: int) -> None:
+        queue = self._pending[producer]
+        while queue and queue[0][0] <= position:
+            reached, pending = queue[0]
+            pending.wait()
+            queue.popleft()
+            self._done[producer] = reached
+
+    def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
+        if pending is None:
+            self._done[lane] = position
+        else:
+            self._pending[lane].append((position, pending))
+
+    def end(self) -> None:
+        for lane in LANES:
+            self.wait(lane, 1 << 60)
+
+    def completed(self, lane: Lane, position: int) -> bool:
+        return self._done[lane] >= position
+
+
+class CudaLanes:
+    """One stream per lane; communication lanes have the higher priority, so that they start at once.
+
+    `delays`, if given, are lengths in clock cycles of spins put in front of ops, one per issued op: a test
+    that results do not depend on timing.
+    """
+
+    def __init__(self, device: torch.device, delays: Sequence[int] = ()) -> None:
+        self._device = device
+        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane == "compute" else -1) for lane in LANES}
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._current = self._outer = torch.cuda.current_stream(device)
+        self.delays = delays
+        self._count = 0
+
+    def begin(self) -> None:
+        self._current = self._outer = torch.cuda.current_stream(self._device)
+        self._count = 0
+        for stream in self._streams.values():
+            stream.wait_stream(self._outer)
+
+    def use(self, lane: Lane) -> None:
+        stream = self._streams[lane]
+        if stream is not self._current:
+            torch.cuda.set_stream(stream)
+            self._current = stream
+        if self.delays:
+            torch.cuda._sleep(self.delays[self._count % len(self.delays)])
+            self._count += 1
+
+    def wait(self, producer: Lane, position: int) -> None:
+        self._current.wait_event(self._events[position])
+
+    def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
+        if awaited:
+            event = self._events.get(position)
+            if event is None:
+                event = self._events[position] = torch.cuda.Event()
+            event.record(self._streams[lane])
+
+    def end(self) -> None:
+        torch.cuda.set_stream(self._outer)
+        self._outer.wait_stream(self._streams["compute"])
+
+    def completed(self, lane: Lane, position: int) -> bool:
+        event = self._events.get(position)
+        return event is not None and event.query()

@@ -1,0 +1,85 @@
+"""What a rank has issued, and a watchdog that says what it hangs on.
+
+The recorder keeps the last ops that were issued. When no op has been issued for the time limit, the watchdog
+reports the op that the rank waits for and the last ops that completed, and ends the process: a rank that
+hangs would otherwise hang all others without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hocket.plan.ops import Op
+
+HANG_EXIT_CODE = 75
+"""Exit status of a rank that the watchdog ended."""
+
+
+class Recorder:
+    """The ops that a rank issues, in order, with times from `time.monotonic`."""
+
+    def __init__(self, ops: Sequence[Op], keep: int | None = 64) -> None:
+        self._ops = ops
+        self.issued: deque[tuple[int, float]] = deque(maxlen=keep)
+        self.last_progress = time.monotonic()
+        self.active = False
+        self.waiting: int | None = None
+        """The op that the one being issued waits for, if any."""
+
+    def begin(self) -> None:
+        """A step starts: from now on a standstill is a hang."""
+        self.issued.clear()
+        self.last_progress, self.active = time.monotonic(), True
+
+    def end(self) -> None:
+        """The step is over, whatever its outcome."""
+        self.active = False
+
+    def issue(self, position: int) -> None:
+        """Note that the op at `position` is being issued."""
+        now = time.monotonic()
+        self.issued.append((position, now))
+        self.last_progress, self.waiting = now, None
+
+    def report(self, rank: int, completed: Callable[[Op, int], bool], count: int = 5) -> str:
+        """What the rank is doing, what it waits for and the last ops that completed."""
+        if not self.issued:
+            return f"rank {rank}: no op has been issued"
+        position, since = self.issued[-1]
+        lines = [f"rank {rank}: stuck for {time.monotonic() - since:.0f} s at op {position}: {self._ops[position]}"]
+        if self.waiting is not None:
+            lines.append(f"  waits for op {self.waiting}: {self._ops[self.waiting]}")
+        done = [p for p, _ in self.issued if p != position and completed(self._ops[p], p)][-count:]
+        not_done = [p for p, _ in self.issued if p != position and not completed(self._ops[p], p)][:count]
+        lines.append("  last completed: " + ("; ".join(f"{p} {self._ops[p]}" for p in done) or "nothing known"))
+        if not_done:
+            lines.append("  issued, not known to be complete: " + "; ".join(f"{p} {self._ops[p]}" for p in not_done))
+        return "\n".join(lines)
+
+
+class Watchdog:
+    """Ends the process with a report when a step makes no progress for `limit` seconds."""
+
+    def __init__(self, limit: float, report: Callable[[], str], recorder: Callable[[], Recorder | None]) -> None:
+        self._limit = limit
+        self._report = report
+        self._recorder = recorder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hocket-watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit / 4)):
+            recorder = self._recorder()
+            if recorder is not None and recorder.active and time.monotonic() - recorder.last_progress > self._limit:
+                print(f"hocket: no progress for {self._limit:g} s\n{self._report()}", file=sys.stderr, flush=True)
+                os._exit(HANG_EXIT_CODE)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2)

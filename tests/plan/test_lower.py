@@ -1,0 +1,156 @@
+"""The lowering passes: where ops land in the list, what they wait for, when values are dropped."""
+
+import pytest
+
+from hocket.config import PlanConfig
+from hocket.plan.layer import MERGED, at_once
+from hocket.plan.lower import build_program, defer_past_send
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.shard import Sharding
+
+MOE4 = Layout(("moe",) * 4, ep=2)
+
+
+def build(layout: Layout, microbatches: int, sharding: Sharding | None = None, **plan: object) -> Program:
+    return build_program(layout, microbatches, PlanConfig(**plan), sharding or Sharding(2, 2))  # type: ignore[arg-type]
+
+
+def names(program: Program, rank: int = 0, verbs: tuple[str, ...] = ("fwd", "bwd", "wgrad", "send", "recv")) -> list[str]:
+    return [str(op) for op in program.ranks[rank] if op.verb in verbs]
+
+
+def position(program: Program, name: str, rank: int = 0) -> int:
+    return next(i for i, op in enumerate(program.ranks[rank]) if str(op).startswith(name))
+
+
+def test_merged_layer_step_is_the_template() -> None:
+    program = build(Layout(("moe", "moe"), ep=2), 2)
+    ops = names(program)
+    start = ops.index("fwd attn m1 c0 l0") - 1
+    assert [" ".join(name.split()[:3]) for name in ops[start : start + 12]] == [
+        "bwd combine m0", "fwd attn m1", "bwd experts m0", "fwd dispatch m1", "wgrad experts m0", "bwd dispatch m0",
+        "fwd experts m1", "fwd combine m1", "bwd attn m0", "bwd unpermute m0", "wgrad attn m0", "fwd unpermute m1",
+    ]  # fmt: skip
+
+
+def test_at_once_keeps_each_wgrad_with_its_gradient() -> None:
+    for order in MERGED.values():
+        undeferred = at_once(order)
+        for part in ("attn", "experts"):
+            assert undeferred.index(("wgrad", part)) == undeferred.index(("bwd", part)) + 1
+
+
+def test_expert_parallel_size_one_needs_no_exchange() -> None:
+    program = build(Layout(("moe", "dense")), 2)
+    assert not any(op.lane == "a2a" for _, _, op in program)
+    assert "fwd unpermute m0 c0 l0" in names(program)
+
+
+def test_a_receive_waits_at_its_first_reader() -> None:
+    program = build(Layout(("dense",) * 4, pp=2, chunks=2), 4)
+    for rank, ops in enumerate(program.ranks):
+        for i, op in enumerate(ops):
+            if op.verb == "recv":
+                waiting = [j for j, other in enumerate(ops) if i in other.deps]
+                assert waiting, f"nobody waits for {op} of rank {rank}"
+                assert ops[waiting[0]].layer >= 0
+
+
+def test_sends_and_receives_alternate_one_step_ahead() -> None:
+    program = build(Layout(("dense",) * 2, pp=2), 4)
+    lane = [str(op) for op in program.ranks[0] if op.lane == "pp_bwd"]
+    assert lane == ["recv grad m0 c0", "recv grad m1 c0", "recv grad m2 c0", "recv grad m3 c0"]
+    lane = [str(op) for op in program.ranks[1] if op.lane == "pp_fwd"]
+    assert lane == ["recv act m0 c0", "recv act m1 c0", "recv act m2 c0", "recv act m3 c0"]
+    ops = program.ranks[1]
+    assert position(program, "recv act m1", 1) < position(program, "fwd attn m1", 1)
+    assert ops[0].verb == "recv" or any(op.verb == "recv" for op in ops[:3])
+
+
+@pytest.mark.parametrize("parts", ["attn", "all"])
+@pytest.mark.parametrize("layers", [0, 1, 2, 4, -1])
+def test_deferral_past_the_send(layers: int, parts: str) -> None:
+    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, p2p_defer_layers=layers, p2p_defer_parts=parts)
+    ops = program.ranks[1]
+    send = position(program, "send grad m1", 1)
+    late = [op for op in ops[send:] if op.verb == "wgrad" and op.microbatch == 1]
+    count = 4 if layers < 0 else min(layers, 4)
+    attn = {op.layer for op in late if op.part == "attn"}
+    experts = {op.layer for op in late if op.part == "experts"}
+    # The weight gradient of the very last layer is behind the send anyway: the send goes as soon as it can.
+    assert attn == set(range(4, 4 + max(count, 1)))
+    assert experts == (set(range(4, 4 + count)) if parts == "all" else set())
+
+
+def test_deferral_leaves_steps_that_send_nothing() -> None:
+    ops = [Op("bwd", "attn", 0, 0, 0), Op("wgrad", "attn", 0, 0, 0)]
+    assert defer_past_send(ops, 1, "all") == ops
+
+
+def test_uneven_chunks_run_their_rest_alone() -> None:
+    program = build(Layout(("moe",) * 5, pp=1, chunks=2, ep=2, bounds=(0, 4, 5)), 2)
+    assert sum(op.verb == "fwd" and op.part == "attn" for op in program.ranks[0]) == 2 * 5
+
+
+def test_gathers_share_the_two_halves_of_the_middle_layer() -> None:
+    """With three layers, forward layer 1 and backward layer 1 meet in one merged step: one gather serves both."""
+    program = build(Layout(("moe",) * 3, ep=2), 2)
+    gathers = [op for op in program.ranks[0] if op.verb == "gather" and op.part == "dense"]
+    passes = 2 * 2 * 3
+    assert len(gathers) < passes
+    assert program.weight_slots["dense"] == 3
+
+
+def test_last_layer_keeps_its_weights_for_the_backward() -> None:
+    program = build(Layout(("dense",) * 6), 1, merge="off")
+    dense = [op.layer for op in program.ranks[0] if op.verb == "gather" and op.part == "dense"]
+    assert dense == [0, 1, 2, 3, 4, 5, 2, 1, 0]  # three slots: the last three layers are still there
+
+
+def test_optim_grads_gathers_every_unit_once() -> None:
+    program = build(MOE4, 4, strategy="optim_grads")
+    gathers = [(op.part, op.layer) for op in program.ranks[0] if op.verb == "gather"]
+    assert len(gathers) == len(set(gathers)) == 4 + 4 + 2
+    assert program.weight_slots["dense"] == 4
+
+
+def test_groups_of_one_are_never_gathered() -> None:
+    program = build(MOE4, 2, Sharding(dense=2, experts=1))
+    assert "experts" not in program.weight_slots
+    assert not any(op.verb == "gather" and op.part == "experts" for _, _, op in program)
+
+
+def test_no_dependency_inside_a_lane_and_one_per_other_lane() -> None:
+    program = build(Layout(("moe",) * 6, pp=2, chunks=1, ep=2), 4)
+    for ops in program.ranks:
+        for op in ops:
+            lanes = [ops[p].lane for p in op.deps]
+            assert op.lane not in lanes
+            assert len(lanes) == len(set(lanes))
+
+
+def test_received_rows_are_dropped_by_the_lane_that_owns_them() -> None:
+    program = build(MOE4, 3)
+    ops = program.ranks[0]
+    for op in ops[:-1]:
+        for p in op.frees:
+            assert ops[p].lane == op.lane
+
+
+def test_settings_without_a_legal_order() -> None:
+    with pytest.raises(ValueError, match=r"plan.merge=on cannot be had with plan.order=sequential"):
+        build(Layout(("dense",) * 2, pp=2), 2, order="sequential", merge="on")
+    with pytest.raises(ValueError, match="all forwards are warm-up"):
+        build(Layout(("dense",) * 8, pp=4, chunks=2), 1, merge="on")
+    with pytest.raises(ValueError, match=r"plan.order=1f1b has one chunk per rank, got plan.chunks=2"):
+        build(Layout(("dense",) * 4, chunks=2), 2, order="1f1b")
+    assert "nothing is merged" in build(Layout(("dense",) * 8, pp=4, chunks=2), 1).notes[0]
+
+
+def test_tied_head_shares_the_embedding_unit() -> None:
+    program = build(Layout(("dense", "dense"), tied=True), 2)
+    assert "head" not in program.weight_slots
+    reduces = [str(op) for op in program.ranks[0] if op.verb == "reduce" and op.part == "embed"]
+    assert reduces == ["reduce embed m0 c0 s0", "reduce embed m1 c0 s0"]
+    with pytest.raises(ValueError, match="tied embeddings need pp=1"):
+        Layout(("dense", "dense"), pp=2, tied=True)
