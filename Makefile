@@ -28,8 +28,12 @@ setup: $(READY) ## Prepare Python, torch and the tools (the other targets do it 
 train: $(READY) ## Train the tiny recipe; ARGS="..." adds or overrides settings
 	@$(PY) -m hocket train tiny $(ARGS)
 
-test: lint types ## Check format, style and types, and run all tests that need no GPU; ARGS="..." goes to pytest
-	@$(PY) -m pytest -m "not gpu and not full" $(ARGS)
+test: $(READY) ## Check format, style and types, and run all tests that need no GPU; ARGS="..." goes to pytest
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(MAKE) --no-print-directory types || status=1; \
+	$(PY) -m pytest -m "not gpu and not full" $(ARGS) || status=1; \
+	exit $$status
 
 lint: $(READY) ## Check format and style
 	@$(call tool,ruff,format --check --quiet .)
@@ -48,7 +52,8 @@ bench-plan: $(READY) ## Measure how long planning and checking take as plans gro
 	@$(PY) -m benchmarks.plan_speed $(ARGS)
 
 lock: ## Renew requirements/lock.txt (needs uv)
-	uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --default-index https://pypi.org/simple \
+	uv pip compile --python-platform linux --python-version 3.11 --generate-hashes --upgrade \
+		--default-index https://pypi.org/simple --custom-compile-command "make lock" \
 		requirements/lock.in -o requirements/lock.txt
 
 clean: ## Remove what set-up and tests left behind
