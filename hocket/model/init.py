@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
+from hocket.model.moe import Router
 from hocket.model.transformer import Chunk
 
 
@@ -46,12 +47,18 @@ def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str)
 
 
 def init_chunk(chunk: Chunk, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Chunk:
-    """Give every parameter of a chunk its first value, as an ordinary parameter. Returns the chunk."""
-    chunk.to_empty(device=device).to(dtype)
-    with torch.no_grad():
-        for name, param in chunk.named_parameters():
-            param.copy_(init_tensor(name, param.shape, chunk.config, seed, first_expert=chunk.first_expert))
-        for name, buffer in chunk.named_buffers():
-            assert name.endswith("router.bias")
-            buffer.zero_()
+    """Turn a chunk without values into an ordinary module with first values. Returns the chunk."""
+    chunk.to_empty(device=device)
+    chunk.tie()
+    for name, param in chunk.named_parameters():
+        value = init_tensor(name, param.shape, chunk.config, seed, first_expert=chunk.first_expert)
+        param.data = value.to(device, dtype)
+    init_biases(chunk, device)
     return chunk
+
+
+def init_biases(chunk: Chunk, device: torch.device | str) -> None:
+    """Put fp32 zeros into the balance biases of a chunk's routers, the only tensors it has beside weights."""
+    for module in chunk.modules():
+        if isinstance(module, Router) and module.bias is not None:
+            module.bias = torch.zeros(module.bias.shape, device=device, dtype=torch.float32)

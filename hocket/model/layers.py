@@ -15,28 +15,26 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.runtime.functional import linear, rms_norm
 
-Device = torch.device | str
 
-
-def new_weight(*shape: int, device: Device) -> nn.Parameter:
-    """A parameter with no value yet; `model/init.py` says what to put in it."""
-    return nn.Parameter(torch.empty(shape, device=device))
+def new_weight(*shape: int) -> nn.Parameter:
+    """A parameter without a value, on the meta device; `model/init.py` says what to put in it."""
+    return nn.Parameter(torch.empty(shape, device="meta"))
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions over packed sequences, without norm and residual."""
 
-    def __init__(self, config: ModelConfig, device: Device) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.wq = new_weight(queries, config.hidden, device=device)
-        self.wk = new_weight(keys, config.hidden, device=device)
-        self.wv = new_weight(keys, config.hidden, device=device)
-        self.wo = new_weight(config.hidden, queries, device=device)
+        self.wq = new_weight(queries, config.hidden)
+        self.wk = new_weight(keys, config.hidden)
+        self.wv = new_weight(keys, config.hidden)
+        self.wo = new_weight(config.hidden, queries)
         if config.qk_norm:
-            self.q_norm = new_weight(config.head_dim, device=device)
-            self.k_norm = new_weight(config.head_dim, device=device)
+            self.q_norm = new_weight(config.head_dim)
+            self.k_norm = new_weight(config.head_dim)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
         """Attention of every position to itself and those before it in its sequence: [B, S, D]."""
@@ -65,8 +63,8 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Te
     """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, N / 2]."""
     # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
     with torch.inference_mode(False), torch.no_grad():
-        frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-        angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
+        frequency_N = theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+        angle_SN = torch.outer(torch.arange(seq, dtype=torch.float32), frequency_N)
         return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
 
 
@@ -81,10 +79,10 @@ def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(h)) * up(h))`, gate and up stacked in one weight."""
 
-    def __init__(self, hidden: int, width: int, device: Device) -> None:
+    def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.w_gate_up = new_weight(2 * width, hidden, device=device)
-        self.w_down = new_weight(hidden, width, device=device)
+        self.w_gate_up = new_weight(2 * width, hidden)
+        self.w_down = new_weight(hidden, width)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
         return linear(swiglu(linear(h_BSD, self.w_gate_up)), self.w_down)
@@ -99,13 +97,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class DenseLayer(nn.Module):
     """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
 
-    def __init__(self, config: ModelConfig, device: Device) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.attn_norm = new_weight(config.hidden, device=device)
-        self.attn = Attention(config, device)
-        self.ffn_norm = new_weight(config.hidden, device=device)
-        self.mlp = Mlp(config.hidden, config.ffn, device)
+        self.attn_norm = new_weight(config.hidden)
+        self.attn = Attention(config)
+        self.ffn_norm = new_weight(config.hidden)
+        self.mlp = Mlp(config.hidden, config.ffn)
 
     def forward_attn(self, x_BSD: Tensor) -> Tensor:
         """`x + attention(norm(x))`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.layers import Attention, Device, Mlp, new_weight, swiglu
+from hocket.model.layers import Attention, Mlp, new_weight, swiglu
 from hocket.parallel.expert import (
     Routing,
     Splits,
@@ -29,11 +29,11 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, device: Device) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = new_weight(config.experts, config.hidden, device=device)
+        self.weight = new_weight(config.experts, config.hidden)
         # Set by the trainer between steps (`parallel.expert.balance_bias`), never by a gradient.
-        bias = torch.zeros(config.experts, device=device, dtype=torch.float32) if config.bias_rate else None
+        bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
 
     def forward(self, h_TD: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The experts that live on this rank, stacked as the grouped GEMM wants them: input width before output width."""
 
-    def __init__(self, config: ModelConfig, local: int, device: Device) -> None:
+    def __init__(self, config: ModelConfig, local: int) -> None:
         super().__init__()
-        self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn, device=device)
-        self.w_down = new_weight(local, config.expert_ffn, config.hidden, device=device)
+        self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn)
+        self.w_down = new_weight(local, config.expert_ffn, config.hidden)
 
     def forward(self, rows_RD: Tensor, offsets_L: Tensor) -> Tensor:
         """SwiGLU of each expert on its rows, given and returned in grouped order."""
@@ -62,17 +62,17 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float, device: Device) -> None:
+    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float) -> None:
         super().__init__()
         self.config = config
         self.ep_size = ep_size
         self.aux_scale = aux_scale
-        self.attn_norm = new_weight(config.hidden, device=device)
-        self.attn = Attention(config, device)
-        self.ffn_norm = new_weight(config.hidden, device=device)
-        self.shared = Mlp(config.hidden, config.shared_ffn, device) if config.shared_ffn else None
-        self.router = Router(config, device)
-        self.experts = Experts(config, config.experts // ep_size, device)
+        self.attn_norm = new_weight(config.hidden)
+        self.attn = Attention(config)
+        self.ffn_norm = new_weight(config.hidden)
+        self.shared = Mlp(config.hidden, config.shared_ffn) if config.shared_ffn else None
+        self.router = Router(config)
+        self.experts = Experts(config, config.experts // ep_size)
 
     def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Routing]:
         """Attention, norm, shared expert, router and permutation.

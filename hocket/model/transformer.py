@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.layers import DenseLayer, Device, new_weight
+from hocket.model.layers import DenseLayer, new_weight
 from hocket.model.moe import MoELayer
 from hocket.runtime.functional import embedding, linear, rms_norm
 
@@ -24,22 +24,22 @@ Layer = DenseLayer | MoELayer
 class Embed(nn.Module):
     """Token ids to hidden states."""
 
-    def __init__(self, config: ModelConfig, device: Device) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = new_weight(config.vocab, config.hidden, device=device)
+        self.weight = new_weight(config.vocab, config.hidden)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         return embedding(ids_BS, self.weight)
 
 
 class Head(nn.Module):
-    """Final norm and output projection. A tied head is given the embedding's weight and owns only the norm."""
+    """Final norm and output projection."""
 
-    def __init__(self, config: ModelConfig, device: Device, tied: nn.Parameter | None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.norm = new_weight(config.hidden, device=device)
-        self.weight = new_weight(config.vocab, config.hidden, device=device) if tied is None else tied
+        self.norm = new_weight(config.hidden)
+        self.weight = new_weight(config.vocab, config.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Logits [B, S, V] in the compute dtype."""
@@ -55,7 +55,7 @@ class Chunk(nn.Module):
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep_rank`: global experts `ep_rank * E / ep_size` onwards. Made without values, on
-    the meta device unless told otherwise.
+    the meta device.
     """
 
     def __init__(
@@ -68,25 +68,27 @@ class Chunk(nn.Module):
         ep_size: int = 1,
         ep_rank: int = 0,
         aux_scale: float = 1.0,
-        device: Device = "meta",
     ) -> None:
         super().__init__()
         self.config = config
         self.ep_rank = ep_rank
         self.first_expert = ep_rank * (config.experts // ep_size)
-        self.embed = Embed(config, device) if first else None
+        self.embed = Embed(config) if first else None
         kinds = config.kinds()
         self.layers = nn.ModuleDict(
             {
-                str(i): DenseLayer(config, device)
-                if kinds[i] == "dense"
-                else MoELayer(config, ep_size, aux_scale, device)
+                str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep_size, aux_scale)
                 for i in layers
             }
         )
-        tied = self.embed.weight if config.tied and self.embed is not None else None
-        assert not (last and config.tied and tied is None), "a tied head and the embedding share a chunk"
-        self.head = Head(config, device, tied) if last else None
+        self.head = Head(config) if last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`."""
+        if self.config.tied and self.head is not None:
+            assert self.embed is not None, "a tied head and the embedding share a chunk"
+            self.head.weight = self.embed.weight
 
     def layer(self, number: int) -> Layer:
         """The layer of a global number."""
