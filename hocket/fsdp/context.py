@@ -14,18 +14,16 @@ from hocket.fsdp.unit import ShardedUnit, Sharding
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
+from hocket.plan.values import UnitName
 from hocket.runtime.comm import Groups
 from hocket.runtime.weights import Weight, manage
 
-Place = tuple[UnitKind, int, int]
-"""(class, chunk, layer) of a unit; layer is -1 for embed and head."""
 
-
-def place_of(name: str, chunk: int) -> Place:
-    """The unit to which a parameter belongs, by its name in the whole model."""
+def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
+    """The unit to which a parameter belongs, by its name in the whole model. Tied, the head is part of `embed`."""
     first, *rest = name.split(".")
-    if first == "embed":
-        return "embed", chunk, -1
+    if first == "embed" or (first == "head" and tied):
+        return "embed", 0 if tied else chunk, -1
     if first == "head":
         return "head", chunk, -1
     assert first == "layers", f"no unit for parameter {name}"
@@ -64,17 +62,17 @@ class ShardedModel:
         device: torch.device,
     ) -> None:
         self.groups = groups
-        members = _members(chunks)
+        members = _members(chunks, program.layout.tied)
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
-        self.units: dict[Place, ShardedUnit] = {}
+        self.units: dict[UnitName, ShardedUnit] = {}
         for kind in UNITS:
-            places = {place: weights for place, weights in members.items() if place[0] == kind}
-            if not places:
+            alike = {name: weights for name, weights in members.items() if name[0] == kind}
+            if not alike:
                 continue
-            sharding = self._sharding(kind, list(places.values()), mesh, program, (dtype, device))
-            for place, weights in places.items():
-                self.units[place] = ShardedUnit(kind, place[2], weights, sharding)
+            sharding = self._sharding(kind, list(alike.values()), mesh, program, (dtype, device))
+            for name, weights in alike.items():
+                self.units[name] = ShardedUnit(kind, name[2], weights, sharding)
         self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
     def _sharding(
@@ -147,7 +145,7 @@ class ShardedModel:
     def assert_clean(self) -> None:
         """Assert that a step left nothing behind: no lease, no slot in use, nothing under way."""
         for unit in self.units.values():
-            unit.assert_clean()
+            unit.assert_idle()
         for slots in (*self.weight_slots.values(), *self.grad_slots.values()):
             held = {i: str(holder) for i, holder in enumerate(slots.holders) if holder is not None}
             assert not held, f"{slots.name} slots still in use: {held}"
@@ -163,13 +161,13 @@ class ShardedModel:
             slots.holders = [None] * len(slots)
 
 
-def _members(chunks: Sequence[nn.Module]) -> dict[Place, list[Weight]]:
+def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Weight]]:
     """The weights of every unit, in the order of the modules' parameters."""
-    members: dict[Place, list[Weight]] = {}
+    members: dict[UnitName, list[Weight]] = {}
     seen: set[nn.Parameter] = set()
     for chunk, module in enumerate(chunks):
         for name, param in module.named_parameters():
             if param not in seen:
                 seen.add(param)
-                members.setdefault(place_of(name, chunk), []).append(manage(param, name))
+                members.setdefault(unit_of(name, chunk, tied), []).append(manage(param, name))
     return members

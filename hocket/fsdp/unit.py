@@ -210,8 +210,8 @@ class ShardedUnit:
         shared = self.weight is self.main
         return self.main.nbytes + self.main_grad.nbytes + (0 if shared else self.weight.nbytes)
 
-    def assert_clean(self) -> None:
-        """Assert that nobody holds a lease and nothing is under way."""
+    def assert_idle(self) -> None:
+        """Assert that no lease, no gradient slot and no collective of this unit is left."""
         assert self.leases == 0, f"{self} still has {self.leases} leases"
         assert self.gathering.done, f"the gather of {self} was never waited for"
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"

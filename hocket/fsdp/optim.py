@@ -1,0 +1,121 @@
+"""AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
+
+The optimizer sees one 1-D tensor per parameter and rank, a view of the unit's shard; AdamW is elementwise, so this is
+the same as updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.fsdp.context import ShardedModel
+from hocket.fsdp.unit import Piece
+from hocket.runtime.comm import Group
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Settings of the optimizer."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applies to parameters with two or more dimensions."""
+    clip: float = 1.0
+    """Largest norm of all gradients together; 0 clips nothing."""
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """What a checkpoint holds of one parameter on this rank; the tensors are live, 1-D and fp32."""
+
+    piece: Piece
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class ShardedAdamW:
+    """The optimizer of one rank's sharded model. `control` joins all ranks of the world."""
+
+    def __init__(self, model: ShardedModel, control: Group, options: AdamWOptions) -> None:
+        self.model, self.control, self.options = model, control, options
+        self._grads = [unit.main_grad for unit in model.units.values()]
+        self._device = self._grads[0].device
+        self._params: dict[str, Tensor] = {}
+        self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for piece in self._pieces.values():
+            param = piece.main.detach().requires_grad_()
+            param.grad = piece.grad
+            self._params[piece.name] = param
+            groups[len(piece.shape) >= 2].append(param)
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": groups[True], "weight_decay": options.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            foreach=True,
+        )
+        for param in self._params.values():  # now rather than in the first step: memory is fixed, loading is simple
+            self._adamw.state[param] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(param, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
+            }
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far. Setting it matters after loading `exp_avg` and `exp_avg_sq` from a checkpoint."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+        for state in self._adamw.state.values():
+            state["step"].fill_(value)
+
+    _steps: int = 0
+
+    @property
+    def state(self) -> Mapping[str, PieceState]:
+        """The optimizer's state by parameter name, for what this rank keeps."""
+        found = {}
+        for name, param in self._params.items():
+            state = self._adamw.state[param]
+            found[name] = PieceState(self._pieces[name], state["exp_avg"], state["exp_avg_sq"])
+        return found
+
+    def grad_norm(self) -> Tensor:
+        """Norm of the gradients of the whole model, fp64, on the device. Every rank calls this.
+
+        Every element of every gradient is kept by exactly one rank of the world, so the squares simply add up. In
+        fp64 the order in which they do makes no difference that would survive rounding the clip factor to fp32.
+        """
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads]
+        square = torch.stack(norms).square().sum().reshape(1)
+        self.control.all_reduce(square).wait()
+        return square.sqrt().squeeze(0)
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None) -> Tensor:
+        """Clip, update the weights of this rank, cast them, zero the gradients. Returns the norm before clipping."""
+        norm = self.grad_norm()
+        if self.options.clip:
+            factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
+            torch._foreach_mul_(self._grads, factor)
+        if lr is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+        self._adamw.step()
+        self._steps += 1
+        self.model.refresh()
+        torch._foreach_zero_(self._grads)
+        return norm
