@@ -1,0 +1,147 @@
+"""What the checker knows about one rank: where each op is, what happens before what, which passes overlap.
+
+Note: [Happens-before is judged rank by rank]
+Op a happens before op b of the same rank if a chain of lane order and dependencies leads from a to b. A path
+may also lead over other ranks (a send, its receive, ... , a receive here), but nothing that protects memory
+should lean on it: the checker demands a chain within the rank. So it may refuse a program that would have
+run; it never accepts one because of what another rank is believed to do. Deadlock is the one question that
+needs all ranks at once (`check_order.py`).
+
+Note: [A clock per op]
+For every op we keep, per lane, the position of the latest op of that lane that happens before it, itself
+included. The lanes are FIFO, so "a happens before b" is one comparison, and all clocks take one pass over the
+list. The lowering keeps similar clocks (`connect.py`). This code is separate on purpose: a proof that shares
+its arithmetic with what it proves would share its mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hocket.plan.ops import LANES, Key, Layout, Op, Program
+
+INVARIANTS = {
+    1: "no deadlock",
+    2: "sends match receives",
+    3: "merged halves are independent",
+    4: "every part once",
+    5: "gradients follow their backward",
+    6: "values outlive their readers",
+    7: "slots outlive their readers",
+    8: "side values run backward first",
+    9: "microbatches accumulate in order",
+    10: "lanes carry their own kind",
+    11: "activations in flight",
+    12: "nothing is left",
+    13: "work is queued before the host waits",
+}
+
+_LANE = {lane: n for n, lane in enumerate(LANES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken invariant: its number and name, the rank, and the positions of the ops involved on that rank."""
+
+    invariant: int
+    name: str
+    rank: int
+    ops: tuple[int, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"invariant {self.invariant} ({self.name}), rank {self.rank}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A forward or backward of one (microbatch, chunk): positions of its first and last layer op."""
+
+    verb: str
+    microbatch: int
+    chunk: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.verb} m{self.microbatch} c{self.chunk}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank of a program, indexed.
+
+    `where` is the position of every key (the last one, if a key comes twice). `late_deps` are (op, dependency)
+    pairs whose dependency isn't an earlier position; they are left out of the clocks. `merged` are the pairs of
+    spans that overlap in the list.
+    """
+
+    program: Program
+    rank: int
+    ops: tuple[Op, ...]
+    lane: list[int]
+    where: dict[Key, int]
+    clocks: list[list[int]]
+    late_deps: list[tuple[int, int]]
+    spans: list[Span]
+    merged: list[tuple[Span, Span]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+    def before(self, a: int, b: int) -> bool:
+        """Whether op a happens before op b, or is op b."""
+        return self.clocks[b][self.lane[a]] >= a
+
+    def fail(self, invariant: int, message: str, *positions: int) -> Violation:
+        return Violation(invariant, INVARIANTS[invariant], self.rank, positions, message)
+
+    def show(self, position: int) -> str:
+        """An op's position and name, as `12 bwd attn m0 c0 l1`."""
+        return f"{position} {self.ops[position]}"
+
+
+def gather_facts(program: Program, rank: int) -> Facts:
+    ops = program.ranks[rank]
+    lane = [_LANE[op.lane] for op in ops]
+    clocks, late_deps = _clocks(ops, lane)
+    spans = _spans(ops)
+    where = {op.key: position for position, op in enumerate(ops)}
+    return Facts(program, rank, ops, lane, where, clocks, late_deps, spans, list(_overlaps(spans)))
+
+
+def _clocks(ops: tuple[Op, ...], lane: list[int]) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """See Note: [A clock per op]. Also the dependencies that don't point to an earlier position."""
+    latest = [[-1] * len(LANES) for _ in LANES]
+    clocks: list[list[int]] = []
+    late: list[tuple[int, int]] = []
+    for i, op in enumerate(ops):
+        clock = latest[lane[i]].copy()
+        for d in op.deps:
+            if not 0 <= d < i:
+                late.append((i, d))
+            elif clock[lane[d]] < d:  # otherwise all that happens before d is known already
+                clock = list(map(max, clock, clocks[d]))
+        clock[lane[i]] = i
+        latest[lane[i]] = clock
+        clocks.append(clock)
+    return clocks, late
+
+
+def _spans(ops: tuple[Op, ...]) -> list[Span]:
+    ends: dict[tuple[str, int, int], list[int]] = {}
+    for i, op in enumerate(ops):
+        if op.layer >= 0 and op.verb in ("fwd", "bwd"):
+            ends.setdefault((op.verb, op.microbatch, op.chunk), [i, i])[1] = i
+    return [Span(*key, first, last) for key, (first, last) in ends.items()]
+
+
+def _overlaps(spans: list[Span]) -> Iterator[tuple[Span, Span]]:
+    """Pairs of spans of which neither ends before the other begins; `spans` is in order of their first op."""
+    active: list[Span] = []
+    for span in spans:
+        active = [other for other in active if other.last > span.first]
+        yield from ((other, span) for other in active)
+        active.append(span)
