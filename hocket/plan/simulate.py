@@ -6,7 +6,8 @@ the result is exact. Nothing here knows how an op's cost was found; see `cost.py
 Note: [What the simulator believes]
 An op starts when the op before it on its lane and all its `deps` have ended, as a CUDA stream with events does it.
 A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
-head of its lane and the send is posted, and lasts one hop. Data- and expert-parallel ranks run the same list on equal
+head of its lane and the send is posted, and lasts one hop. The optimizer step begins with the norm of the whole
+gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on equal
 loads, so a collective starts when this rank reaches it. Lanes don't slow each other down, links don't queue, and the
 host is always ahead. So contention and stragglers are not in the prediction: a measured step is longer.
 """
@@ -131,6 +132,10 @@ def _predecessors(program: Program) -> list[list[int]]:
                     raise ValueError(f"rank {rank} waits at '{op}' for a send that rank {peer[0]} does not have")
                 needed.append(sends[peer])
             before.append(needed)
+    steps = [number for number, (_, _, op) in enumerate(program) if op.verb == "step"]
+    together = [earlier for number in steps for earlier in before[number]]
+    for number in steps:
+        before[number] = together
     return before
 
 
