@@ -1,0 +1,176 @@
+"""The plain sequential training step, in one process: what planned runs must equal bit for bit.
+
+Ordinary parameters, stock torch functions, ordinary autograd, `torch.optim.AdamW`. It plays all
+data-parallel ranks: each has parameters of its own, and the experts of an expert-parallel rank see the rows
+of all ranks of its group in the order in which the exchange delivers them, so that every matrix product has
+the operands it has in a planned run. Gradients are summed as `reduce` sums them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+from hocket.model.init import init_biases, init_tensor
+from hocket.model.moe import MoELayer
+from hocket.model.transformer import Chunk, DenseLayer
+from hocket.parallel.expert import Splits, balance_bias
+
+Batch = tuple[Tensor, Tensor]
+"""Token ids and targets of one microbatch of one data-parallel rank, both [B, S]."""
+
+
+def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=True)
+
+
+@dataclass
+class Result:
+    """What a run gave. Weights and gradients are whole fp32 tensors by name; experts are stacked over all ranks."""
+
+    losses: list[list[list[float]]] = field(default_factory=list)
+    """By step, microbatch and data-parallel rank; not divided by the number of microbatches."""
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    """By step, before clipping."""
+    norms: list[float] = field(default_factory=list)
+    """Gradient norm by step."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step."""
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    """Balance biases after the last step, by name."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A plain run: sizes, and how to train. `optimizer` makes the optimizer of a list of fp32 tensors."""
+
+    config: ModelConfig
+    dp: int = 1
+    ep: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    clip: float = math.inf
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = adamw
+
+    def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
+        """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
+        whole = Chunk(self.config, range(self.config.layers))
+        main = {n: init_tensor(n, p.shape, self.config, self.seed) for n, p in whole.named_parameters()}
+        init_biases(whole, "cpu")
+        result = Result(weights=main, biases=dict(whole.named_buffers()))
+        optimizer = self.optimizer(list(main.values()))
+        for microbatches in steps:
+            grads = {name: torch.zeros_like(value) for name, value in main.items()}
+            loads = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in result.biases.items()}
+            result.losses.append([])
+            for batches in microbatches:
+                ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
+                losses = self._forward(ranks, batches, loads)
+                torch.autograd.backward(losses, [torch.tensor(1 / len(microbatches))] * self.dp)
+                result.losses[-1].append([loss.item() for loss in losses])
+                self._reduce(ranks, grads)
+            result.grads.append({name: grad.clone() for name, grad in grads.items()})
+            result.norms.append(self._step(optimizer, main, grads))
+            for name, load in loads.items():
+                result.biases[name] = balance_bias(result.biases[name], load, self.config.bias_rate)
+        return result
+
+    def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
+        """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
+        c, ep_rank = self.config, rank % self.ep
+        chunk = Chunk(c, range(c.layers), ep_size=self.ep, ep_rank=ep_rank, aux_scale=1 / microbatches)
+        chunk.to_empty(device="cpu")
+        chunk.tie()
+        for name, param in chunk.named_parameters():
+            value = result.weights[name]
+            param.data = (value.chunk(self.ep)[ep_rank] if ".experts." in name else value).to(self.dtype).clone()
+        for name, bias in result.biases.items():
+            chunk.get_submodule(name.removesuffix(".bias")).bias = bias  # pyrefly: ignore
+        return chunk
+
+    def _forward(self, ranks: list[Chunk], batches: Sequence[Batch], loads: dict[str, Tensor]) -> list[Tensor]:
+        """Loss of every rank. Expert-parallel groups are consecutive ranks."""
+        losses = []
+        for first in range(0, self.dp, self.ep):
+            group, inputs = ranks[first : first + self.ep], batches[first : first + self.ep]
+            xs = [chunk.embed(ids) for chunk, (ids, _) in zip(group, inputs, strict=True)]  # pyrefly: ignore
+            for i in range(self.config.layers):
+                layers = [chunk.layer(i) for chunk in group]
+                if isinstance(layers[0], DenseLayer):
+                    xs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+                else:
+                    xs, load = moe_layer(layers, xs)  # pyrefly: ignore
+                    if f"layers.{i}.router.bias" in loads:
+                        loads[f"layers.{i}.router.bias"] += load
+            losses += [chunk.loss(x, targets) for chunk, x, (_, targets) in zip(group, xs, inputs, strict=True)]
+        return losses
+
+    def _reduce(self, ranks: list[Chunk], grads: dict[str, Tensor]) -> None:
+        """Add one microbatch's gradients: in rank order, in fp32, divided by dp."""
+        params = [dict(chunk.named_parameters()) for chunk in ranks]
+        for name in params[0]:
+            all_grads = [of_rank[name].grad for of_rank in params]
+            if ".experts." in name:
+                for ep_rank, out in enumerate(grads[name].chunk(self.ep)):
+                    out += rank_sum(all_grads[ep_rank :: self.ep]) * (1 / self.dp)
+            else:
+                grads[name] += rank_sum(all_grads) * (1 / self.dp)
+
+    def _step(self, optimizer: torch.optim.Optimizer, main: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
+        coefficient = min(1.0, self.clip / (norm + 1e-6))
+        for name, grad in grads.items():
+            main[name].grad = grad * coefficient
+        optimizer.step()
+        return norm
+
+
+def moe_layer(layers: list[MoELayer], xs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """One MoE layer on all ranks of an expert-parallel group. Returns their outputs, and the rows by expert."""
+    ep = len(layers)
+    rows, residuals, shared, probs, routings = zip(
+        *[layer.forward_attn(x) for layer, x in zip(layers, xs, strict=True)], strict=True
+    )
+    # By source rank, destination rank and local expert.
+    counts = torch.stack([routing.counts_E.view(ep, -1) for routing in routings])
+    sizes: list[list[int]] = counts.sum(-1).tolist()
+    sent = [rows[source].split(sizes[source]) for source in range(ep)]
+    returned = []
+    for rank, layer in enumerate(layers):
+        received = torch.cat([sent[source][rank] for source in range(ep)])
+        recv = [sizes[source][rank] for source in range(ep)]
+        out = layer.forward_experts(received, Splits(sizes[rank], recv, counts[:, rank]))
+        returned.append(out.split(recv))
+    outputs = []
+    for source, layer in enumerate(layers):
+        back = torch.cat([returned[rank][source] for rank in range(ep)])
+        outputs.append(
+            layer.forward_unpermute(back, residuals[source], shared[source], probs[source], routings[source])
+        )
+    return outputs, counts.sum(0).flatten()
+
+
+def rank_sum(grads: Sequence[Tensor | None]) -> Tensor:
+    """fp32 sum in the order given."""
+    assert grads[0] is not None
+    total = grads[0].float().clone()
+    for grad in grads[1:]:
+        assert grad is not None
+        total += grad.float()
+    return total
+
+
+def random_batches(config: ModelConfig, steps: int, microbatches: int, dp: int, shape: tuple[int, int]) -> list:
+    """Random token ids and targets as `Reference.run` takes them; `shape` is (sequences, length)."""
+    generator = torch.Generator().manual_seed(1)
+
+    def batch() -> Batch:
+        ids = torch.randint(config.vocab, (shape[0], shape[1] + 1), generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    return [[[batch() for _ in range(dp)] for _ in range(microbatches)] for _ in range(steps)]
