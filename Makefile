@@ -26,6 +26,7 @@ $(READY): requirements/lock.txt requirements/torch.txt pyproject.toml scripts/se
 setup: $(READY) ## Prepare Python, torch and the tools (the other targets do it by themselves)
 
 train: $(READY) ## Train the tiny recipe; ARGS="..." adds or overrides settings
+	@$(PYTHON) scripts/setup.py --check
 	@$(PY) -m hocket train tiny $(ARGS)
 
 test: $(READY) ## Check format, style and types, and run all tests that need no GPU; ARGS="..." goes to pytest

@@ -3,10 +3,11 @@
 Leaves `.venv/python`, a command that runs Python with hocket and its tools. It stands for one of two things:
 
 * a Python that is already there and whose torch sees a GPU, or the one that HOCKET_PYTHON names. It is used as it
-  is: packages that it lacks are put beside it, in `.venv/extra`, and without a network some tools may be missing;
+  is: packages that it lacks are put beside it, in `.venv/extra`, and without a network some may stay missing;
 * otherwise a virtual environment, `.venv/env`, with exactly the versions in `requirements/`.
 
-Uses the standard library alone, and syntax that an older Python can read, far enough to be told that it is too old.
+With `--check` it only says whether hocket can train. It uses the standard library alone, and syntax that an older
+Python can read, far enough to be told that it is too old.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (the reader may have an older one)
         version = ".".join(map(str, sys.version_info[:3]))
         stop(f"hocket needs Python 3.11 or newer, {sys.executable} is {version}", "make PYTHON=python3.12 ...")
+    if sys.argv[1:] == ["--check"]:
+        check(to_train=True)
+        return
     VENV.mkdir(exist_ok=True)
     for stamp in VENV.glob("ready*"):
         stamp.unlink()
@@ -55,23 +59,26 @@ def main() -> None:
         adopt(sys.executable)
     else:
         create(sys.executable)
-    check()
+    check(to_train=False)
 
 
 def adopt(python: str) -> None:
     """Use an existing Python as it is, with what it lacks beside it."""
     say(f"using {python} and the torch it has")
-    installed = output(python, "-c", INSTALLED).split()
-    missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
     shutil.rmtree(EXTRA, ignore_errors=True)
     write_launcher(python, path=[ROOT, EXTRA])
-    if missing:
-        say(f"it lacks {', '.join(missing)}: installing in {EXTRA.relative_to(ROOT)}")
-        wanted = VENV / "missing.txt"
-        wanted.write_text("\n".join(missing.values()))
-        pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--retries=1", "--timeout=10")
-        if not succeeds(*pip, f"--target={EXTRA}", "--require-hashes", "-r", str(wanted)):
-            say("that failed; going on with what there is")
+    installed = output(python, "-c", INSTALLED).split()
+    missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
+    tools = {name for name in missing if name.replace("-", "_") in TOOLS}
+    # Tools apart, so that a folder with a few wheels (PIP_FIND_LINKS) is enough to train without a network.
+    for names in (sorted(set(missing) - tools), sorted(tools)):
+        if names:
+            say(f"it lacks {', '.join(names)}: installing in {EXTRA.relative_to(ROOT)}")
+            wanted = VENV / "missing.txt"
+            wanted.write_text("\n".join(missing[name] for name in names))
+            pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--retries=0", "--timeout=10")
+            if not succeeds(*pip, f"--target={EXTRA}", "--upgrade", "--require-hashes", "-r", str(wanted), quiet=True):
+                say("pip could not install them; going on without")
 
 
 def create(python: str) -> None:
@@ -89,15 +96,15 @@ def create(python: str) -> None:
     write_launcher(str(ENV / "bin" / "python"), path=[])
 
 
-def check() -> None:
-    """Stop if hocket cannot run; say so if only tools are missing."""
+def check(*, to_train: bool) -> None:
+    """Stop if nothing can run, or if hocket itself cannot and is about to; say so if only tools are missing."""
     missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS).split()
-    fatal = [name for name in missing if name in NEEDED]
+    fatal = [name for name in missing if name == "torch" or (to_train and name in NEEDED)]
     if fatal:
         fix = "install them there, or put a folder that holds them on PYTHONPATH"
         stop(f"the chosen Python lacks {', '.join(fatal)}", fix)
-    if missing:
-        say(f"without {', '.join(missing)}: checks that need them are skipped")
+    if missing and not to_train:
+        say(f"without {', '.join(missing)}: what needs them fails or is skipped")
 
 
 def pins(lock: str) -> dict[str, str]:
