@@ -1,0 +1,318 @@
+"""Checkpoints: written whole or not at all, readable on any number of ranks and any mesh.
+
+    runs/<name>/checkpoints/
+        step-00000100/       tensors in DCP's format (`*.distcp`, `.metadata`) and meta.json
+        latest               link to the newest one
+
+A checkpoint is written into `step-....tmp`, described by `meta.json` (settings, position of the stream, size and
+checksum of every file), synced to disk and renamed. So a folder with its final name is complete, and one that was
+damaged later is recognised by its checksums.
+
+All functions here are collective: every rank calls them with the same arguments. An error of one rank is raised
+on all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hocket.config import Config
+from hocket.resolve import Settings
+from hocket.rules import problem
+from hocket.train.flat_shard import FlatShard, Piece
+
+T = TypeVar("T")
+
+FORMAT = 1
+"""Changes whenever what is saved changes its meaning."""
+
+SECTIONS = tuple(field.name for field in fields(Config))
+
+Groups = Mapping[str, Sequence[Piece]]
+"""This rank's part of the state by kind: `weight`, `exp_avg`, `exp_avg_sq`, ... Replicas may be given by every rank."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says besides its tensors."""
+
+    path: Path
+    step: int
+    """Steps done."""
+    position: int
+    """Sequences consumed."""
+    extra: Mapping[str, Any]
+    """What the caller had added to it."""
+    notes: tuple[str, ...]
+    """Remarks for the user: checkpoints passed over, settings that have changed since."""
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    """Folder of a run's checkpoints."""
+    return Path(settings.run.folder) / "checkpoints"
+
+
+def save(settings: Settings, step: int, position: int, groups: Groups, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
+
+    `extra` is anything that JSON can hold. Raises ValueError if the folder cannot be written or the ranks' hosts do
+    not share it.
+    """
+    folder = checkpoints_of(settings)
+    final = folder / f"step-{step:08d}"
+    temporary = final.with_suffix(".tmp")
+    rank = _rank()
+    _together(lambda: _prepare(temporary, settings) if rank == 0 else None)
+    _together(lambda: _require_shared(temporary, settings))
+    writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
+    _together(lambda: _quietly(dcp.save, _state(groups), storage_writer=writer))
+    mine = [temporary / ".metadata"] if rank == 0 else []
+    mine += sorted(temporary.glob(f"__{rank}_*"))
+    sums = {name: entry for part in _gather({f.name: _checksum(f) for f in mine}) for name, entry in part.items()}
+    meta = {
+        "format": FORMAT, "step": step, "position": position, "world": settings.world, "extra": dict(extra or {}),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "config": _config(settings), "files": sums,
+    }  # fmt: skip
+    _together(lambda: _publish(temporary, final, meta, settings.train.keep) if rank == 0 else None)
+    return final
+
+
+def restore(settings: Settings, groups: Groups) -> Restored | None:
+    """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
+
+    `auto` takes the newest checkpoint of the run that is not damaged. Raises ValueError if the checkpoint is missing
+    or damaged, or belongs to another model.
+    """
+    resume = settings.run.resume
+    if resume == "off":
+        return None
+    notes: list[str] = []
+    if resume == "auto":
+        candidates = _gather(_newest_first(checkpoints_of(settings)))[0]
+    else:
+        candidates = [Path(resume)]
+    for path in candidates:
+        damage = damage_of(path)
+        if not damage:
+            return _load(path, settings, groups, notes)
+        if resume != "auto":
+            fix = "name a complete checkpoint, such as runs/<name>/checkpoints/latest"
+            raise ValueError(problem("run.resume", resume, settings.origins, damage, fix))
+        notes.append(f"checkpoint {path} is damaged ({damage}) and was passed over")
+    if candidates:
+        reason = "; ".join(notes)
+        fix = f"delete {checkpoints_of(settings)} or set run.resume = off to start over"
+        raise ValueError(problem("run.resume", resume, settings.origins, reason, fix))
+    return None
+
+
+def damage_of(path: Path) -> str:
+    """What is wrong with a checkpoint on disk, in a few words; empty if it is complete."""
+    found = ""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        files = sorted(meta["files"].items())
+        if meta["format"] != FORMAT:
+            found = f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
+        # The ranks share the work of reading everything once.
+        for name, entry in [] if found else files[_rank() :: _world()]:
+            file = path / name
+            if not file.exists():
+                found = f"{file} is missing"
+            elif file.stat().st_size != entry[0]:
+                found = f"{file} has {file.stat().st_size:,} bytes instead of {entry[0]:,}"
+            elif _checksum(file) != entry:
+                found = f"the checksum of {file} is wrong"
+    except FileNotFoundError:
+        found = f"{path} is not a checkpoint: it has no meta.json" if path.exists() else f"{path} does not exist"
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        found = f"{path / 'meta.json'} cannot be read"
+    return next((text for text in _gather(found) if text), "")
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
+    if not path.exists():
+        return None
+    names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]
+    target = next(name for name in names if not name.exists())
+    path.rename(target)
+    return target
+
+
+def _load(path: Path, settings: Settings, groups: Groups, notes: list[str]) -> Restored:
+    meta = json.loads((path / "meta.json").read_text())
+    changed = _changed(meta["config"], settings)
+    reader = dcp.FileSystemReader(path)
+    differences = _differences(reader, groups)
+    if differences:
+        sizes = [text for text in changed if text.startswith("model.")]
+        reason = f"{path} belongs to another model: " + "; ".join([*sizes[:5], *differences[:3]])
+        more = len(differences) - 3
+        reason += f" and {more} more tensors" if more > 0 else ""
+        fix = "the same model settings, another run.name, or run.resume = off to start over"
+        raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
+    _together(lambda: _quietly(dcp.load, _state(groups), storage_reader=reader))
+    relevant = [text for text in changed if text.startswith(("model.", "data."))]
+    notes += [f"since the checkpoint was written, {text}" for text in relevant]
+    return Restored(path, meta["step"], meta["position"], meta["extra"], tuple(notes))
+
+
+def _config(settings: Settings) -> dict[str, Any]:
+    return {name: asdict(getattr(settings, name)) for name in SECTIONS}
+
+
+def _changed(saved: Mapping[str, Any], settings: Settings) -> list[str]:
+    """Settings whose value is another than when the checkpoint was written."""
+    current = json.loads(json.dumps(_config(settings)))
+    return [
+        f"{section}.{name} was {saved[section][name]} and is {value}"
+        for section, values in current.items()
+        for name, value in values.items()
+        if name in saved.get(section, {}) and saved[section][name] != value
+    ]
+
+
+def _differences(reader: dcp.FileSystemReader, groups: Groups) -> list[str]:
+    """Tensors that only one side has, or that have different shapes. The same list on every rank."""
+    saved = {
+        name: tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    mine = {name: tuple(shard.shape) for name, shard in _state(groups).items()}
+    wanted = {name: shape for part in _gather(mine) for name, shape in part.items()}
+    return [
+        f"{name} is {_shown(saved.get(name))} in the checkpoint and {_shown(wanted.get(name))} here"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else " x ".join(map(str, shape)) or "a number"
+
+
+def _state(groups: Groups) -> dict[str, Any]:
+    state = {f"{kind}.{piece.name}": FlatShard(piece) for kind, pieces in groups.items() for piece in pieces}
+    assert len(state) == sum(map(len, groups.values())), "a rank gives one piece of a tensor"
+    return state
+
+
+def _quietly(call: Callable[..., object], *args: object, **options: object) -> None:
+    """Call DCP without its warning that a single process means a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        call(*args, **options, no_dist=not dist.is_initialized())
+
+
+def _prepare(temporary: Path, settings: Settings) -> None:
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        reason, fix = f"{temporary} cannot be created ({error.strerror})", "name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+
+
+def _require_shared(temporary: Path, settings: Settings) -> None:
+    if not temporary.is_dir():
+        reason = f"rank {_rank()} on {platform.node()} does not see {temporary}, which rank 0 has created"
+        fix = "name a folder on a file system that all hosts share"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix))
+
+
+def _publish(temporary: Path, final: Path, meta: Mapping[str, Any], keep: int) -> None:
+    """Make a written checkpoint the newest one. Runs on rank 0."""
+    with (temporary / "meta.json").open("w") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(temporary)
+    replaced = final.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    link = final.parent / "latest.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(final.parent / "latest")
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in _newest_first(final.parent)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Folders of checkpoints with their final names, by step."""
+    return sorted((p for p in folder.glob("step-*") if p.is_dir() and not p.suffix), reverse=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checksum(file: Path) -> list[int]:
+    """[size in bytes, CRC-32]."""
+    size = total = 0
+    with file.open("rb") as source:
+        while block := source.read(1 << 24):
+            size, total = size + len(block), zlib.crc32(block, total)
+    return [size, total]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: T) -> list[T]:
+    """Every rank's value, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * _world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _together(action: Callable[[], object]) -> None:
+    """Run an action on every rank; an error of any rank is raised on all of them, so that none waits in vain."""
+    failure = ""
+    try:
+        action()
+    except ValueError as error:
+        failure = str(error)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        failure = f"checkpoint: {type(cause).__name__}: {cause}"
+    except OSError as error:
+        failure = f"checkpoint: {error}"
+    # The lowest rank's words, so that all ranks say the same.
+    first = next((text for text in _gather(failure) if text), "")
+    if first:
+        raise ValueError(first)

@@ -1,0 +1,248 @@
+"""Checkpoints: bit-exact on any number of ranks, whole or not at all, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
+from hocket.resolve import Settings, resolve
+from hocket.train import checkpoint
+from hocket.train.flat_shard import Range, boxes
+from tests.helpers.ranks import run_ranks
+
+SHAPES = {"embed.weight": (13, 5), "layers.0.w": (3, 4, 5), "layers.0.scale": (7,), "bias": (2,), "count": ()}
+REPLICATED = ("bias", "count")
+
+
+def settings_in(folder: Path, resume: str = "auto", keep: int = 2, hidden: int = 128) -> Settings:
+    return resolve(
+        Config(
+            model=ModelConfig(hidden=hidden),
+            run=RunConfig(name="test", folder=str(folder), resume=resume),
+            train=TrainConfig(keep=keep),
+        )
+    )
+
+
+def value_of(name: str, kind: str, step: int) -> torch.Tensor:
+    """Something that differs for every element, tensor, kind and step."""
+    shape = SHAPES[name]
+    start = 1000 * list(SHAPES).index(name) + (0.5 if kind == "exp_avg" else 0.0) + 0.25 * step
+    return torch.arange(math.prod(shape), dtype=torch.float64).float() + start
+
+
+def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> list[Range]:
+    """One flat buffer of all tensors, cut into equal shares without regard to where tensors end."""
+    sharded = [name for name in names if name not in REPLICATED]
+    share = -(-sum(math.prod(SHAPES[name]) for name in sharded) // world)
+    found, start = [], 0
+    for name in names:
+        count = math.prod(SHAPES[name])
+        lo, hi = 0, count
+        if name in sharded:
+            lo = min(count, max(0, rank * share - start))
+            hi = max(lo, min(count, (rank + 1) * share - start))
+            start += count
+        full = value_of(name, kind, step) if step is not None else torch.full((count,), float("nan"))
+        found.append(Range(name, SHAPES[name], lo, hi, full[lo:hi].clone()))
+    return found
+
+
+def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> dict[str, list[Range]]:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {kind: pieces(rank, world, kind, step, names) for kind in ("weight", "exp_avg")}
+
+
+def save_steps(rank: int, folder: Path, steps: list[int], keep: int = 2) -> None:
+    for step in steps:
+        checkpoint.save(settings_in(folder, keep=keep), step, 10 * step, groups(step), {"adam_step": step})
+
+
+def load_and_compare(rank: int, folder: Path) -> tuple[int, int, dict]:
+    empty = groups(None)
+    restored = checkpoint.restore(settings_in(folder), empty)
+    assert restored is not None
+    for kind, found in empty.items():
+        for piece in found:
+            wanted = value_of(piece.name, kind, restored.step)[piece.lo : piece.hi]
+            assert torch.equal(piece.tensor, wanted), (kind, piece.name)
+    return restored.step, restored.position, dict(restored.extra)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_two_ranks_save_any_number_loads_bit_exactly(tmp_path, world):
+    run_ranks(save_steps, 2, tmp_path, [7])
+    assert run_ranks(load_and_compare, world, tmp_path) == [(7, 70, {"adam_step": 7})] * world
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_cover_exactly_the_range_in_order(shape, data):
+    count = math.prod(shape)
+    lo = data.draw(st.integers(0, count))
+    hi = data.draw(st.integers(lo, count))
+    numbers = torch.arange(count).view(shape)
+    covered = []
+    for offsets, sizes in boxes(shape, lo, hi):
+        view = numbers
+        for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            view = view.narrow(axis, offset, size)
+        covered += view.flatten().tolist()
+    assert covered == list(range(lo, hi))
+    assert len(boxes(shape, lo, hi)) <= max(1, 2 * len(shape) - 1)
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path):
+    save_steps(0, tmp_path, [1, 2, 3, 4], keep=2)
+    folder = tmp_path / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000003", "step-00000004"]
+    assert (folder / "latest").resolve().name == "step-00000004"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save_steps(0, tmp_path, [1, 1])
+    assert load_and_compare(0, tmp_path)[0] == 1
+
+
+def test_no_checkpoint_and_resume_off_start_over(tmp_path):
+    assert checkpoint.restore(settings_in(tmp_path), groups(None)) is None
+    save_steps(0, tmp_path, [1])
+    assert checkpoint.restore(settings_in(tmp_path, resume="off"), groups(None)) is None
+
+
+def test_a_checkpoint_can_be_named(tmp_path):
+    save_steps(0, tmp_path, [1, 2])
+    for name, step in (("step-00000001", 1), ("latest", 2)):
+        restored = checkpoint.restore(settings_in(tmp_path, resume=str(tmp_path / "checkpoints" / name)), groups(None))
+        assert restored is not None
+        assert restored.step == step
+
+
+def damage(path: Path, how: str) -> None:
+    data = next(path.glob("*.distcp"))
+    match how:
+        case "truncated":
+            data.write_bytes(data.read_bytes()[:-10])
+        case "flipped byte":
+            content = bytearray(data.read_bytes())
+            content[len(content) // 2] ^= 1
+            data.write_bytes(content)
+        case "file gone":
+            data.unlink()
+        case "no meta":
+            (path / "meta.json").unlink()
+        case "broken meta":
+            (path / "meta.json").write_text("{")
+        case "meta of something else":
+            (path / "meta.json").write_text("[1]")
+        case "other format":
+            meta = json.loads((path / "meta.json").read_text())
+            (path / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+
+
+DAMAGES = {
+    "truncated": "bytes instead of",
+    "flipped byte": "checksum",
+    "file gone": "missing",
+    "no meta": "not a checkpoint",
+    "broken meta": "cannot be read",
+    "meta of something else": "cannot be read",
+    "other format": "format 99",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_named_with_a_fix(tmp_path, how):
+    save_steps(0, tmp_path, [5])
+    path = tmp_path / "checkpoints" / "step-00000005"
+    damage(path, how)
+    for resume in ("auto", str(path)):
+        with pytest.raises(ValueError, match=DAMAGES[how]) as caught:
+            checkpoint.restore(settings_in(tmp_path, resume=resume), groups(None))
+        text = str(caught.value)
+        assert "run.resume" in text
+        assert str(path) in text
+        assert "fix:" in text
+        assert "\n" not in text
+
+
+def restore_after_damage(rank: int, folder: Path) -> tuple[int, str]:
+    if rank == 0:
+        damage(folder / "checkpoints" / "step-00000009", "flipped byte")
+    dist.barrier()
+    restored = checkpoint.restore(settings_in(folder), groups(None))
+    assert restored is not None
+    return restored.step, restored.notes[0]
+
+
+def test_auto_falls_back_to_the_one_before_and_says_so_on_every_rank(tmp_path):
+    run_ranks(save_steps, 2, tmp_path, [8, 9])
+    for step, note in run_ranks(restore_after_damage, 2, tmp_path):
+        assert step == 8
+        assert "step-00000009 is damaged" in note
+
+
+def test_a_half_written_checkpoint_is_never_seen(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1])
+    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(ValueError, match="No space left"):
+        save_steps(0, tmp_path, [2])
+    monkeypatch.undo()
+    assert load_and_compare(0, tmp_path)[0] == 1
+    save_steps(0, tmp_path, [2])
+    assert load_and_compare(0, tmp_path)[0] == 2
+
+
+def test_a_checkpoint_of_another_model_lists_the_differences(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1])
+    monkeypatch.setitem(SHAPES, "embed.weight", (13, 6))
+    with pytest.raises(ValueError, match="another model") as caught:
+        checkpoint.restore(settings_in(tmp_path, hidden=192), groups(None))
+    text = str(caught.value)
+    assert "model.hidden was 128 and is 192" in text
+    assert "embed.weight is 13 x 5 in the checkpoint and 13 x 6 here" in text
+    with pytest.raises(ValueError, match=r"layers\.0\.w is 3 x 4 x 5 in the checkpoint and missing here"):
+        checkpoint.restore(settings_in(tmp_path), groups(None, ("layers.0.scale", "bias", "count")))
+
+
+def test_settings_that_changed_without_changing_shapes_are_noted(tmp_path):
+    save_steps(0, tmp_path, [1])
+    settings = settings_in(tmp_path)
+    other = resolve(replace(settings, model=replace(settings.model, norm_eps=1e-4)))
+    restored = checkpoint.restore(other, groups(None))
+    assert restored is not None
+    assert any("model.norm_eps was 1e-06 and is 0.0001" in note for note in restored.notes)
+
+
+def fail_on_one_rank(rank: int, folder: Path) -> str:
+    blocked = settings_in(Path(os.devnull) / "below" if rank == 0 else folder)
+    try:
+        checkpoint.save(blocked, 1, 1, groups(1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
+    first, second = run_ranks(fail_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert first.startswith("run.folder = ")
+    assert "fix:" in first
+
+
+def test_set_aside_never_overwrites(tmp_path):
+    for text in ("a", "b"):
+        (tmp_path / "x").write_text(text)
+        checkpoint.set_aside(tmp_path / "x")
+    assert (tmp_path / "x.old").read_text() == "a"
+    assert (tmp_path / "x.old2").read_text() == "b"
+    assert checkpoint.set_aside(tmp_path / "x") is None
