@@ -23,7 +23,7 @@ def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
     """The unit to which a parameter belongs, by its name in the whole model. Tied, the head is part of `embed`."""
     first, *rest = name.split(".")
     if first == "embed" or (first == "head" and tied):
-        return "embed", 0 if tied else chunk, -1
+        return "embed", chunk, -1
     if first == "head":
         return "head", chunk, -1
     assert first == "layers", f"no unit for parameter {name}"
@@ -48,8 +48,7 @@ class ShardedModel:
     """Takes the parameters of a rank's chunks under management and shards them, as a program needs it.
 
     `chunks` are this rank's virtual stages, in order; their parameters are named as in the whole model, and only their
-    shapes are used (the meta device will do). Weights are zero until `load`. A parameter that several chunks share
-    belongs to the first one.
+    shapes are used (the meta device will do). Weights are zero until `load`.
     """
 
     def __init__(
@@ -164,10 +163,7 @@ class ShardedModel:
 def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Weight]]:
     """The weights of every unit, in the order of the modules' parameters."""
     members: dict[UnitName, list[Weight]] = {}
-    seen: set[nn.Parameter] = set()
     for chunk, module in enumerate(chunks):
-        for name, param in module.named_parameters():
-            if param not in seen:
-                seen.add(param)
-                members.setdefault(unit_of(name, chunk, tied), []).append(manage(param, name))
+        for name, param in module.named_parameters():  # once each, also where two modules share one
+            members.setdefault(unit_of(name, chunk, tied), []).append(manage(param, name))
     return members

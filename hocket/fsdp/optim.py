@@ -44,8 +44,8 @@ class ShardedAdamW:
 
     def __init__(self, model: ShardedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
+        self._steps = 0
         self._grads = [unit.main_grad for unit in model.units.values()]
-        self._device = self._grads[0].device
         self._params: dict[str, Tensor] = {}
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -81,8 +81,6 @@ class ShardedAdamW:
         self._steps = value
         for state in self._adamw.state.values():
             state["step"].fill_(value)
-
-    _steps: int = 0
 
     @property
     def state(self) -> Mapping[str, PieceState]:

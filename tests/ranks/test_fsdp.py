@@ -1,0 +1,462 @@
+"""Sharded units, slots and the optimizer, on one to four gloo ranks, against plain whole tensors."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hocket.fsdp.context import ShardedModel, unit_of
+from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
+from hocket.parallel.mesh import Mesh
+from hocket.plan.ops import Layout, Program
+from hocket.runtime.comm import make_groups
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+EXPERTS = 4
+SHAPES = {
+    "embed.weight": (37, 24),
+    "layers.0.attn.norm": (24,),
+    "layers.0.attn.wq": (40, 24),
+    "layers.0.mlp.w": (24, 65),
+    "layers.1.attn.norm": (24,),
+    "layers.1.attn.wq": (40, 24),
+    "layers.1.router.weight": (EXPERTS, 24),
+    "layers.1.experts.w_up": (EXPERTS, 24, 33),
+    "layers.1.experts.w_down": (EXPERTS, 33, 24),
+    "head.norm": (3,),
+}
+SLOTS = {"embed": 1, "dense": 2, "experts": 2, "head": 1}
+PLACES = [("embed", 0, -1), ("dense", 0, 0), ("dense", 0, 1), ("experts", 0, 1), ("head", 0, -1)]
+
+
+def build_module(ep):
+    """A module whose parameters have the names and shapes above, on the meta device; experts split over `ep`."""
+    root = nn.Module()
+    for name, shape in SHAPES.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        local = (shape[0] // ep, *shape[1:]) if ".experts." in name else shape
+        module.register_parameter(leaf, nn.Parameter(torch.empty(local, device="meta")))
+    return root
+
+
+def tensors(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
+
+
+def build(rank, mesh, dtype=torch.float32, transport="gloo"):
+    groups = make_groups(mesh, rank, CPU, transport)
+    program = Program(Layout(("dense", "moe"), ep=mesh.ep), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
+    model = ShardedModel([build_module(mesh.ep)], mesh, groups, program, dtype, CPU)
+    for slots in (*model.weight_slots.values(), *model.grad_slots.values()):
+        for buffer in slots.buffers:
+            buffer.fill_(float("nan"))  # whoever reads what nobody wrote will notice
+    return model, groups
+
+
+def local_of(full, weight, model):
+    """This rank's slice of a whole tensor: the tensor itself, or its local experts."""
+    if full.shape == weight.shape:
+        return full
+    return full.chunk(model.groups.a2a.size)[model.groups.a2a.rank]
+
+
+def add_grads(model, grads, slot=0):
+    """One microbatch: write every gradient, reduce every unit."""
+    for unit in model.units.values():
+        views = unit.grad_views(slot)
+        for weight, view in views.items():
+            view.copy_(local_of(grads[weight.name], weight, model))
+        unit.zero_missing(slot, views.keys())
+        unit.reduce(slot).wait()
+
+
+MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=2, ep=2), Mesh(dp=4, ep=2), Mesh(pp=1, dp=3)]
+
+
+def _gather(rank, mesh, dtype):
+    model, _ = build(rank, mesh, dtype)
+    whole = tensors(1)
+    model.load(whole)
+    assert set(model.units) == set(PLACES)
+    for place, unit in model.units.items():
+        slots = (0, 1, 0) if SLOTS[place[0]] > 1 else (0, 0)
+        for slot in (-1,) if unit.whole else slots:
+            if not unit.whole:
+                unit.gather(slot).wait()
+            unit.assert_readable()
+            for weight in unit.weights:
+                expected = local_of(whole[weight.name], weight, model).to(dtype)
+                assert torch.equal(weight.tensor(), expected), weight.name
+                buffers = [unit.weight] if unit.whole else [unit.sharding.weight_slots.buffers[slot]]
+                assert weight.tensor().untyped_storage().data_ptr() == buffers[0].untyped_storage().data_ptr()
+            if not unit.whole:
+                unit.release()
+                assert all(weight.value is None for weight in unit.weights)
+    model.assert_clean()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gather_gives_whole_weights_in_any_slot(mesh, dtype):
+    run_ranks(_gather, mesh.world, mesh, dtype)
+
+
+def _bind(rank):
+    """Addresses and views stay the same for the whole run; two units take turns in one slot."""
+    model, _ = build(rank, Mesh(dp=2))
+    model.load(tensors(1))
+    a, b = model.unit("dense", 0, 0), model.unit("dense", 0, 1)
+    a.gather(0).wait()
+    views = [weight.value for weight in a.weights]
+    first = [view.clone() for view in views]
+    a.release()
+    b.gather(0).wait()
+    b.release()
+    a.gather(1).wait()
+    a.release()
+    a.gather(0).wait()
+    assert all(weight.value is view for weight, view in zip(a.weights, views, strict=True))
+    assert all(torch.equal(weight.value, value) for weight, value in zip(a.weights, first, strict=True))
+    assert {id(v) for v in a.grad_views(0).values()} == {id(v) for v in a.grad_views(0).values()}
+
+
+def test_views_are_made_once_per_slot():
+    run_ranks(_bind, 2)
+
+
+def _reduce(rank, mesh, dtype):
+    model, _ = build(rank, mesh, dtype)
+    rounds = 3
+    for i in range(rounds):
+        grads = {name: value.to(dtype) for name, value in tensors(100 * i + rank).items()}
+        for unit in model.units.values():
+            views = unit.grad_views(0)
+            written = [weight for weight in unit.weights if not weight.name.endswith("norm")]
+            for weight in written:
+                views[weight].copy_(local_of(grads[weight.name], weight, model))
+            unit.zero_missing(0, written)
+            unit.reduce(0).wait()
+    for unit in model.units.values():
+        assert unit.main_grad.dtype == torch.float32
+        members = unit.sharding.reduce.ranks
+        covered = torch.zeros_like(unit.main_grad, dtype=torch.bool)
+        for weight in unit.weights:
+            kept = unit.layout.local(weight.name, unit.rank)
+            mine = unit.main_grad[kept.offset :][: len(kept)]
+            covered[kept.offset :][: len(kept)] = True
+            expected = torch.zeros(weight.shape)
+            for i in range(rounds if not weight.name.endswith("norm") else 0):
+                parts = [tensors(100 * i + r)[weight.name].to(dtype).float() for r in members]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                expected = expected + local_of(total, weight, model) * (1 / mesh.dp)
+            assert torch.equal(mine, expected.flatten()[kept.lo : kept.hi]), weight.name
+        assert not unit.main_grad[~covered].any()  # padding
+    model.assert_clean()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reduce_sums_in_rank_order_divides_and_accumulates(mesh, dtype):
+    run_ranks(_reduce, mesh.world, mesh, dtype)
+
+
+def test_group_of_one_accumulates_exactly():
+    """Sixteen microbatches on one rank: the path without communication adds each gradient once."""
+    model, _ = build(0, Mesh())
+    grads = tensors(3)
+    for _ in range(16):
+        add_grads(model, grads)
+    for unit in model.units.values():
+        for weight in unit.weights:
+            kept = unit.layout.local(weight.name, 0)
+            expected = torch.zeros(weight.shape)
+            for _ in range(16):
+                expected += grads[weight.name]
+            assert torch.equal(unit.main_grad[kept.offset :][: len(kept)], expected.flatten())
+    assert model.stats().reduced_bytes == 0
+
+
+def _mistakes(rank):
+    model, _ = build(rank, Mesh(dp=2))
+    a, b = model.unit("dense", 0, 0), model.unit("dense", 0, 1)
+    with pytest.raises(AssertionError, match="dense of layer 0 is read while it is not gathered"):
+        a.assert_readable()
+    with pytest.raises(AssertionError, match="dense of layer 0 is released but not gathered"):
+        a.release()
+    a.gather(0).wait()
+    with pytest.raises(AssertionError, match="dense of layer 1 wants dense weight slot 0, which dense of layer 0 hold"):
+        b.gather(0)
+    with pytest.raises(AssertionError, match="wants dense weight slot 2 of 2"):
+        b.gather(2)
+    with pytest.raises(AssertionError, match="into slot 1 while it is still leased in slot 0"):
+        a.gather(1)
+    with pytest.raises(AssertionError, match="dense of layer 0 still has 1 leases"):
+        model.assert_clean()
+    a.acquire()
+    a.release()
+    a.assert_readable()
+    model.refresh()
+    with pytest.raises(AssertionError, match="dense of layer 0 is read at version 0, but the weights are at version 1"):
+        a.assert_readable()
+    a.release()
+    with pytest.raises(AssertionError, match=r"attn\.wq is read while it is not gathered"):
+        a.weights[1].tensor()
+    a.grad_views(0)
+    with pytest.raises(AssertionError, match="dense of layer 1 wants dense gradient slot 0"):
+        b.grad_views(0)
+    with pytest.raises(AssertionError, match="which it does not hold"):
+        b.reduce(0)
+    with pytest.raises(AssertionError, match=r"wrote gradients into slots \[0\]"):
+        model.assert_clean()
+    a.main_grad.fill_(1)
+    b.gather(1).wait()
+    model.abort()
+    model.assert_clean()
+    assert not a.main_grad.any()
+    b.gather(0).wait()
+    b.assert_readable()
+    b.release()
+    pending = a.grad_views(1) and a.reduce(1)
+    with pytest.raises(AssertionError, match=r"reduces of dense of layer 0 in slots \[1\] were never waited for"):
+        model.assert_clean()
+    pending.wait()
+    model.assert_clean()
+
+
+def test_mistakes_of_a_plan_name_the_unit():
+    run_ranks(_mistakes, 2)
+
+
+def test_whole_units_are_never_gathered():
+    model, _ = build(0, Mesh())
+    assert not model.weight_slots
+    with pytest.raises(AssertionError, match="held whole and never gathered"):
+        model.unit("experts", 0, 1).gather(0)
+    model.refresh()
+    model.unit("experts", 0, 1).assert_readable()
+
+
+def _slots_missing(rank):
+    groups = make_groups(Mesh(dp=2), rank, CPU, "gloo")
+    program = Program(Layout(("dense", "moe")), 1, (), weight_slots={"embed": 1}, grad_slots=SLOTS)
+    with pytest.raises(AssertionError, match="no weight slots for dense units, which 2 ranks share"):
+        ShardedModel([build_module(1)], Mesh(dp=2), groups, program, torch.float32, CPU)
+
+
+def test_a_program_must_have_slots_for_what_is_sharded():
+    run_ranks(_slots_missing, 2)
+
+
+def _pieces(rank, mesh):
+    model, _ = build(rank, mesh)
+    model.load(tensors(5))
+    return [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for unit in model.units.values() for p in unit.pieces()]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=3), Mesh(dp=4, ep=2), Mesh(dp=4, ep=4)], ids=str)
+def test_pieces_of_all_ranks_are_the_whole_model_once(mesh):
+    whole = tensors(5)
+    found = {name: torch.full((math.prod(shape),), float("nan")) for name, shape in SHAPES.items()}
+    for pieces in run_ranks(_pieces, mesh.world, mesh):
+        for name, shape, lo, hi, value in pieces:
+            assert shape == SHAPES[name]
+            assert found[name][lo:hi].isnan().all()
+            found[name][lo:hi] = value
+    for name, value in whole.items():
+        assert torch.equal(found[name].view(value.shape), value)
+
+
+OPTIONS = AdamWOptions(lr=1e-2, clip=0.7)
+
+
+def rank_grads(seed, name, ep):
+    """The gradient that one rank contributes; for experts, the rows of `ep` ranks have met in it."""
+    return torch.stack([tensors(seed + e)[name] for e in range(ep)]).sum(0)
+
+
+def reference_steps(mesh, steps):
+    """Plain AdamW on whole tensors. The gradient of rank r in step i is `tensors(10 * i + r)`."""
+    params = {name: value.clone().requires_grad_() for name, value in tensors(5).items()}
+    decay = [p for p in params.values() if p.ndim >= 2]
+    rest = [p for p in params.values() if p.ndim < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": OPTIONS.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps,
+    )  # fmt: skip
+    norms = []
+    for i in range(steps):
+        for name, param in params.items():
+            grad = torch.zeros(param.shape)
+            for first in range(0, mesh.dp, ep := mesh.ep if ".experts." in name else 1):
+                grad += rank_grads(10 * i + first, name, ep)
+            param.grad = grad * (1 / mesh.dp)
+        norm = sum(p.grad.double().square().sum() for p in params.values()).sqrt()
+        norms.append(norm.item())
+        for param in params.values():
+            param.grad *= (OPTIONS.clip / (norm + 1e-6)).clamp(max=1.0).float()
+        adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = OPTIONS.lr * (i + 1)
+        adamw.step()
+    return {name: p.detach() for name, p in params.items()}, norms
+
+
+def _train(rank, mesh, steps):
+    model, groups = build(rank, mesh)
+    model.load(tensors(5))
+    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
+    norms = []
+    for i in range(steps):
+        grads = tensors(10 * i + rank)
+        for name in (n for n in grads if ".experts." in n):
+            grads[name] = rank_grads(10 * i + rank - rank % mesh.ep, name, mesh.ep)
+        add_grads(model, grads)
+        norms.append(optimizer.step(OPTIONS.lr * (i + 1)).item())
+    assert optimizer.steps == steps
+    assert not any(unit.main_grad.any() for unit in model.units.values())
+    pieces = [(s.piece.name, s.piece.lo, s.piece.hi, s.piece.main.clone()) for s in optimizer.state.values()]
+    dense = model.unit("dense", 0, 1)
+    if not dense.whole:
+        dense.gather(1).wait()
+    return pieces, norms, {weight.name: weight.tensor().clone() for weight in dense.weights}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=4, ep=2), Mesh(dp=4, ep=4)], ids=str)
+def test_adamw_on_shards_equals_adamw_on_whole_parameters(mesh):
+    steps = 3
+    expected, norms = reference_steps(mesh, steps)
+    for pieces, found_norms, gathered in run_ranks(_train, mesh.world, mesh, steps):
+        assert found_norms == pytest.approx(norms, rel=1e-12)
+        assert norms[0] > OPTIONS.clip
+        for name, lo, hi, value in pieces:
+            assert torch.equal(value, expected[name].flatten()[lo:hi]), name
+        for name, value in gathered.items():
+            assert torch.equal(value, expected[name]), name
+
+
+def _resume(rank, mesh):
+    model, groups = build(rank, mesh)
+    model.load(tensors(5))
+    first = ShardedAdamW(model, groups.control, OPTIONS)
+    add_grads(model, tensors(rank))
+    first.step()
+    weights = {name: state.piece.main.clone() for name, state in first.state.items()}
+    moments = {name: (state.exp_avg.clone(), state.exp_avg_sq.clone()) for name, state in first.state.items()}
+    add_grads(model, tensors(10 + rank))
+    first.step()
+    expected = {name: state.piece.main.clone() for name, state in first.state.items()}
+    second = ShardedAdamW(model, groups.control, OPTIONS)
+    for name, state in second.state.items():
+        state.piece.main.copy_(weights[name])
+        state.exp_avg.copy_(moments[name][0])
+        state.exp_avg_sq.copy_(moments[name][1])
+    second.steps = 1
+    add_grads(model, tensors(10 + rank))
+    second.step()
+    assert all(torch.equal(state.piece.main, expected[name]) for name, state in second.state.items())
+    return len(expected)
+
+
+def test_state_can_be_taken_and_put_back():
+    run_ranks(_resume, 2, Mesh(dp=2))
+
+
+def _tiny(rank, world):
+    """Fewer elements than ranks: some ranks keep nothing at all."""
+    groups = make_groups(Mesh(dp=world), rank, CPU, "gloo")
+    chunk = nn.Module()
+    chunk.add_module("head", nn.Module())
+    chunk.head.register_parameter("norm", nn.Parameter(torch.empty(3, device="meta")))
+    program = Program(Layout(("dense",)), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
+    model = ShardedModel([chunk], Mesh(dp=world), groups, program, torch.float32, CPU)
+    model.load({"head.norm": torch.ones(3)})
+    optimizer = ShardedAdamW(model, groups.control, AdamWOptions(lr=0.1, clip=0.0))
+    unit = model.unit("head", 0)
+    (view,) = unit.grad_views(0).values()
+    view.fill_(1.0)
+    unit.zero_missing(0, unit.weights)
+    unit.reduce(0).wait()
+    norm = optimizer.step()
+    assert norm.item() == pytest.approx(3**0.5)
+    unit.gather(0).wait()
+    assert torch.allclose(unit.weights[0].tensor(), torch.full((3,), 0.9))
+    return len(optimizer.state)
+
+
+def test_ranks_that_keep_nothing_take_part():
+    assert run_ranks(_tiny, 4, 4) == [1, 0, 0, 0]
+
+
+def _memory(rank):
+    model, _ = build(rank, Mesh(dp=2), torch.bfloat16)
+    longest = {}
+    for place, unit in model.units.items():
+        longest[place[0]] = max(longest.get(place[0], 0), unit.layout.total)
+    stats = model.stats()
+    bound = sum(SLOTS[kind] * length * 2 for kind, length in longest.items())
+    assert stats.weight_slot_bytes == stats.grad_slot_bytes == bound
+    total = sum(unit.layout.total for unit in model.units.values())
+    assert stats.shard_bytes == total // 2 * (4 + 4 + 2)
+    full = sum(math.prod(shape) for shape in SHAPES.values())
+    assert total < full + 64 * (len(SHAPES) + 2 * len(PLACES))
+    model.load(tensors(1))
+    unit = model.unit("experts", 0, 1)
+    unit.gather(0).wait()
+    unit.release()
+    assert model.stats().gathers == 1
+    assert model.stats().gathered_bytes == unit.layout.shard * 2
+
+
+def test_memory_is_the_slots_and_the_shards():
+    run_ranks(_memory, 2)
+
+
+def test_without_communication_a_step_stays_finite():
+    """The null transport needs no process group; slots hold numbers like weights, not what memory held before."""
+    mesh = Mesh(pp=1, dp=4, ep=2)
+    groups = make_groups(mesh, 3, CPU, "null")
+    program = Program(Layout(("dense", "moe"), ep=2), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
+    model = ShardedModel([build_module(2)], mesh, groups, program, torch.bfloat16, CPU)
+    model.load(tensors(1))
+    unit = model.unit("dense", 0, 0)
+    assert unit.gather(0).done
+    assert all(weight.tensor().float().abs().max() < 1 for weight in unit.weights)
+    assert all(weight.tensor().any() for weight in unit.weights)
+    unit.release()
+    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
+    add_grads(model, tensors(2))
+    assert optimizer.step().isfinite()
+    model.assert_clean()
+
+
+def test_names_decide_the_unit():
+    assert unit_of("embed.weight", 0) == ("embed", 0, -1)
+    assert unit_of("head.norm", 3) == ("head", 3, -1)
+    assert unit_of("head.norm", 0, tied=True) == ("embed", 0, -1)
+    assert unit_of("layers.7.experts.w_up", 1) == ("experts", 1, 7)
+    assert unit_of("layers.7.shared.w_up", 1) == ("dense", 1, 7)
+    with pytest.raises(AssertionError, match="no unit for parameter decoder"):
+        unit_of("decoder.w", 0)
+
+
+def test_a_tied_head_is_part_of_the_embedding_unit():
+    chunk = nn.Module()
+    for name in ("embed", "head"):
+        chunk.add_module(name, nn.Module())
+    chunk.embed.weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+    chunk.head.weight = chunk.embed.weight
+    chunk.head.norm = nn.Parameter(torch.empty(3, device="meta"))
+    groups = make_groups(Mesh(), 0, CPU, "gloo")
+    program = Program(Layout(("dense",), tied=True), 1, (), grad_slots=SLOTS)
+    model = ShardedModel([chunk], Mesh(), groups, program, torch.float32, CPU)
+    (unit,) = model.units.values()
+    assert [weight.name for weight in unit.weights] == ["embed.weight", "head.norm"]
+    assert model.unit("embed", 0) is unit
