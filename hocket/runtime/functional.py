@@ -7,7 +7,9 @@ and their operand order are those of torch's own derivatives.
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
-So no function here saves a weight; `Weight.tensor()` is called once per direction.
+So no function here saves a weight; `Weight.tensor()` is called once per direction. The work that a function
+queues holds its activation detached, for a saved activation still knows the graph that made it, and would
+keep all of it alive until the queue is drained.
 
 Shapes: T tokens or any leading dimensions, R rows grouped by expert, D input width, F output width,
 E local experts, V vocabulary.
@@ -15,7 +17,7 @@ E local experts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,14 +116,20 @@ def _push(queue: WgradQueue | None, weight: Weight, write: Write) -> None:
     queue.push(weight, write)
 
 
-def _into(out: Tensor, dtype: torch.dtype, compute: Callable[[Tensor], object]) -> None:
-    """Run `compute(out)`, through a temporary if `out` is not of the dtype the result has."""
-    if out.dtype == dtype:
-        compute(out)
-        return
-    exact = torch.empty_like(out, dtype=dtype)
-    compute(exact)
-    out.copy_(exact)
+def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor) -> None:
+    g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
+    if out_FD.dtype == dtype:
+        torch.mm(g_TF.t(), x_TD, out=out_FD)
+    else:
+        out_FD.copy_(g_TF.t() @ x_TD)
+
+
+def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
+    torch.sum(g * x, list(range(x.dim() - 1)), out=out_D)
+
+
+def _embedding_wgrad(ids: Tensor, g: Tensor, out_VD: Tensor) -> None:
+    torch.ops.aten.embedding_dense_backward.out(g, ids, out_VD.shape[0], -1, False, out=out_VD)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,11 +144,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dtype: torch.dtype = ctx.dtype
 
-        def write(out: Tensor) -> None:
-            g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
-            _into(out, dtype, lambda into: torch.mm(g_TF.t(), x_TD, out=into))
-
-        _push(ctx.queue, ctx.weight, write)
+        _push(ctx.queue, ctx.weight, partial(_linear_wgrad, x.detach(), g, dtype))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
 
 
@@ -155,7 +159,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
         g = g.contiguous()
-        _push(ctx.queue, ctx.weight, lambda out: grouped_wgrad(x, g, offsets, out))
+        _push(ctx.queue, ctx.weight, partial(grouped_wgrad, x.detach(), g, offsets))
         return grouped_mm(g, ctx.weight.tensor().transpose(1, 2), offsets), None, None, None
 
 
@@ -169,13 +173,8 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        leading = list(range(x.dim() - 1))
-        _push(ctx.queue, ctx.weight, lambda out: _sum_into(out, g * x, leading))
+        _push(ctx.queue, ctx.weight, partial(_scale_wgrad, x.detach(), g))
         return g * ctx.weight.tensor(), None, None
-
-
-def _sum_into(out: Tensor, x: Tensor, dims: list[int]) -> None:
-    torch.sum(x, dims, out=out)
 
 
 class _Embedding(torch.autograd.Function):
@@ -188,10 +187,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        rows: int = ctx.weight.shape[0]
-
-        def write(out: Tensor) -> None:
-            torch.ops.aten.embedding_dense_backward.out(g, ids, rows, -1, False, out=out)
-
-        _push(ctx.queue, ctx.weight, write)
+        _push(ctx.queue, ctx.weight, partial(_embedding_wgrad, ids, g))
         return None, None, None, None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Write = Callable[[Tensor], None]
+Write = Callable[[Tensor], object]
 """Computes one weight gradient and overwrites its argument, a tensor of the weight's shape, with it."""
 
 _ATTRIBUTE = "hocket_weight"
