@@ -232,7 +232,7 @@ def to_json(program: Program) -> dict[str, Any]:
     """The program as plain dicts, lists, strings and numbers. Fields of an op that hold their default are left out."""
     return {
         "format": FORMAT,
-        "layout": {name: _plain(value) for name, value in asdict(program.layout).items()},
+        "layout": {name: _list(value) for name, value in asdict(program.layout).items()},
         "microbatches": program.microbatches,
         "weight_slots": dict(program.weight_slots),
         "grad_slots": dict(program.grad_slots),
@@ -242,7 +242,7 @@ def to_json(program: Program) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -262,12 +262,12 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
     if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
         raise ValueError(f"not a program: expected an object with format={FORMAT!r}")
     try:
-        layout = {name: tuple(v) if isinstance(v, list) else v for name, v in tree["layout"].items()}
+        layout: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
         return Program(
             layout=Layout(**layout),
             microbatches=tree["microbatches"],
             ranks=tuple(
-                tuple(_json_op(fields, rank, n) for n, fields in enumerate(ops))
+                tuple(_json_op(fields, rank, position) for position, fields in enumerate(ops))
                 for rank, ops in enumerate(tree["ranks"])
             ),
             weight_slots=dict(tree["weight_slots"]),
@@ -279,11 +279,24 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
         raise ValueError(f"not a program: {type(error).__name__} {error}") from error
 
 
-def _json_op(fields: Mapping[str, Any], rank: int, position: int) -> Op:
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _json_op(data: Mapping[str, Any], rank: int, position: int) -> Op:
+    fields: dict[str, Any] = {name: _tuple(value) for name, value in data.items()}
+    wrong = [
+        name
+        for name, value in fields.items()
+        if not (
+            (name in ("verb", "part", "lane") and isinstance(value, str))
+            or (name in _NUMBERS and isinstance(value, int))
+            or (name in _POSITIONS and isinstance(value, tuple) and all(isinstance(p, int) for p in value))
+        )
+    ]
+    if wrong or not {"verb", "part", "lane"} <= set(fields):
+        raise ValueError(f"rank {rank}, op {position}: not an op: {dict(data)}")
     try:
-        unknown = set(fields) - {"verb", "part", "lane", *_NUMBERS, *_POSITIONS}
-        if unknown:
-            raise ValueError(f"unknown fields {sorted(unknown)}")
-        return _op(**{name: tuple(value) if name in _POSITIONS else value for name, value in fields.items()})
-    except (ValueError, TypeError) as error:
+        return _op(**fields)
+    except ValueError as error:
         raise ValueError(f"rank {rank}, op {position}: {error}") from None
