@@ -4,11 +4,8 @@ Parameters lie in the order given. Shards are ranges of elements, so a shard may
 parameter; padding is nearly nothing, where shards of whole rows would add up to 88 % (a buffer must then be a multiple
 of ranks times the least common multiple of all row sizes).
 
-Note: [Everything starts at a multiple of 64 elements]
-Parameters and shards are aligned to 64 elements. Kernels get operands aligned to 128 bytes. And elementwise CPU
-kernels compute the same bits for an element wherever the shard is cut: their vector loops take up to 64 elements at a
-time and handle only the rest one by one, with other roundings where a multiply and an add are fused. With aligned
-cuts, an element is in the rest of a shard's piece exactly if it is in the rest of the whole parameter.
+Parameters and shards start at multiples of 64 elements, so that kernels and collectives get operands aligned to 128
+bytes even in bf16; an odd-sized parameter in between would otherwise slow down all that follow it.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGN = 64
-"""Elements. See Note: [Everything starts at a multiple of 64 elements]."""
+"""Elements; 128 bytes of bf16."""
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ class Gloo:
         assert work is not None
 
         def accumulate() -> None:
-            # Multiply, then add, in two roundings: a fused multiply-add would round differently in the
-            # vectorised part and in the tail of a shard, and results would depend on the number of ranks.
+            # Multiply, then add, in two roundings: what `into + scale * sum` means when written out, whether
+            # or not a kernel would fuse the two.
             first, *rest = received.view(len(self.ranks), into.numel())
             total = self.scratch.take(into.numel(), into.dtype)
             total.copy_(first)

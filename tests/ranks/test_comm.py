@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from hocket.parallel.mesh import PURPOSES, Mesh
-from hocket.runtime.comm import CommOptions, Link, make_groups, require_multicast_off
-from hocket.runtime.transports import Pending, Scratch
+from hocket.runtime.comm import CommOptions, Group, Link, make_groups, require_multicast_off
+from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
+
+
+def edge(group: Group | None) -> Group:
+    assert group is not None
+    return group
 
 
 def test_mesh_places_every_rank_once():
@@ -121,9 +126,11 @@ def _rank_order(rank, world, dtype):
     backward = parts[-1].float()
     for part in reversed(parts[:-1]):
         backward = backward + part
-    held = len(groups.reduce_dense.transport.scratch.free)
+    transport = groups.reduce_dense.transport
+    assert isinstance(transport, Gloo)
+    held = {buffer.data_ptr() for buffer in transport.scratch.free}
     groups.reduce_dense.reduce_sum(parts[rank], into, 1.0).wait()
-    assert len(groups.reduce_dense.transport.scratch.free) == held
+    assert {buffer.data_ptr() for buffer in transport.scratch.free} == held
     return torch.equal(total, backward)
 
 
@@ -172,11 +179,12 @@ def test_all_to_all_moves_rows(splits, dtype):
 def _ring(rank, pp, dp):
     mesh = Mesh(pp=pp, dp=dp)
     groups = make_groups(mesh, rank, CPU, "gloo")
-    assert all(g is not None for g in (groups.send_act, groups.recv_act, groups.send_grad, groups.recv_grad))
+    edges = [(groups.send_act, groups.recv_act, 1), (groups.send_grad, groups.recv_grad, -1)]
     p, d = divmod(rank, dp)
     works, inbox = [], []
     for n in range(4):  # several in flight on every edge, all edges at once
-        for send, recv, sign in ((groups.send_act, groups.recv_act, 1), (groups.send_grad, groups.recv_grad, -1)):
+        for out, back, sign in edges:
+            send, recv = edge(out), edge(back)
             works.append(send.send(torch.full((3, 2), sign * (rank + 100 * n + 1), dtype=BF16), send.other))
             box = torch.empty(3, 2, dtype=BF16)
             inbox.append((box, sign * (((p - sign) % pp) * dp + d + 100 * n + 1)))
@@ -223,9 +231,9 @@ def test_null_needs_no_peers_and_keeps_shapes():
     groups.reduce_dense.reduce_sum(torch.arange(16.0), into, 0.5).wait()
     assert into.tolist() == [2.0, 2.5, 3.0, 3.5]
     big = torch.full((3 << 17,), float("nan"))
-    groups.recv_act.recv(big, groups.recv_act.other).wait()
+    edge(groups.recv_act).recv(big, edge(groups.recv_act).other).wait()
     assert big.isfinite().all()
-    groups.send_grad.send(big, groups.send_grad.other).wait()
+    edge(groups.send_grad).send(big, edge(groups.send_grad).other).wait()
     groups.control.barrier()
 
 
@@ -246,8 +254,8 @@ def _slow(rank):
     pipe = make_groups(Mesh(pp=2), rank, CPU, "slow", options)
     start = time.monotonic()
     box = torch.zeros(2)
-    work = pipe.recv_act.recv(box, pipe.recv_act.other)
-    pipe.send_act.send(torch.full((2,), rank + 1.0), pipe.send_act.other).wait()
+    work = edge(pipe.recv_act).recv(box, 1 - edge(pipe.recv_act).rank)
+    edge(pipe.send_act).send(torch.full((2,), rank + 1.0), 1 - edge(pipe.send_act).rank).wait()
     work.wait()
     assert box.tolist() == [2.0 - rank] * 2
     arrived = time.monotonic() - start

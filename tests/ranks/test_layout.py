@@ -14,7 +14,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple
 @given(shapes=SHAPES, world=st.integers(1, 9), align=st.sampled_from([1, 8, 64]))
 def test_ranks_share_every_element_once(shapes, world, align):
     layout = FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], world, align)
-    buffer = [None] * layout.total
+    buffer: list[tuple[str, int] | None] = [None] * layout.total
     for entry in layout.entries:
         assert entry.offset % align == 0
         buffer[entry.offset : entry.end] = [(entry.name, i) for i in range(entry.numel)]
