@@ -48,7 +48,10 @@ print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (the reader may have an older one)
         version = ".".join(map(str, sys.version_info[:3]))
-        stop(f"hocket needs Python 3.11 or newer, {sys.executable} is {version}", "make PYTHON=python3.12 ...")
+        stop(
+            f"hocket needs Python 3.11 or newer, {sys.executable} is {version}",
+            "name a newer one, as in make PYTHON=python3.12",
+        )
     if sys.argv[1:] == ["--check"]:
         check(to_train=True)
         return

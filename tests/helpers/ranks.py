@@ -34,6 +34,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink multicast stays off everywhere; libraries read these variables when they start."""
+
 DUMP_SECONDS = 0.25
 """How long ranks that hang get to write down where they are."""
 
@@ -92,7 +95,7 @@ def _start(
     # The call is pickled by value here: multiprocessing's own pickler would put tensors into shared memory.
     call = pickle.dumps((fn, args))
     setup = (rank, world, timeout, backend, str(folder / "store"), str(log))
-    with _importable_root():
+    with _server_environment():
         process = context.Process(target=_main, args=(call, setup, theirs), daemon=True)
         process.start()
     theirs.close()
@@ -100,17 +103,20 @@ def _start(
 
 
 @contextlib.contextmanager
-def _importable_root() -> Iterator[None]:
-    """The fork server looks for the module to preload on PYTHONPATH, wherever the test has changed to."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+def _server_environment() -> Iterator[None]:
+    """What the fork server, and so every rank, finds in its environment: only the call that starts it matters."""
+    path = os.environ.get("PYTHONPATH")
+    wanted = {**NO_MULTICAST, "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:

@@ -59,6 +59,12 @@ def forgotten_barrier(rank: int, folder: str) -> None:
         dist.barrier()
 
 
+def add_up_on_device(rank: int) -> tuple[float, int, str | None]:
+    total = torch.full((8,), rank + 1.0, device="cuda")
+    dist.all_reduce(total)
+    return total.sum().item(), torch.cuda.current_device(), os.environ.get("NCCL_NVLS_ENABLE")
+
+
 def leave_a_mark(rank: int) -> bool:
     fresh = not hasattr(torch, "mark")
     torch.mark = True  # pyrefly: ignore[missing-attribute]
@@ -160,3 +166,10 @@ def test_four_ranks_start_in_half_a_second() -> None:
         run_ranks(add_up, 4, torch.ones(1))
         times.append(time.perf_counter() - start)
     assert min(times) < 0.5, f"seconds of five calls: {times}"
+
+
+@pytest.mark.gpu
+def test_ranks_with_nccl_have_a_device_each() -> None:
+    world = min(torch.cuda.device_count(), 4)
+    total = 8.0 * world * (world + 1) / 2
+    assert run_ranks(add_up_on_device, world, backend="nccl") == [(total, rank, "0") for rank in range(world)]
