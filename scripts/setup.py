@@ -56,13 +56,18 @@ def main() -> None:
         check(to_train=True)
         return
     VENV.mkdir(exist_ok=True)
-    for stamp in VENV.glob("ready*"):
-        stamp.unlink()
+    forget()
     if os.environ.get("HOCKET_PYTHON") or succeeds(sys.executable, "-c", SEES_A_GPU, quiet=True):
         adopt(sys.executable)
     else:
         create(sys.executable)
     check(to_train=False)
+
+
+def forget() -> None:
+    """Make the next `make` set up anew."""
+    for stamp in VENV.glob("ready*"):
+        stamp.unlink()
 
 
 def adopt(python: str) -> None:
@@ -104,7 +109,8 @@ def check(*, to_train: bool) -> None:
     missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS).split()
     fatal = [name for name in missing if name == "torch" or (to_train and name in NEEDED)]
     if fatal:
-        fix = "install them there, or put a folder that holds them on PYTHONPATH"
+        forget()
+        fix = "install them there, or set PIP_FIND_LINKS to a folder that holds their wheels"
         stop(f"the chosen Python lacks {', '.join(fatal)}", fix)
     if missing and not to_train:
         say(f"without {', '.join(missing)}: what needs them fails or is skipped")
