@@ -121,7 +121,7 @@ def test_no_checkpoint_and_resume_off_start_over(tmp_path):
 
 def test_a_checkpoint_can_be_named(tmp_path):
     save_steps(0, tmp_path, [1, 2])
-    for name, step in (("step-00000001", 1), ("latest", 2)):
+    for name, step in (("latest", 2), ("step-00000001", 1), ("latest", 1)):
         restored = checkpoint.restore(settings_in(tmp_path, resume=str(tmp_path / "checkpoints" / name)), groups(None))
         assert restored is not None
         assert restored.step == step
@@ -246,3 +246,19 @@ def test_set_aside_never_overwrites(tmp_path):
     assert (tmp_path / "x.old").read_text() == "a"
     assert (tmp_path / "x.old2").read_text() == "b"
     assert checkpoint.set_aside(tmp_path / "x") is None
+
+
+def test_starting_over_keeps_the_checkpoints_of_the_earlier_run(tmp_path):
+    save_steps(0, tmp_path, [5])
+    checkpoint.restore(settings_in(tmp_path, resume="off"), groups(None))
+    assert (tmp_path / "checkpoints.old" / "step-00000005").is_dir()
+    save_steps(0, tmp_path, [1])
+    assert load_and_compare(0, tmp_path)[0] == 1
+
+
+def test_going_back_to_an_earlier_step_puts_later_ones_aside(tmp_path):
+    save_steps(0, tmp_path, [1, 2])
+    earlier = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.restore(settings_in(tmp_path, resume=str(earlier)), groups(None))
+    assert sorted(os.listdir(earlier.parent)) == ["latest", "step-00000001", "step-00000002.old"]
+    assert load_and_compare(0, tmp_path)[0] == 1

@@ -96,13 +96,17 @@ def save(settings: Settings, step: int, position: int, groups: Groups, extra: Ma
 def restore(settings: Settings, groups: Groups) -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
-    `auto` takes the newest checkpoint of the run that is not damaged. Raises ValueError if the checkpoint is missing
-    or damaged, or belongs to another model.
+    `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
+    renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
+    damaged, or belongs to another model.
     """
-    resume = settings.run.resume
-    if resume == "off":
-        return None
-    notes: list[str] = []
+    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups)
+    _together(lambda: _set_others_aside(settings, restored) if _rank() == 0 else None)
+    return restored
+
+
+def _find_and_load(settings: Settings, groups: Groups) -> Restored | None:
+    resume, notes = settings.run.resume, list[str]()
     if resume == "auto":
         candidates = _gather(_newest_first(checkpoints_of(settings)))[0]
     else:
@@ -144,6 +148,19 @@ def damage_of(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         found = f"{path / 'meta.json'} cannot be read"
     return next((text for text in _gather(found) if text), "")
+
+
+def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
+    """Rename the checkpoints of an earlier run in this folder, or those behind the one that was loaded."""
+    folder = checkpoints_of(settings)
+    if restored is None or restored.path.resolve().parent != folder.resolve():
+        set_aside(folder)
+        return
+    current = restored.path.resolve()
+    for path in _newest_first(folder):
+        if path.name > current.name:
+            set_aside(path)
+    _link_latest(current)
 
 
 def set_aside(path: Path) -> Path | None:
@@ -250,14 +267,18 @@ def _publish(temporary: Path, final: Path, meta: Mapping[str, Any], keep: int) -
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
-    link = final.parent / "latest.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(final.parent / "latest")
+    _link_latest(final)
     _sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     for old in _newest_first(final.parent)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _link_latest(path: Path) -> None:
+    link = path.with_name("latest.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.with_name("latest"))
 
 
 def _newest_first(folder: Path) -> list[Path]:

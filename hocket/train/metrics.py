@@ -1,0 +1,175 @@
+"""What a run reports: every step to metrics.jsonl, and to the console a live line or plain lines.
+
+Only rank 0 reports. Speeds count the tokens of all ranks; FLOPs are those of the model (no recomputation, no padding).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hocket.plan.cost import model_flops_per_token
+from hocket.resolve import Settings
+from hocket.train.checkpoint import set_aside
+
+PEAK: Mapping[str, float] = {
+    "A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12,
+}  # fmt: skip
+"""Dense bf16 FLOP/s by GPU, from data sheets (without the factor 2 of sparsity). The longest name that fits counts."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, over all ranks."""
+
+    step: int
+    """Steps done, so the first one is 1."""
+    loss: float
+    """Mean cross-entropy, in nats per token."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """Learning rate it was made with."""
+    seconds: float
+    """Its duration, without validation and checkpoints."""
+    load: float = 0.0
+    """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
+
+
+class Metrics:
+    """The report of one run. `entropy` is the corpus's unigram entropy in nats per token.
+
+    Use as a context manager: the live line needs to be ended. A `Metrics` of another rank than 0 does nothing.
+    """
+
+    def __init__(
+        self, settings: Settings, entropy: float, done: int = 0, rank: int = 0, console: Console | None = None
+    ) -> None:
+        self.settings, self.entropy, self.quiet = settings, entropy, rank != 0
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.tokens_per_step = settings.batch * settings.data.sequence_length
+        self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
+        self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
+        self.validation_loss = math.nan
+        self._started, self._first, self._last = time.monotonic(), done, done
+        self._file: IO[str] | None = None
+        self._live: Progress | None = None
+        if not self.quiet:
+            self._open(done)
+
+    @property
+    def path(self) -> Path:
+        """The file of all steps."""
+        return Path(self.settings.run.folder) / "metrics.jsonl"
+
+    def __enter__(self) -> Metrics:
+        if not self.quiet and self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(compact=True))
+            self._live = Progress(*columns, console=self.console, transient=True)
+            self._live.add_task("starting", total=self.settings.train.steps, completed=self._first)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+        if self._file:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        """Print a line for the user."""
+        if not self.quiet:
+            self.console.print(text, markup=False)
+
+    def header(self, parameters: int, active: int, corpus: str) -> None:
+        """What is about to run. `parameters` and `active` (per token) count elements."""
+        s = self.settings
+        steps = f"{s.train.steps} steps" + (f", {self._first} of them done" if self._first else "")
+        self.say(f"model    {parameters:,} parameters, {active:,} active per token")
+        self.say(f"corpus   {corpus}")
+        self.say(f"ranks    {s.world} = pp {s.mesh.pp} x dp {s.mesh.dp}, ep {s.mesh.ep} inside dp, on {s.train.device}")
+        self.say(f"steps    {steps}, {self.tokens_per_step:,} tokens each")
+        if s.train.device == "cuda":
+            what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
+            self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
+
+    def step(self, result: StepResult) -> None:
+        """Record one step."""
+        if self.quiet:
+            return
+        self._last = result.step
+        speed = self.tokens_per_step / result.seconds
+        record = {**asdict(result), "tokens_per_second": speed}
+        text = (
+            f"step {result.step:>{len(str(self.settings.train.steps))}}  loss {result.loss:.4f}  "
+            f"grad {result.grad_norm:.3g}  lr {result.lr:.2e}  {speed:,.0f} tok/s"
+        )
+        if self.settings.train.device == "cuda":
+            rate = speed * self.flops_per_token / self.settings.world
+            record["tflops_per_gpu"] = rate / 1e12
+            text += f"  {rate / 1e12:.1f} TFLOP/s/GPU"
+            if self.peak:
+                record["mfu"] = rate / self.peak
+                text += f"  MFU {100 * rate / self.peak:.1f} %"
+        if result.load:
+            text += f"  load {result.load:.2f}"
+        self._write(record)
+        if self._live:
+            self._live.update(self._live.task_ids[0], completed=result.step, description=text)
+        elif result.step % self.settings.train.log_every == 0 or result.step == self.settings.train.steps:
+            self.say(text)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record a validation after `step` steps, in nats per token."""
+        self.validation_loss = loss
+        self._write({"step": step, "validation_loss": loss, "unigram_entropy": self.entropy})
+        self.say(f"step {step}  validation loss {loss:.4f}  (unigram entropy {self.entropy:.4f})")
+
+    def summary(self) -> None:
+        """The end of a run: the last validation loss beside what counting tokens would reach."""
+        seconds, steps = time.monotonic() - self._started, self._last - self._first
+        self.say(f"{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+        if not math.isnan(self.validation_loss):
+            verdict = "below" if self.validation_loss < self.entropy else "NOT below"
+            self.say(
+                f"validation loss {self.validation_loss:.4f} nats per token, {verdict} the corpus's unigram entropy "
+                f"{self.entropy:.4f}"
+            )
+
+    def _open(self, done: int) -> None:
+        """Continue the file of a resumed run behind step `done`; put the file of another run aside."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if done and self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= done]
+            shorter = self.path.with_suffix(".tmp")
+            shorter.write_text("".join(f"{line}\n" for line in kept))
+            shorter.replace(self.path)
+        elif moved := set_aside(self.path):
+            self.say(f"the metrics of an earlier run are now in {moved}")
+        self._file = self.path.open("a", buffering=1)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+
+
+def peak_flops(gpu: str) -> float:
+    """Dense bf16 FLOP/s of a GPU by its name; 0 if it is not in the table."""
+    known = [name for name in PEAK if name in gpu]
+    return PEAK[max(known, key=len)] if known else 0.0
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics. A line that was cut off by a crash belongs to no step."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
