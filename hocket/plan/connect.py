@@ -5,6 +5,10 @@ The ops of a lane run in list order, so a dependency on the same lane says nothi
 other lane the latest says it all. What is left is at most one per other lane: on a GPU, at most one event to
 wait for per lane.
 
+Note: [A receive is not posted early]
+On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
+that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
+
 Note: [A value is dropped by its own lane]
 A tensor returns to the memory pool of the stream that allocated it, and that stream may hand it out again at
 once. Dropping it is safe as soon as the owner's lane is known to run after every reader: then whatever the
@@ -43,10 +47,11 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
     """Everything that each op must come after, by position; fills `readers` with who reads each value."""
     where: dict[Key, int] = {}
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
-    slot_freed: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
+    released: dict[tuple, int] = {}  # weight slot, or unit -> its latest release
     slot_reduced: dict[tuple[str, int], int] = {}  # gradient slot -> its latest reduce
     last_reader: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
+    computed = -1  # the latest compute op
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         need = [where[key] for key in reads(op, layout, rank)]
@@ -62,18 +67,22 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
             if slot in slot_reduced:
                 need.append(slot_reduced[slot])
             written[unit, op.microbatch] = i
+        elif op.verb == "recv" and computed >= 0:  # see Note: [A receive is not posted early]
+            need.append(computed)
         elif op.verb == "gather":
-            if (op.part, op.slot) in slot_freed:
-                need.append(slot_freed[op.part, op.slot])
+            # The slot's former tenant has left, and the unit itself has left its former slot.
+            need += [released[place] for place in ((op.part, op.slot), _unit(op)) if place in released]
             gathered[_unit(op)] = i
         elif op.verb == "release":
             need.append(last_reader[_unit(op)])
-            slot_freed[op.part, op.slot] = i
+            released[op.part, op.slot] = released[_unit(op)] = i
         elif op.verb == "reduce":
             need.append(written[_unit(op), op.microbatch])
             slot_reduced[op.part, op.slot] = i
         elif op.verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
+        if op.lane == "compute":
+            computed = i
         where[op.key] = i
         needs.append(need)
     return needs
@@ -111,7 +120,11 @@ def clocks(ops: list[Op], deps: list[list[int]]) -> list[Clock]:
 
 
 def _frees(ops: list[Op], clock: list[Clock], readers: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Which op drops which values. See Note: [A value is dropped by its own lane]."""
+    """Which op drops which values. See Note: [A receive is not posted early]
+On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
+that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
+
+Note: [A value is dropped by its own lane]."""
     index = {lane: n for n, lane in enumerate(LANES)}
     last = {p: _last_readers(ops, who) for p, who in readers.items()}
     frees: dict[int, list[int]] = defaultdict(list)

@@ -13,11 +13,13 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from hocket.config import PlanConfig
 from hocket.plan.connect import connect
 from hocket.plan.layer import ALONE, MERGED, Token, at_once, parts_of
 from hocket.plan.ops import Lane, Layout, Op, Part, Program, Verb
-from hocket.plan.pipeline import Item, Order, Step, in_flight, one_f_one_b, sequential
+from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
 
 StepOps = list[Op]
@@ -30,8 +32,7 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
     Raises ValueError for settings that have no legal order.
     """
     order, notes = choose_order(layout, microbatches, plan)
-    merged = MERGED[plan.layer_order]
-    alone = ALONE
+    merged, alone = MERGED[plan.layer_order], ALONE
     if plan.defer_wgrad == "off":
         merged, alone = at_once(merged), at_once(alone)
     ranks = []
@@ -41,8 +42,32 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
         if plan.defer_wgrad != "off":
             layers = len(layout.kinds) if plan.p2p_defer_layers < 0 else plan.p2p_defer_layers
             per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
-        ranks.append([op for ops in per_step for op in ops])
-    sharded = shard(ranks, layout, sharding, plan.strategy, plan.prefetch)
+        ranks.append(per_step)
+    return _finish(layout, microbatches, order, ranks, sharding, plan, tuple(notes))
+
+
+def build_forward(layout: Layout, microbatches: int, plan: PlanConfig, sharding: Sharding) -> Program:
+    """The Program of a validation: forwards alone. Its last op, `step all`, only joins the lanes."""
+    order = forward_only(layout.pp, layout.chunks, microbatches)
+    ranks = []
+    for rank, steps in enumerate(order):
+        per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
+        ranks.append(insert_p2p(per_step, steps, layout, rank))
+    return _finish(layout, microbatches, order, ranks, sharding, plan, ())
+
+
+def _finish(
+    layout: Layout,
+    microbatches: int,
+    order: Order,
+    ranks: list[list[StepOps]],
+    sharding: Sharding,
+    plan: PlanConfig,
+    notes: tuple[str, ...],
+) -> Program:
+    """The last passes: shard, connect, free."""
+    flat = [[op for ops in per_step for op in ops] for per_step in ranks]
+    sharded = shard(flat, layout, sharding, plan.strategy, plan.prefetch)
     return Program(
         layout=layout,
         microbatches=microbatches,
@@ -50,7 +75,7 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
         weight_slots=sharded.weight_slots,
         grad_slots=sharded.grad_slots,
         in_flight=tuple(in_flight(steps) for steps in order),
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -148,39 +173,37 @@ def _op(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
 def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int) -> list[StepOps]:
     """Insert sends behind the ops that make what is sent, and receives one step ahead of their readers.
 
-    The receive for the next item of a direction is posted right behind the send of the item before it, on the
-    same lane; the first forward's at the start, the first backward's behind the last forward before it. Its
-    wait is wherever its value is first read: that falls out of the dependencies.
+    The receive for the next item of a direction stands right behind the send of the item before it; the first
+    forward's at the start, the first backward's behind the last forward before it. Its wait is wherever its value
+    is first read: that falls out of the dependencies.
     """
     if layout.stages == 1:
         return per_step
     out = [list(ops) for ops in per_step]
-    for part, lane, items in (
-        ("act", "pp_fwd", [(k, step.fwd) for k, step in enumerate(steps) if step.fwd]),
-        ("grad", "pp_bwd", [(k, step.bwd) for k, step in enumerate(steps) if step.bwd]),
-    ):
+    directions: tuple[Literal["act", "grad"], ...] = ("act", "grad")
+    for part in directions:
         forward = part == "act"
+        sides = [(k, step.fwd if forward else step.bwd) for k, step in enumerate(steps)]
+        items = [(k, item) for k, item in sides if item is not None]
+        if not items:
+            continue
+        ends_here = layout.is_last if forward else layout.is_first
         for n, (k, item) in enumerate(items):
-            assert item is not None
-            inserted = []
-            if not (layout.is_last if forward else layout.is_first)(rank, item[1]):
-                inserted.append(Op("send", part, *item, lane=lane))
+            inserted = [] if ends_here(rank, item[1]) else [Op("send", part, *item, lane=f"send_{part}")]
             if n + 1 < len(items):
-                inserted += _receive(items[n + 1][1], part, lane, layout, rank)
+                inserted += _receive(items[n + 1][1], part, layout, rank)
             out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
         first_step, first_item = items[0]
-        first = _receive(first_item, part, lane, layout, rank)
         if forward:
-            out[0] = first + out[0]
+            out[0] = _receive(first_item, part, layout, rank) + out[0]
         else:
-            out[first_step - 1] = out[first_step - 1] + first
+            out[first_step - 1] += _receive(first_item, part, layout, rank)
     return out
 
 
-def _receive(item: Item | None, part: Part, lane: Lane, layout: Layout, rank: int) -> list[Op]:
-    assert item is not None
-    made_here = layout.is_first if part == "act" else layout.is_last
-    return [] if made_here(rank, item[1]) else [Op("recv", part, *item, lane=lane)]
+def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
+    starts_here = layout.is_first if part == "act" else layout.is_last
+    return [] if starts_here(rank, item[1]) else [Op("recv", part, *item, lane=f"recv_{part}")]
 
 
 def _producer(ops: StepOps, item: Item, forward: bool) -> int:

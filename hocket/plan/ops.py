@@ -24,10 +24,13 @@ Part = Literal[
 """What an op works on. Parts of the model (first row); what a send or recv carries: a chunk's output
 activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step."""
 
-Lane = Literal["compute", "a2a", "pp_fwd", "pp_bwd", "gather", "reduce"]
-"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue."""
+Lane = Literal["compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "gather", "reduce"]
+"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
+because a send is done only when its receiver is ready, and must not hold up this rank's own receives."""
 
-LANES: tuple[Lane, ...] = ("compute", "a2a", "pp_fwd", "pp_bwd", "gather", "reduce")
+LANES: tuple[Lane, ...] = (
+    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "gather", "reduce",
+)  # fmt: skip
 
 Unit = Literal["embed", "dense", "experts", "head"]
 """A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""
@@ -102,8 +105,11 @@ class Layout:
             raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
         if any(kind not in ("dense", "moe") for kind in self.kinds):
             raise ValueError(f"layer kinds must be 'dense' or 'moe', got {sorted(set(self.kinds))}")
-        if self.tied and self.pp > 1:
-            raise ValueError(f"tied embeddings need pp=1: the embedding and the head live on ranks 0 and {self.pp - 1}")
+        if self.tied and self.pp * self.chunks > 1:
+            raise ValueError(
+                f"tied embeddings need one virtual stage that holds embedding and head, got pp={self.pp} and "
+                f"chunks={self.chunks}: use pp=1 and chunks=1, or model.tied=False"
+            )
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
         b = self.bounds

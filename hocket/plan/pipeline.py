@@ -93,16 +93,27 @@ def one_f_one_b(
         raise ValueError(
             f"stride=3 needs a merged order and group >= 1.5 * pp = {-(-3 * pp // 2)}, got merge={merge}, group={group}"
         )
-    forward: list[Item] = []
-    first = 0
-    for size in groups(microbatches, group):
-        forward += [(m, c) for c in range(chunks) for m in range(first, first + size)]
-        first += size
+    forward = _forward_items(chunks, microbatches, group)
     backward = [(m, chunks - 1 - c) for m, c in forward]
     return tuple(
         tuple(_interleave(forward, backward, warmup(pp, chunks, microbatches, group, rank, merge, stride), merge))
         for rank in range(pp)
     )
+
+
+def forward_only(pp: int, chunks: int, microbatches: int) -> Order:
+    """Forwards alone, for validation."""
+    return (tuple(Step(fwd=item) for item in _forward_items(chunks, microbatches, pp)),) * pp
+
+
+def _forward_items(chunks: int, microbatches: int, group: int) -> list[Item]:
+    """Forwards in order: group by group, and inside a group chunk by chunk."""
+    items: list[Item] = []
+    first = 0
+    for size in groups(microbatches, group):
+        items += [(m, c) for c in range(chunks) for m in range(first, first + size)]
+        first += size
+    return items
 
 
 def _interleave(forward: list[Item], backward: list[Item], warm: int, merge: bool) -> list[Step]:

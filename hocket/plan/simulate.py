@@ -31,7 +31,8 @@ Kind = Literal["a2a", "pp", "gather", "reduce"]
 KINDS: tuple[Kind, ...] = ("a2a", "pp", "gather", "reduce")
 
 KIND_OF: Mapping[Lane, Kind] = {
-    "a2a": "a2a", "pp_fwd": "pp", "pp_bwd": "pp", "gather": "gather", "reduce": "reduce",
+    "a2a": "a2a", "send_act": "pp", "recv_act": "pp", "send_grad": "pp", "recv_grad": "pp",
+    "gather": "gather", "reduce": "reduce",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hocket.plan.ops import Key, Lane, Layout, Op
@@ -54,14 +55,15 @@ class Executor:
         recorder: Recorder,
         order: Sequence[int] | None = None,
     ) -> None:
-        self._lanes, self._actions, self.recorder = lanes, actions, recorder
+        self._lanes, self.actions, self.recorder = lanes, actions, recorder
         compiled = _compile(ops, layout, rank, actions)
         self._ops = compiled if order is None else [compiled[p] for p in order]
         self._values: list[Any] = [None] * len(ops)
 
+    @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head."""
-        actions, lanes, values, recorder = self._actions, self._lanes, self._values, self.recorder
+        actions, lanes, values, recorder = self.actions, self._lanes, self._values, self.recorder
         actions.microbatches, actions.losses = microbatches, []
         recorder.begin()
         lanes.begin()
@@ -91,13 +93,13 @@ class Executor:
     def abort(self) -> None:
         """Forget the values of an interrupted step, so that a later step starts clean."""
         self._values = [None] * len(self._values)
-        self._actions.discard()
+        self.actions.discard()
 
     def assert_clean(self) -> None:
         """After a step no value, island, routing, lease or slot may be left."""
         left = [self._ops[i].op for i, c in enumerate(self._ops) if self._values[c.position] is not None]
         assert not left, f"values left after the step: {[str(op) for op in left[:5]]}"
-        self._actions.assert_clean()
+        self.actions.assert_clean()
 
 
 def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> list[Compiled]:

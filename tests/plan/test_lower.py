@@ -58,9 +58,9 @@ def test_a_receive_waits_at_its_first_reader() -> None:
 
 def test_sends_and_receives_alternate_one_step_ahead() -> None:
     program = build(Layout(("dense",) * 2, pp=2), 4)
-    lane = [str(op) for op in program.ranks[0] if op.lane == "pp_bwd"]
+    lane = [str(op) for op in program.ranks[0] if op.lane == "recv_grad"]
     assert lane == ["recv grad m0 c0", "recv grad m1 c0", "recv grad m2 c0", "recv grad m3 c0"]
-    lane = [str(op) for op in program.ranks[1] if op.lane == "pp_fwd"]
+    lane = [str(op) for op in program.ranks[1] if op.lane == "recv_act"]
     assert lane == ["recv act m0 c0", "recv act m1 c0", "recv act m2 c0", "recv act m3 c0"]
     ops = program.ranks[1]
     assert position(program, "recv act m1", 1) < position(program, "fwd attn m1", 1)
@@ -152,5 +152,5 @@ def test_tied_head_shares_the_embedding_unit() -> None:
     assert "head" not in program.weight_slots
     reduces = [str(op) for op in program.ranks[0] if op.verb == "reduce" and op.part == "embed"]
     assert reduces == ["reduce embed m0 c0 s0", "reduce embed m1 c0 s0"]
-    with pytest.raises(ValueError, match="tied embeddings need pp=1"):
+    with pytest.raises(ValueError, match="tied embeddings need one virtual stage"):
         Layout(("dense", "dense"), pp=2, tied=True)

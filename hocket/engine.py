@@ -1,0 +1,173 @@
+"""One rank's planned training: the program, the sharded model, the optimizer and the executor, put together.
+
+The trainer, the benchmarks and the tests all drive this. The default process group must exist unless the
+world has one rank or the transport is `null`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.fsdp.context import ShardedModel
+from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
+from hocket.model.init import init_tensor
+from hocket.model.moe import MoELayer
+from hocket.model.transformer import Chunk
+from hocket.parallel.expert import balance_bias
+from hocket.parallel.stages import layout_of, mesh_of, sharding_of
+from hocket.plan.check import assert_valid
+from hocket.plan.linearize import linearize
+from hocket.plan.lower import build_forward, build_program
+from hocket.plan.ops import Layout, Program
+from hocket.runtime.actions import Actions, Activation, Microbatch
+from hocket.runtime.comm import CommOptions, Groups, make_groups
+from hocket.runtime.executor import Executor
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
+from hocket.runtime.recorder import Recorder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step says about itself. Tensors, so that nobody has to wait for the GPU."""
+
+    loss: Tensor
+    """Mean cross-entropy of this rank's microbatches, fp32; 0 on ranks without the head."""
+    grad_norm: Tensor
+    """Norm of the whole gradient before clipping."""
+    loads: dict[int, Tensor]
+    """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
+
+
+class Engine:
+    """One rank of a planned run. `config` must be resolved: no setting is `auto`."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        device: torch.device,
+        *,
+        comm: CommOptions | None = None,
+        lane_delays: Sequence[int] = (),
+        keep_records: int | None = 64,
+    ) -> None:
+        self.config, self.device = config, device
+        self.mesh = mesh_of(config)
+        self.where = self.mesh.coordinates(rank)
+        self.layout: Layout = layout_of(config)
+        self.dtype = DTYPES[config.train.dtype]
+        self.program = build_program(self.layout, config.train.microbatches, config.plan, sharding_of(config))
+        assert_valid(self.program)
+        self.groups: Groups = make_groups(self.mesh, rank, device, config.train.transport, comm)  # pyrefly: ignore
+        self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self.sharded = ShardedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
+        t = config.train
+        options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
+        self.optimizer = ShardedAdamW(self.sharded, self.groups.control, options)
+        self._lr = t.lr
+        self._lanes = self._new_lanes(lane_delays)
+        self._grad_norm = torch.zeros((), device=device)
+        self._loads: dict[int, Tensor] = {}
+        self.executor = self._executor(self.program, self._finish_step, keep_records)
+        self._validation: Executor | None = None
+
+    def _chunk(self, chunk: int) -> Chunk:
+        pp, layout = self.where.pp, self.layout
+        return Chunk(
+            self.config.model,
+            layout.layers(pp, chunk),
+            layout.is_first(pp, chunk),
+            layout.is_last(pp, chunk),
+            ep_size=self.mesh.ep,
+            ep_rank=self.where.ep,
+            aux_scale=1.0 / self.config.train.microbatches,
+        )
+
+    def _new_lanes(self, delays: Sequence[int]) -> Lanes:
+        return CudaLanes(self.device, delays) if self.device.type == "cuda" else CpuLanes()
+
+    def _executor(self, program: Program, on_step: Callable[[], None] | None, keep: int | None) -> Executor:
+        config, pp = self.config, self.where.pp
+        shape = (config.train.sequences, config.data.sequence_length, config.model.hidden)
+        actions = Actions(
+            self.layout,
+            self.chunks,
+            self.sharded.units,
+            self.groups,
+            Activation(shape, self.dtype, self.device),
+            on_step,
+        )
+        order = None
+        if self.device.type == "cpu":
+            order = [p for rank, p in linearize(program, config.train.lane_seed) if rank == pp]
+        ops = program.ranks[pp]
+        return Executor(ops, self.layout, pp, actions, self._lanes, Recorder(ops, keep), order)
+
+    def init_weights(self) -> None:
+        """Give every weight its first value; the same on any mesh."""
+        first = self.where.ep * (self.config.model.experts // self.mesh.ep)
+        shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
+        model, seed = self.config.model, self.config.train.seed
+        self.sharded.load(
+            lambda name: init_tensor(name, shapes[name], model, seed, first_expert=first, device=str(self.device))
+        )
+        for layer in self.moe_layers().values():
+            if layer.router.bias is not None:
+                layer.router.bias = torch.zeros(model.experts, device=self.device)
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """The MoE layers of this rank, by number."""
+        layers = ((int(name), layer) for chunk in self.chunks for name, layer in chunk.layers.items())
+        return {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
+
+    def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
+        """One optimizer step over this rank's microbatches."""
+        assert len(microbatches) == self.program.microbatches
+        self._lr = lr
+        losses = self.executor.run(microbatches)
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        return StepResult(loss, self._grad_norm, self._loads)
+
+    def _finish_step(self) -> None:
+        """What the plan's `step` op does, once every gradient has been reduced."""
+        self._grad_norm = self.optimizer.step(self._lr)
+        self._balance()
+
+    def _balance(self) -> None:
+        """Sum the experts' loads over data-parallel ranks, and move the balance biases."""
+        loads, rate = self.executor.actions.loads, self.config.model.bias_rate
+        if loads:
+            numbers = sorted(loads)
+            total = torch.stack([loads[n] for n in numbers])
+            self.groups.reduce_dense.all_reduce(total).wait()
+            self._loads = dict(zip(numbers, total.unbind(), strict=True))
+            loads.clear()
+        if rate:
+            for number, layer in self.moe_layers().items():
+                assert layer.router.bias is not None
+                layer.router.bias = balance_bias(layer.router.bias, self._loads[number], rate)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
+        if self._validation is None:
+            program = build_forward(self.layout, len(microbatches), self.config.plan, sharding_of(self.config))
+            self._validation = self._executor(program, None, 64)
+        losses = self._validation.run(microbatches)
+        self._validation.actions.loads.clear()
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+
+    def assert_clean(self) -> None:
+        """After a step nothing may be left: no value, island, lease, slot or pending collective."""
+        self.executor.assert_clean()
+        self.sharded.assert_clean()
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self.groups.destroy()

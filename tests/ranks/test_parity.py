@@ -1,0 +1,202 @@
+"""A planned step equals the plain sequential step, bit for bit: losses, gradients, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.engine import DTYPES, Engine
+from hocket.runtime.actions import Microbatch
+from tests.helpers.pairwise import all_cases, pairwise
+from tests.helpers.ranks import run_ranks
+from tests.reference import Batch, Reference, Result, random_batches
+
+STEPS = 3
+LR = 1e-2
+
+Piece = tuple[str, tuple[int, ...], int, int, Tensor]
+"""Name, whole shape, first and end element, values."""
+
+
+def config(
+    model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: str, lane_seed: int = 0
+) -> Config:
+    sizes = dict(vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2)
+    return Config(
+        model=ModelConfig(**{**sizes, **model}),
+        mesh=MeshConfig(**mesh),
+        plan=PlanConfig(**plan),
+        data=DataConfig(sequence_length=8),
+        train=TrainConfig(
+            microbatches=microbatches, sequences=2, dtype=dtype, transport="gloo", lane_seed=lane_seed,
+            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5,
+        ),
+    )  # fmt: skip
+
+
+def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
+    """One rank of a planned run."""
+    torch.set_num_threads(1)
+    engine = Engine(config, rank, torch.device("cpu"))
+    engine.init_weights()
+    out: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "coordinates": engine.where}
+    units = engine.sharded.units.values()
+    finish = engine.optimizer.step
+
+    def step(lr: float | None = None) -> Tensor:
+        out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()])
+        return finish(lr)
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+    for microbatches in steps:
+        result = engine.train_step([Microbatch(*batches[engine.where.dp]) for batches in microbatches], LR)
+        out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
+        out["norms"].append(float(result.grad_norm))
+        engine.assert_clean()
+    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
+    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
+    out["stats"] = dataclasses.asdict(engine.sharded.stats())
+    engine.close()
+    return out
+
+
+def whole(pieces: list[Piece]) -> dict[str, Tensor]:
+    """Whole tensors from the pieces of all ranks; every element must be kept by exactly one rank."""
+    out: dict[str, Tensor] = {}
+    seen: dict[str, int] = {}
+    for name, shape, lo, hi, values in pieces:
+        out.setdefault(name, torch.full((math.prod(shape),), math.nan))[lo:hi] = values
+        seen[name] = seen.get(name, 0) + hi - lo
+    assert all(seen[name] == tensor.numel() for name, tensor in out.items())
+    shapes = {name: shape for name, shape, *_ in pieces}
+    return {name: tensor.view(shapes[name]) for name, tensor in out.items()}
+
+
+def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that the settings of `config` ask for: no weight decay for vectors."""
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
+
+
+def assert_parity(c: Config) -> None:
+    batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw).run(batches)
+    ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
+    compare(reference, ranks)
+
+
+def compare(reference: Result, ranks: list[dict[str, Any]]) -> None:
+    last = [r for r in ranks if r["losses"][0]]
+    for step, expected in enumerate(reference.losses):
+        got = [[r["losses"][step][m] for r in last] for m in range(len(expected))]
+        assert sorted(map(tuple, got)) == sorted(map(tuple, expected)), f"losses of step {step}"
+        grads = whole([piece for r in ranks for piece in r["grads"][step]])
+        for name, grad in reference.grads[step].items():
+            assert torch.equal(grads[name], grad), f"gradient of {name}, step {step}: {worst(grads[name], grad)}"
+        assert all(abs(r["norms"][step] - reference.norms[step]) < 1e-12 for r in ranks)
+    weights = whole([piece for r in ranks for piece in r["weights"]])
+    assert weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        assert torch.equal(weights[name], weight), f"{name} after {STEPS} steps: {worst(weights[name], weight)}"
+    for r in ranks:
+        for name, bias in r["biases"].items():
+            if bias is not None:
+                assert torch.equal(bias, reference.biases[name])
+
+
+def worst(a: Tensor, b: Tensor) -> str:
+    return f"largest difference {(a - b).abs().max().item():.3g} of {b.abs().max().item():.3g}"
+
+
+VALUES: dict[str, list[Any]] = {
+    "dtype": ["fp32", "bf16"],
+    "merge": ["off", "on"],
+    "defer_wgrad": ["off", "on"],
+    "p2p_defer_layers": [0, 1, 2, -1],
+    "p2p_defer_parts": ["attn", "all"],
+    "strategy": ["optim_grads", "optim_grads_params"],
+    "ep": [1, 2],
+    "dp": [1, 2],
+    "pp": [1, 2],
+    "chunks": [1, 2],
+    "layers": ["even", "uneven"],
+    "kinds": ["dense", "moe", "mixed"],
+    "shared_ffn": [0, 16],
+    "microbatches": [1, 2, 3, 5, 8],
+    "layer_order": ["literature", "early_release", "wgrad_last"],
+    "order": ["auto", "sequential"],
+}
+"""What the matrix varies. Uneven stages have an odd number of layers, so that forward and backward meet in the middle."""
+
+
+def legal(case: dict[str, Any]) -> bool:
+    if case["ep"] > case["dp"] or (case["ep"] > 1 and case["kinds"] == "dense"):
+        return False
+    if case["order"] == "sequential" and case["merge"] == "on" and case["pp"] * case["chunks"] > 1:
+        return False
+    merges = case["microbatches"] * case["chunks"] > (case["chunks"] - 1) * min(case["pp"], case["microbatches"]) + 1
+    return case["merge"] == "off" or merges
+
+
+def matrix_config(case: dict[str, Any]) -> Config:
+    stages = case["pp"] * case["chunks"]
+    counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
+    total = sum(counts)
+    dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
+    plan = {name: case[name] for name in ("merge", "defer_wgrad", "p2p_defer_layers", "p2p_defer_parts", "strategy")}
+    plan |= {"chunks": case["chunks"], "layers_per_stage": tuple(counts)}
+    plan |= {name: case[name] for name in ("layer_order", "order")}
+    model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
+    mesh = {name: case[name] for name in ("pp", "dp", "ep")}
+    return config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(VALUES, legal), ids=name_of)
+def test_every_pair_of_features(case: dict[str, Any]) -> None:
+    assert_parity(matrix_config(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", random.Random(0).sample(list(all_cases(VALUES, legal)), 2000), ids=name_of)
+def test_matrix(case: dict[str, Any]) -> None:
+    assert_parity(matrix_config(case))
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "everything on": (
+        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+    ),
+    "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
+    "sigmoid router with bias": (
+        dict(layers=2, router="sigmoid", bias_rate=0.02, route_scale=1.5, normalize_top_k=False),
+        dict(dp=2, ep=2),
+        dict(merge="on"),
+    ),
+    "tied head": (dict(layers=3, dense_layers=(0,), tied=True), dict(dp=2), dict(merge="on")),
+    "stride 3": (dict(layers=4), dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", stride=3, group=3)),
+    "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),
+    "long prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=5)),
+    "no prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=0)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_features(case: str, dtype: str) -> None:
+    assert_parity(config(*OTHERS[case], 5, dtype))
