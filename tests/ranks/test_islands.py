@@ -54,8 +54,8 @@ CASES: dict[str, Case] = {
     "scale": ((2, 5, 16), (16,), scale),
     "scale_heads": ((2, 5, 3, 8), (8,), scale),
     "rms_norm": ((2, 5, 16), (16,), lambda x, p: rms_norm(x, p, 1e-6)),
-    "grouped": ((11, 16), (4, 16, 8), lambda x, p: grouped_linear(x, p, OFFSETS)),
-    "grouped_no_rows": ((0, 16), (4, 16, 8), lambda x, p: grouped_linear(x, p, NONE_SENT)),
+    "grouped": ((11, 16), (4, 16, 8), lambda x, p: grouped_linear(x, p, OFFSETS.to(x.device))),
+    "grouped_no_rows": ((0, 16), (4, 16, 8), lambda x, p: grouped_linear(x, p, NONE_SENT.to(x.device))),
     "twice": ((7, 16), (16, 16), lambda x, p: linear(linear(x, p), p)),
 }
 
@@ -71,7 +71,7 @@ def gradients(fn: Callable[..., Any], x: Tensor, value: Tensor, managed: bool) -
             y = fn(x, p)
     else:
         y = fn(x, p)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y))
     assert x.grad is not None
     if not managed:
         assert p.grad is not None
@@ -283,7 +283,7 @@ class ByIslands:
                 stack.append((attn, mlp))
         head, loss = self._run(self.chunk.loss, x, targets)
         del x
-        g, _ = self._back(head, torch.tensor(0.5))
+        g, _ = self._back(head, torch.tensor(0.5, device=loss.device))
         for islands in reversed(stack):
             if len(islands) == 3:
                 attn, experts, last = islands
