@@ -72,7 +72,8 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
     A character stands for a stretch of time and shows the op that runs longest in it, `·` if the lane rests for more
     than half of it.
     """
-    gutter = max(len(f"rank {len(program.ranks) - 1} "), 7) + 8
+    left = len(f"rank {len(program.ranks) - 1} ")
+    gutter = left + 10
     columns = max(width - gutter, 10)
     step = float(timeline.makespan) / columns or 1.0
     lines = [f"{'':{gutter}}0{duration(float(timeline.makespan)):>{columns - 1}}"]
@@ -80,15 +81,16 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
         for n, lane in enumerate(_lanes(ops)):
             marks = [(letter(op), s.start, s.end) for op, s in zip(ops, spans, strict=True) if op.lane == lane]
             name = f"rank {rank}" if n == 0 else ""
-            lines.append(f"{name:{gutter - 8}}{lane:8}{_text_row(marks, columns, step)}")
+            lines.append(f"{name:{left}}{lane:10}{_text_row(marks, columns, step)}")
             if lane == "compute":
                 marks = [("!", start, end) for start, end in exposed_spans(ops, spans)]
-                lines.append(f"{'':{gutter - 8}}{'exposed':8}{_text_row(marks, columns, step, ' ')}")
+                lines.append(f"{'':{left}}{'exposed':10}{_text_row(marks, columns, step, ' ')}")
     return "\n".join([*lines, f"one character is {duration(step)}", _LEGEND])
 
 
 def _lanes(ops: Iterable[Op]) -> list[Lane]:
-    used = {op.lane for op in ops}
+    """The lanes of a rank on which time passes. A send takes none."""
+    used = {op.lane for op in ops if op.verb != "send"}
     return [lane for lane in LANES if lane in used]
 
 
