@@ -177,7 +177,7 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
     forward's at the start, the first backward's behind the last forward before it. Its wait is wherever its value
     is first read: that falls out of the dependencies.
     """
-    if layout.stages == 1:
+    if layout.pp == 1:
         return per_step
     out = [list(ops) for ops in per_step]
     directions: tuple[Literal["act", "grad"], ...] = ("act", "grad")

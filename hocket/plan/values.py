@@ -31,6 +31,8 @@ def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Ke
         return ("fwd", last, m, chunk, layer - 1)
     if layout.is_first(rank, chunk):
         return ("fwd", "embed", m, chunk, -1)
+    if layout.pp == 1:
+        return chunk_output(layout, rank, m, chunk - 1)
     return ("recv", "act", m, chunk, -1)
 
 
@@ -44,6 +46,8 @@ def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Ke
         return ("bwd", "attn", m, chunk, layer + 1)
     if layout.is_last(rank, chunk):
         return ("bwd", "head", m, chunk, -1)
+    if layout.pp == 1:
+        return ("bwd", "attn", m, chunk + 1, layout.layers(rank, chunk + 1).start)
     return ("recv", "grad", m, chunk, -1)
 
 
