@@ -116,10 +116,10 @@ RULES: tuple[Rule, ...] = (
         "name only layers that exist",
     ),
     Rule(
-        ("model.tied", "mesh.pp"),
-        lambda c, h: c.model.tied and c.mesh.pp > 1,
-        "the embedding is on the first and the head on the last of {mesh.pp} pipeline ranks: they cannot share weights",
-        "mesh.pp = 1, or model.tied = False",
+        ("model.tied", "mesh.pp", "plan.chunks"),
+        lambda c, h: c.model.tied and stages(c) > 1,
+        "embedding and head are on different virtual stages (the first and the last of {stages})",
+        "mesh.pp = 1 and plan.chunks = 1, or model.tied = False",
     ),
     *(
         Rule(

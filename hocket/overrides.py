@@ -1,0 +1,105 @@
+"""Settings from the command line: `--plan.merge off`, checked one by one, so that every mistake is one clear line.
+
+The parser proper is tyro; this runs before it. It finds out which settings were given (for the origin that messages
+name) and reports unknown settings and wrong values in hocket's own words, all at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hocket.config import Config
+from hocket.resolve import stop_if
+from hocket.rules import describe, leaf, leaves
+
+
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, type]) -> dict[str, str]:
+    """Dotted name -> flag as typed, for every setting among command-line arguments.
+
+    `others` are the flags of the command itself with the type of their value (bool: none). Raises ValueError for
+    unknown flags, wrong values, and words that belong to no flag.
+    """
+    known = set(leaves(config))
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for flag, words in _split(arguments, problems):
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in others:
+            problems += _check_other(flag, words, others[name])
+        elif name in known:
+            found[name] = f"command line, {flag}"
+            problems += _check(name, flag, words, config)
+        else:
+            problems.append(_unknown(flag, name, [*known, *others]))
+    stop_if(problems)
+    return found
+
+
+def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+    """Cut arguments into (flag, its values)."""
+    cut: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            cut.append((flag, [value] if equals else []))
+        elif cut:
+            cut[-1][1].append(word)
+        else:
+            problems.append(f"{word} (command line): not a setting; fix: settings look like --train.steps 50")
+    return cut
+
+
+def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # A right name in the wrong section, or without one, is a likely slip.
+    close = [k for k in known if k.split(".")[-1] == name.split(".")[-1]][:1] or close
+    hint = f"did you mean --{close[0]}?" if close else "hocket train RECIPE --help lists all settings"
+    return f"{flag} (command line): there is no such setting; fix: {hint}"
+
+
+def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[str]:
+    section, field = name.split(".")
+    hint = get_type_hints(type(getattr(config, section)))[field]
+    shown = " ".join(words) or "(nothing)"
+    if _parses(words, hint):
+        return []
+    wanted = describe(hint)
+    guess = difflib.get_close_matches(shown, map(str, get_args(hint)), n=1) if get_origin(hint) is Literal else []
+    fix = f"did you mean {guess[0]}?" if guess else f"give {wanted}, such as {_example(leaf(config, name), hint)}"
+    return [f"{name} = {shown} (command line, {flag}): not {wanted}; fix: {fix}"]
+
+
+def _check_other(flag: str, words: Sequence[str], kind: type) -> list[str]:
+    if kind is bool:
+        return [f"{flag} (command line): takes no value; fix: leave out {' '.join(words)}"] if words else []
+    if _parses(words, kind):
+        return []
+    return [f"{flag} = {' '.join(words) or '(nothing)'} (command line): not {describe(kind)}; fix: give {describe(kind)}"]
+
+
+def _parses(words: Sequence[str], hint: Any) -> bool:
+    """Whether the words after a flag are a value of a type."""
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        return (args[-1] is Ellipsis or len(words) == len(args)) and all(_parses([word], args[0]) for word in words)
+    if len(words) != 1:
+        return False
+    if get_origin(hint) is Literal:
+        return words[0] in map(str, get_args(hint))
+    if hint is bool:
+        return words[0] in ("True", "False")
+    if hint in (int, float):
+        try:
+            hint(words[0])
+        except ValueError:
+            return False
+    return True
+
+
+def _example(value: object, hint: Any) -> str:
+    if isinstance(value, tuple):
+        item = get_args(hint)[0]
+        return " ".join(map(str, value)) or {int: "0 1", str: "some/folder"}.get(item, "0")
+    return str(value) if value != "" else "a-name"

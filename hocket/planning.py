@@ -1,0 +1,109 @@
+"""From settings to the program of a step, its predicted timeline, and a report of both. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from hocket.plan.cost import HARDWARE, Hardware, op_costs
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Program
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import KINDS, Timeline, simulate
+from hocket.plan.text import to_text
+from hocket.plan.timeline import duration, summary, text_timeline
+from hocket.resolve import Settings
+
+
+def layout_of(settings: Settings) -> Layout:
+    """Where the layers of a model live."""
+    plan, mesh, model = settings.plan, settings.mesh, settings.model
+    bounds = (0, *accumulate(plan.layers_per_stage)) if plan.layers_per_stage else ()
+    return Layout(model.kinds(), mesh.pp, plan.chunks, mesh.ep, bounds, model.tied)
+
+
+def program_of(settings: Settings) -> Program:
+    """The program of one optimizer step."""
+    sharding = Sharding(dense=settings.mesh.dp, experts=settings.mesh.dp // settings.mesh.ep)
+    return build_program(layout_of(settings), settings.train.microbatches, settings.plan, sharding)
+
+
+def hardware_of(settings: Settings, name: str = "auto") -> Hardware:
+    """The hardware to predict for: as named, or what fits the dtype of the run."""
+    if name == "auto":
+        name = "laptop" if settings.train.dtype == "fp32" else "h200"
+    return HARDWARE[name]
+
+
+def predict(settings: Settings, program: Program, hardware: Hardware) -> Timeline:
+    """When every op of the program would run on that hardware."""
+    length = settings.data.sequence_length
+    costs = op_costs(
+        settings.model,
+        program.layout,
+        settings.train.sequences * length,
+        length,
+        settings.mesh,
+        hardware,
+        2 if settings.train.dtype == "bf16" else 4,
+    )
+    return simulate(program, costs)
+
+
+def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
+    """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
+    program = program_of(settings)
+    timeline = predict(settings, program, hardware)
+    text = to_text(program).splitlines()
+    cut = len(text) if ops < 0 else ops
+    parts = [
+        *_heading(settings, program),
+        "",
+        f"PREDICTED STEP  on {hardware.name}, {settings.train.dtype}",
+        text_timeline(timeline, program, width),
+        "",
+        *_numbers(summary(timeline, program)),
+        "",
+        "PROGRAM",
+        *text[:cut],
+    ]
+    if cut < len(text):
+        parts.append(f"... and {len(text) - cut} more lines: --ops -1 prints them all")
+    return "\n".join(parts)
+
+
+def as_json(settings: Settings, hardware: Hardware) -> dict[str, Any]:
+    """The same for machines, without pictures and without the program's ops."""
+    program = program_of(settings)
+    numbers = summary(predict(settings, program, hardware), program)
+    choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
+    return {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
+
+
+def _heading(settings: Settings, program: Program) -> Iterator[str]:
+    mesh, layout = settings.mesh, program.layout
+    tokens = settings.batch * settings.data.sequence_length
+    yield f"{settings.run.name}: {settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}, ep {mesh.ep} inside dp"
+    yield (
+        f"{len(layout.kinds)} layers ({layout.kinds.count('dense')} dense, {layout.kinds.count('moe')} MoE) on "
+        f"{layout.stages} virtual stages; {program.microbatches} microbatches, {tokens:,} tokens per step"
+    )
+    yield ""
+    yield "CHOICES"
+    yield from (f"  {decision}" for decision in settings.decisions)
+    yield from (f"  note: {note}" for note in program.notes)
+
+
+def _numbers(numbers: dict[str, Any]) -> Iterator[str]:
+    step = numbers["step_seconds"]
+    counts = ", ".join(f"{count:,} {verb}" for verb, count in sorted(numbers["ops"].items()))
+    yield f"step {duration(step)}; {numbers['merged']:.0%} of the chunk forwards are merged with a backward"
+    yield f"ops  {counts}"
+    columns = ["compute", *(f"exp. {kind}" for kind in KINDS), "idle", "in flight", "peak memory"]
+    yield "rank  " + "  ".join(f"{name:>12}" for name in columns)
+    for rank, row in enumerate(numbers["ranks"]):
+        times = [row["busy"], *(row["exposed"][kind] for kind in KINDS), row["idle"]]
+        cells = [f"{duration(t)} {t / (step or 1):4.0%}" for t in times]
+        cells += [f"{row['in_flight']} chunks", f"{row['peak_bytes'] / 2**30:.2f} GiB"]
+        yield f"{rank:>4}  " + "  ".join(f"{cell:>12}" for cell in cells)
