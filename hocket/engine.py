@@ -152,7 +152,7 @@ class Engine:
         if rate:
             for number, layer in self.moe_layers().items():
                 assert layer.router.bias is not None
-                layer.router.bias = balance_bias(layer.router.bias, self._loads[number], rate)
+                layer.router.bias.copy_(balance_bias(layer.router.bias, self._loads[number], rate))
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
@@ -162,6 +162,33 @@ class Engine:
         losses = self._validation.run(microbatches)
         self._validation.actions.loads.clear()
         return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+
+    def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
+        """What all ranks together say: the mean loss of the data-parallel ranks, the largest load and signal.
+
+        Waits for the step. Every rank calls this.
+        """
+        total = loss.double().reshape(1) / self.mesh.dp
+        largest = torch.tensor([load, float(signal)], device=self.device)
+        self.groups.control.all_reduce(total).wait()
+        self.groups.control.all_reduce(largest, "max").wait()
+        return float(total), float(largest[0]), int(largest[1])
+
+    def biases(self) -> dict[str, Tensor]:
+        """The balance biases of this rank's routers by name: live tensors, fp32 [E]."""
+        layers = self.moe_layers().items()
+        return {f"layers.{n}.router.bias": layer.router.bias for n, layer in layers if layer.router.bias is not None}
+
+    @property
+    def current_recorder(self) -> Recorder | None:
+        """The recorder of the executor that runs right now."""
+        executors = [self.executor, *([self._validation] if self._validation else [])]
+        return next((e.recorder for e in executors if e.recorder.active), None)
+
+    def report(self, rank: int) -> str:
+        """What this rank is doing, for a report of a hang."""
+        recorder = self.current_recorder
+        return "" if recorder is None else recorder.report(rank, lambda op, p: self._lanes.completed(op.lane, p))
 
     def assert_clean(self) -> None:
         """After a step nothing may be left: no value, island, lease, slot or pending collective."""

@@ -108,3 +108,12 @@ class Chunk(nn.Module):
         """Mean cross-entropy from the last layer's hidden states, fp32, without the load-balancing loss."""
         assert self.head is not None
         return self.head.loss(x_BSD, targets_BS)
+
+
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """(all parameters, those that one token meets) of a model. Allocates nothing."""
+    total = active = 0
+    for name, param in Chunk(config, range(config.layers)).named_parameters():
+        total += param.numel()
+        active += param.numel() * config.top_k // config.experts if ".experts." in name else param.numel()
+    return total, active

@@ -1,0 +1,128 @@
+"""The training run of one rank: data in, planned steps, metrics and checkpoints out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hocket.engine import Engine
+from hocket.model.transformer import parameter_counts
+from hocket.resolve import Settings
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.recorder import Watchdog
+from hocket.train.checkpoint import restore, save
+from hocket.train.corpus import open_corpus
+from hocket.train.data import Stream, make_streams
+from hocket.train.flat_shard import Range
+from hocket.train.metrics import Metrics, StepResult
+from hocket.train.schedule import learning_rate
+from hocket.train.signals import StopRequest
+
+
+class Trainer:
+    """One rank of a run. The default process group exists already if the world has more than one rank."""
+
+    def __init__(self, settings: Settings, rank: int, device: torch.device) -> None:
+        self.settings, self.rank, self.device = settings, rank, device
+        self.corpus = open_corpus(settings.data, settings.origins)
+        self.train_stream, self.validation_stream = make_streams(self.corpus, settings)
+        self.engine = Engine(settings, rank, device)
+        self.step = self.position = 0
+
+    def run(self) -> int:
+        """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
+        settings, engine = self.settings, self.engine
+        engine.init_weights()
+        restored = restore(settings, self._state())
+        if restored is not None:
+            self.step, self.position = restored.step, restored.position
+            engine.optimizer.steps = restored.step
+        watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
+        try:
+            with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
+                metrics.header(*parameter_counts(settings.model), str(self.corpus))
+                for note in (*map(str, settings.decisions), *engine.program.notes, *(restored.notes if restored else ())):
+                    metrics.say(f"note     {note}")
+                signal = self._loop(metrics, stop)
+                metrics.summary()
+            return signal
+        finally:
+            watchdog.close()
+
+    def _loop(self, metrics: Metrics, stop: StopRequest) -> int:
+        train = self.settings.train
+        saved = evaluated = self.step
+        while self.step < train.steps:
+            result, signal = self._step(stop)
+            metrics.step(result)
+            if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
+                metrics.validation(self.step, self._evaluate())
+                evaluated = self.step
+            if train.save_every and self.step % train.save_every == 0:
+                self._save()
+                saved = self.step
+            if signal:
+                if saved != self.step:
+                    metrics.say(f"stopped by signal {signal}; saved in {self._save()}")
+                return signal
+        if train.eval_batches and evaluated != self.step:
+            metrics.validation(self.step, self._evaluate())
+        if saved != self.step:
+            self._save()
+        return 0
+
+    def _step(self, stop: StopRequest) -> tuple[StepResult, int]:
+        """One optimizer step, and the signal by which some rank was asked to stop."""
+        settings, engine = self.settings, self.engine
+        started = time.perf_counter()
+        microbatches = self._microbatches(self.train_stream, self.position)
+        lr = learning_rate(self.step, settings.train)
+        result = engine.train_step(microbatches, lr)
+        load = max((float(rows.max() / rows.float().mean()) for rows in result.loads.values()), default=0.0)
+        loss, worst_load, signal = engine.agree(result.loss, load, stop.signal)
+        self.step += 1
+        self.position += settings.batch
+        seconds = time.perf_counter() - started
+        return StepResult(self.step, loss, float(result.grad_norm), lr, seconds, worst_load), signal
+
+    def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
+        train, mesh = self.settings.train, self.settings.mesh
+        batches = []
+        for m in range(train.microbatches):
+            both = stream.batch(position, m, self.engine.where.dp, dp=mesh.dp, sequences=train.sequences)
+            batches.append(Microbatch(*(tensor.to(self.device) for tensor in both)))
+        return batches
+
+    def _evaluate(self) -> float:
+        """Mean cross-entropy of the first `eval_batches` batches of the validation stream."""
+        losses = []
+        for batch in range(self.settings.train.eval_batches):
+            loss = self.engine.evaluate(self._microbatches(self.validation_stream, batch * self.settings.batch))
+            losses.append(self.engine.agree(loss)[0])
+        return sum(losses) / len(losses)
+
+    def _state(self) -> Mapping[str, list[Range]]:
+        """This rank's part of everything that a checkpoint holds."""
+        weights, first, second = [], [], []
+        for unit in self.engine.sharded.units.values():
+            for p in unit.pieces():
+                weights.append(Range(p.name, p.shape, p.lo, p.hi, p.main))
+        for name, state in self.engine.optimizer.state.items():
+            p = state.piece
+            first.append(Range(name, p.shape, p.lo, p.hi, state.exp_avg))
+            second.append(Range(name, p.shape, p.lo, p.hi, state.exp_avg_sq))
+        biases = [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.biases().items()]
+        return {"weight": weights, "exp_avg": first, "exp_avg_sq": second, "bias": biases}
+
+    def _save(self) -> Any:
+        return save(self.settings, self.step, self.position, self._state())
+
+    def _report(self) -> str:
+        return self.engine.report(self.rank)
+
+    def close(self) -> None:
+        """Give back groups and memory."""
+        self.engine.close()
