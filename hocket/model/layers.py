@@ -63,8 +63,8 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Te
     """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, N / 2]."""
     # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
     with torch.inference_mode(False), torch.no_grad():
-        frequency_N = theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
-        angle_SN = torch.outer(torch.arange(seq, dtype=torch.float32), frequency_N)
+        frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
         return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
 
 
