@@ -149,37 +149,54 @@ def color(op: Op) -> str:
     return KIND_OF.get(op.lane, op.verb)
 
 
+class _Mark(NamedTuple):
+    """An op of a row, in pixels."""
+
+    op: Op
+    start: float
+    end: float
+
+
 def _bars(timeline: Timeline, program: Program, row: _Row, scale: float, stretch: float) -> Iterator[str]:
-    """The bars of one row. Neighbours of one colour too narrow to be seen, even stretched, are drawn as one."""
+    """The bars of one row. Neighbours too narrow to be seen, even stretched, are drawn as one."""
     ops, spans = program.ranks[row.rank], timeline.spans[row.rank]
     if row.lane == "exposed":
         for start, end in exposed_spans(ops, spans):
             yield _bar(row, start * scale, end * scale, "exposed", f"exposed for {duration(end - start)}")
         return
-    pending: tuple[float, float, str, int] | None = None
-    for op, span in zip(ops, spans, strict=True):
-        if op.lane != row.lane or span.end <= span.start:
+    marks = [
+        _Mark(op, float(span.start) * scale, float(span.end) * scale)
+        for op, span in zip(ops, spans, strict=True)
+        if op.lane == row.lane and span.end > span.start
+    ]
+    for group in _together(marks, 0.75 / stretch):
+        op, start, end = group[0]
+        if len(group) > 1:
+            time_of: dict[str, float] = defaultdict(float)
+            for mark in group:
+                time_of[color(mark.op)] += mark.end - mark.start
+            yield _bar(row, start, group[-1].end, max(time_of, key=time_of.__getitem__), f"{len(group)} short ops")
             continue
-        start, end, name = float(span.start) * scale, float(span.end) * scale, color(op)
-        if (end - start) * stretch < 0.75:
-            if pending and pending[2] == name and (start - pending[1]) * stretch < 0.75:
-                pending = (pending[0], end, name, pending[3] + 1)
-                continue
-            if pending:
-                yield _bar(row, *pending[:3], f"{pending[3]} short ops")
-            pending = (start, end, name, 1)
-            continue
-        if pending:
-            yield _bar(row, *pending[:3], f"{pending[3]} short ops")
-            pending = None
-        took = duration(float(span.end - span.start))
-        title = f"{op}: {took}, from {duration(float(span.start))} to {duration(float(span.end))}"
-        label = f"{letter(op)}{op.microbatch}" if op.microbatch >= 0 else letter(op)
-        yield _bar(row, start, end, name, title)
+        first, last = start / scale, end / scale
+        yield _bar(row, start, end, color(op), f"{op}: {duration(last - first)}, {duration(first)} to {duration(last)}")
         if row.lane == "compute":
+            label = f"{letter(op)}{op.microbatch}" if op.microbatch >= 0 else letter(op)
             yield _label(row, label, (start + end) / 2, end - start, stretch)
-    if pending:
-        yield _bar(row, *pending[:3], f"{pending[3]} short ops")
+
+
+def _together(marks: Iterable[_Mark], narrow: float) -> Iterator[list[_Mark]]:
+    """Group neighbours that are each narrow: as long as they are narrow together, or of one colour."""
+    group: list[_Mark] = []
+    for mark in marks:
+        if group:
+            last = group[-1]
+            close = max(mark.end - mark.start, last.end - last.start, mark.start - last.end) < narrow
+            if not (close and (color(mark.op) == color(last.op) or mark.end - group[0].start < narrow)):
+                yield group
+                group = []
+        group.append(mark)
+    if group:
+        yield group
 
 
 def _bar(row: _Row, start: float, end: float, name: str, title: str) -> str:

@@ -1,0 +1,185 @@
+"""The cost model against known sizes of models, published figures and sums over whole programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from hocket.config import MeshConfig, ModelConfig, PlanConfig
+from hocket.plan.cost import (
+    H200,
+    HARDWARE,
+    LAPTOP,
+    CostTable,
+    Link,
+    OpCost,
+    model_flops_per_token,
+    op_costs,
+    part_size,
+    unit_weights,
+)
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import Kind, simulate
+
+LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+QWEN = ModelConfig(
+    vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
+    experts=128, top_k=8, expert_ffn=768, qk_norm=True,
+)  # fmt: skip
+SMALL = ModelConfig(
+    vocab=512, hidden=64, layers=6, heads=4, kv_heads=2, head_dim=16, ffn=160, dense_layers=(0, 3),
+    experts=8, top_k=2, expert_ffn=48, shared_ffn=32,
+)  # fmt: skip
+
+
+def table(model: ModelConfig, mesh: MeshConfig, tokens: int, seq: int, chunks: int = 1) -> CostTable:
+    return op_costs(model, layout_of(model, mesh, chunks), tokens, seq, mesh, H200, 2)
+
+
+def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
+    return Layout(kinds=model.kinds(), pp=mesh.pp, chunks=chunks, ep=mesh.ep, tied=model.tied)
+
+
+def program_of(model: ModelConfig, mesh: MeshConfig, chunks: int, microbatches: int) -> Program:
+    sharding = Sharding(dense=mesh.dp, experts=mesh.dp // mesh.ep)
+    return build_program(layout_of(model, mesh, chunks), microbatches, PlanConfig(chunks=chunks), sharding)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [(LLAMA, 8_030_261_248), (QWEN, 30_532_122_624), (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096)],
+)
+def test_units_add_up_to_the_known_number_of_parameters(model: ModelConfig, parameters: int) -> None:
+    total = unit_weights(model, "embed", "", 1) + (0 if model.tied else unit_weights(model, "head", "", 1))
+    for kind in model.kinds():
+        total += unit_weights(model, "dense", kind, 1)
+        total += unit_weights(model, "experts", kind, 1) if kind == "moe" else 0
+    assert total == parameters
+
+
+def test_expert_parallel_ranks_share_the_experts() -> None:
+    assert unit_weights(QWEN, "experts", "moe", 8) * 8 == unit_weights(QWEN, "experts", "moe", 1)
+    assert unit_weights(QWEN, "dense", "moe", 8) == unit_weights(QWEN, "dense", "moe", 1)
+
+
+def test_layers_cost_the_flops_and_bytes_of_the_published_tables() -> None:
+    """Figures of docs on 8 GPUs: Llama 8B at 2k tokens, Qwen3-30B-A3B with ep 8 at 8k tokens of 4k sequences."""
+    dense = table(LLAMA, MeshConfig(dp=8), 2048, 2048)
+    flops = dense.table["fwd", "attn", "dense"].flops + dense.table["fwd", "mlp", "dense"].flops
+    assert flops == pytest.approx(0.928e12, rel=1e-3)
+    assert dense.table["gather", "dense", "dense"].wire_bytes == pytest.approx(382e6, rel=2e-3)
+    moe = table(QWEN, MeshConfig(dp=8, ep=8), 8192, 4096)
+    flops = moe.table["fwd", "attn", "moe"].flops + moe.table["fwd", "experts", "moe"].flops
+    assert flops == pytest.approx(1.207e12, rel=1e-3)
+    assert moe.table["fwd", "dispatch", "moe"].wire_bytes == pytest.approx(235e6, rel=2e-3)
+    assert moe.table["gather", "dense", "moe"].wire_bytes == pytest.approx(33.5e6, rel=2e-3)
+    assert moe.table["gather", "experts", "moe"].wire_bytes == 0
+
+
+def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
+    t, cost = 2048, table(LLAMA, MeshConfig(dp=8), 2048, 2048).table
+    weights = 3 * 4096 * 14336
+    assert cost["wgrad", "mlp", "dense"].seconds == pytest.approx(2 * t * weights / H200.gemm_flops)
+    mlp = cost["fwd", "mlp", "dense"]
+    assert mlp.seconds == pytest.approx(2 * t * weights / H200.gemm_flops + mlp.memory_bytes / H200.memory_bandwidth)
+    assert cost["bwd", "mlp", "dense"].memory_bytes == 2 * mlp.memory_bytes
+    core = 2 * t * 2048 * 4096
+    assert cost["fwd", "attn", "dense"].flops == 2 * t * 2 * 4096 * (4096 + 1024) + core
+    assert cost["bwd", "attn", "dense"].flops == cost["fwd", "attn", "dense"].flops + 1.5 * core
+    gather = cost["gather", "dense", "dense"]
+    assert gather.seconds == H200.links["gather"].latency + gather.wire_bytes / H200.links["gather"].bandwidth
+    hop = t * 4096 * 2
+    assert cost["recv", "act", ""].wire_bytes == cost["recv", "grad", ""].output_bytes == hop
+
+
+def test_few_tokens_cost_reading_the_weights_and_no_op_is_quicker_than_the_host() -> None:
+    few = table(LLAMA, MeshConfig(), 8, 8).table
+    assert few["wgrad", "mlp", "dense"].seconds == pytest.approx((3 * 4096 * 14336 + 4096) * 2 / H200.memory_bandwidth)
+    assert few["bwd", "embed", ""].seconds == H200.host_gap
+    assert Link(1e-3, 1e9).seconds(0) == 0
+    assert Link(1e-3, 1e9).seconds(1e6) == pytest.approx(2e-3)
+
+
+def test_model_flops_are_six_per_active_weight_and_half_of_the_attention_square() -> None:
+    per_layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+    head = 128256 * 4096
+    assert model_flops_per_token(LLAMA, 8192) == 6 * (32 * per_layer + head) + 32 * 6 * 8192 * 4096
+    active = 48 * (2 * 2048 * (4096 + 512) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
+    assert model_flops_per_token(QWEN, 1) == 6 * active + 48 * 6 * 4096
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2, dp=4, ep=2), MeshConfig(pp=3, dp=2, ep=2)])
+def test_ops_of_a_program_do_the_flops_of_the_model(mesh: MeshConfig) -> None:
+    """All but the backward of the attention core, where flash attention computes its scores again: 2.5 against 2."""
+    tokens, seq, microbatches = 96, 32, 3
+    built = program_of(SMALL, mesh, 1, microbatches)
+    costs = table(SMALL, mesh, tokens, seq)
+    spent = sum(costs.of(op).flops for _, _, op in built)
+    again = 0.5 * part_size(SMALL, "attn", "moe", seq, 1).core * SMALL.layers
+    assert spent == pytest.approx(tokens * microbatches * (model_flops_per_token(SMALL, seq) + again))
+
+
+def test_every_op_of_a_program_has_a_cost_and_only_sends_and_releases_are_free() -> None:
+    for mesh in (MeshConfig(pp=2, dp=4, ep=2), MeshConfig(dp=2)):
+        built = program_of(SMALL, mesh, 1, 2)
+        costs = table(SMALL, mesh, 128, 64)
+        free = {op.verb for _, _, op in built if costs.seconds(0, op) == 0}
+        assert free <= {"send", "release"}
+        for _, _, op in built:
+            assert (costs.of(op).output_bytes > 0) == (op.verb in ("fwd", "recv") or (op.verb == "bwd" and bool(
+                part_size(SMALL, op.part, "moe", 64, mesh.ep).grad)))  # fmt: skip
+
+
+def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:
+    mesh = MeshConfig(pp=2, dp=4, ep=2)
+    built = program_of(SMALL, mesh, 1, 2)
+    costs = table(SMALL, mesh, 128, 64)
+    weights = {name: unit_weights(SMALL, name, "moe", 2) for name in ("embed", "dense", "experts", "head")}
+    weights["dense"] = max(weights["dense"], unit_weights(SMALL, "dense", "dense", 2))
+    for rank, mine in enumerate((("embed", "dense", "experts"), ("dense", "experts", "head"))):
+        slots = sum((built.weight_slots.get(u, 0) + built.grad_slots.get(u, 0)) * weights[u] * 2 for u in mine)
+        assert costs.fixed_bytes(built, rank) == costs.state_bytes[rank] + slots
+    assert set(built.weight_slots) == {"embed", "dense", "experts", "head"}
+    # rank 0: the embedding, layer 0 (dense), layers 1 and 2; bf16 weight, fp32 weight, gradient and two averages
+    dense = weights["embed"] + unit_weights(SMALL, "dense", "dense", 2) + 2 * unit_weights(SMALL, "dense", "moe", 2)
+    assert costs.state_bytes[0] == pytest.approx((dense / 4 + 2 * weights["experts"] / 2) * 18, rel=1e-3)
+
+
+def test_a_step_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
+    mesh, layout = MeshConfig(), layout_of(SMALL, MeshConfig())
+    state = op_costs(SMALL, layout, 64, 64, mesh, LAPTOP, 4).state_bytes[0]
+    assert op_costs(SMALL, layout, 64, 64, mesh, LAPTOP, 2).state_bytes[0] * 16 == state * 18
+
+
+def test_measured_seconds_replace_modelled_ones_and_nothing_else() -> None:
+    mesh = MeshConfig(dp=4, ep=2)
+    costs = table(SMALL, mesh, 128, 64)
+    measured = costs.measured({("fwd", "attn", "moe"): 0.5, ("step", "all", ""): 2.0})
+    assert measured.seconds(0, Op("fwd", "attn", 0, 0, 1)) == 0.5
+    assert measured.seconds(0, Op("fwd", "attn", 0, 0, 0)) == costs.seconds(0, Op("fwd", "attn", 0, 0, 0))
+    assert measured.seconds(0, Op("step", "all")) == 2.0
+    assert measured.saved_bytes(0, Op("fwd", "attn", 0, 0, 1)) == costs.saved_bytes(0, Op("fwd", "attn", 0, 0, 1)) > 0
+    assert (
+        CostTable(("dense",), {("fwd", "mlp", "dense"): OpCost(1.5)}).fixed_bytes(program_of(SMALL, mesh, 1, 1), 0) == 0
+    )
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_predictions_respond_to_links_as_they_must(name: str) -> None:
+    chosen, mesh = HARDWARE[name], MeshConfig(pp=2, dp=4, ep=2)
+    built = program_of(SMALL, mesh, 1, 4)
+
+    def predict(links: Mapping[Kind, Link]) -> tuple[float, float]:
+        costs = op_costs(SMALL, built.layout, 4096, 64, mesh, replace(chosen, links=links), 2)
+        timeline = simulate(built, costs)
+        return float(timeline.makespan), sum(float(use.exposed_total) for use in timeline.ranks)
+
+    makespan, exposed = predict(chosen.links)
+    slow = {kind: Link(10 * x.latency, x.bandwidth / 10) for kind, x in chosen.links.items()}
+    free = {kind: Link(0.0, 1e18) for kind in chosen.links}
+    assert predict(slow)[0] > makespan > predict(free)[0]
+    assert 0 < predict(free)[1] < exposed / 10  # a reduce still adds to the main gradients

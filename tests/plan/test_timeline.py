@@ -1,0 +1,212 @@
+"""Pictures and numbers of a predicted step."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from hocket.config import PlanConfig
+from hocket.plan.lower import build_program, choose_order
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.pipeline import merged_share as merged_steps
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import Timeline, simulate
+from hocket.plan.timeline import (
+    COLORS,
+    duration,
+    exposed_spans,
+    html_timeline,
+    letter,
+    merged_share,
+    summary,
+    svg_timeline,
+    text_timeline,
+)
+from tests.helpers.costs import Table
+
+COSTS = Table(
+    {
+        ("fwd", "attn"): 1.0, ("bwd", "attn"): 1.3, ("wgrad", "attn"): 0.7, ("fwd", "mlp"): 1.1, ("bwd", "mlp"): 1.0,
+        ("wgrad", "mlp"): 0.9, ("fwd", "experts"): 1.0, ("bwd", "experts"): 1.0, ("wgrad", "experts"): 1.0,
+        ("fwd", "dispatch"): 0.7, ("bwd", "dispatch"): 0.7, ("fwd", "combine"): 0.7, ("bwd", "combine"): 0.7,
+        ("recv", "act"): 0.6, ("recv", "grad"): 0.6, ("gather", "dense"): 0.4, ("gather", "experts"): 0.5,
+        ("reduce", "dense"): 0.4, ("reduce", "experts"): 0.6, ("step", "all"): 2.0, ("fwd", "head"): 0.3,
+    }
+)  # fmt: skip
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def toy() -> tuple[Timeline, Program]:
+    """gather 0..2; attn 2..6 beside reduce 2..3; dispatch 6..9; step 9..10."""
+    ops = (
+        Op("gather", "dense", 0, 0, 0, "gather"),
+        Op("fwd", "attn", 3, 0, 0, deps=(0,)),
+        Op("reduce", "dense", 0, 0, 0, "reduce", deps=(0,)),
+        Op("fwd", "dispatch", 3, 0, 0, "a2a", deps=(1,)),
+        Op("step", "all", deps=(3,)),
+    )
+    costs = {("gather", "dense"): 2, ("fwd", "attn"): 4, ("reduce", "dense"): 1, ("fwd", "dispatch"): 3}
+    built = Program(Layout(kinds=("moe",), ep=2), 1, (ops,))
+    return simulate(built, Table({**costs, ("step", "all"): 1})), built
+
+
+def real(microbatches: int = 6, merge: str = "on") -> tuple[Timeline, Program]:
+    layout = Layout(kinds=("moe", "dense", "moe", "moe", "dense", "moe", "moe", "moe"), pp=2, chunks=2, ep=2)
+    plan = PlanConfig(chunks=2, merge="on" if merge == "on" else "off")
+    built = build_program(layout, microbatches, plan, Sharding(dense=4, experts=2))
+    return simulate(built, COSTS), built
+
+
+def test_text_of_a_toy_is_exactly_this() -> None:
+    lines = text_timeline(*toy(), width=37).splitlines()
+    assert lines[:6] == [
+        "                 0               10 s",
+        "rank 0 compute   ····AAAAAAAA······SS",
+        "       exposed   !!!!        !!!!!!  ",
+        "       a2a       ············DDDDDD··",
+        "       gather    gggg················",
+        "       reduce    ····rr··············",
+    ]
+    assert lines[6] == "one character is 500 ms"
+
+
+def test_text_shows_what_runs_longest_in_a_column_and_rest_where_rest_is_longer() -> None:
+    lines = text_timeline(*toy(), width=22).splitlines()  # five columns of 2 s do not fit, so it takes ten of 1 s
+    assert lines[1] == "rank 0 compute   ··AAAA···S"
+    timeline, built = toy()
+    coarse = Timeline(timeline.spans, 30, timeline.ranks)
+    row = text_timeline(coarse, built, width=27).splitlines()[1]
+    assert row == "rank 0 compute   ·A········"  # a column is 3 s: attn fills 1 s and 3 s of two, the step 1 s
+
+
+@pytest.mark.parametrize("width", [40, 100, 173])
+def test_text_rows_have_the_asked_width_and_name_every_lane(width: int) -> None:
+    timeline, built = real()
+    lines = text_timeline(timeline, built, width).splitlines()
+    rows = [line for line in lines if re.match(r"(rank \d| {6}) (\w+) ", line)]
+    assert {len(row) for row in rows} == {width}
+    assert [row[7:17].strip() for row in rows[:7]] == [
+        "compute", "exposed", "a2a", "recv_act", "recv_grad", "gather", "reduce",
+    ]  # fmt: skip
+    assert len(rows) == 14
+
+
+def test_letters_tell_forward_from_backward_and_parts_apart() -> None:
+    _, built = real()
+    shown = {letter(op) for _, _, op in built if op.verb not in ("send", "release")}
+    assert shown == set("ADEMCUH") | {"I"} | set("ademcuh") | {"i", "w", "g", "r", "S", ">", "<"}
+    legend = text_timeline(*real()).splitlines()[-2:]
+    assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", "·"))
+
+
+def test_exposed_spans_add_up_to_the_exposed_time() -> None:
+    timeline, built = real()
+    for ops, spans, use in zip(built.ranks, timeline.spans, timeline.ranks, strict=True):
+        stretches = exposed_spans(ops, spans)
+        assert sum(end - start for start, end in stretches) == pytest.approx(float(use.exposed_total))
+        assert all(a[1] < b[0] for a, b in pairwise(stretches))
+
+
+def bars(svg: str) -> list[ElementTree.Element]:
+    return [e for e in ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect") if e.get("class") == "op"]
+
+
+def test_svg_draws_every_op_where_it_runs() -> None:
+    timeline, built = toy()
+    found = {e.findtext(f"{NAMESPACE}title"): e for e in bars(svg_timeline(timeline, built, 1128))}
+    attn = found["fwd attn m3 c0 l0: 4 s, 2 s to 6 s"]
+    assert (float(attn.get("x", "")), float(attn.get("width", ""))) == (200, 399.5)  # 100 pixels a second
+    assert attn.get("fill") == COLORS["fwd"]
+    assert found["fwd dispatch m3 c0 l0: 3 s, 6 s to 9 s"].get("fill") == COLORS["a2a"]
+    assert [e.get("fill") for title, e in found.items() if title and title.startswith("exposed")] == [
+        COLORS["exposed"]
+    ] * 2
+    assert len(found) == 7
+
+
+def test_svg_of_a_real_program_has_a_bar_per_op_and_stays_inside() -> None:
+    timeline, built = real()
+    width = 4000
+    drawn = bars(svg_timeline(timeline, built, width))
+    took_time = sum(span.end > span.start for spans in timeline.spans for span in spans)
+    exposed = sum(len(exposed_spans(o, s)) for o, s in zip(built.ranks, timeline.spans, strict=True))
+    assert len(drawn) == took_time + exposed
+    assert max(float(e.get("x", "")) + float(e.get("width", "")) for e in drawn) <= width
+
+
+def test_svg_draws_ops_too_narrow_to_be_seen_as_one() -> None:
+    timeline, built = real(microbatches=60)
+    small, large = svg_timeline(timeline, built, 400), svg_timeline(timeline, built, 40_000)
+    assert "short ops" in small
+    assert "short ops" not in large
+    assert len(bars(small)) < len(bars(large)) / 2.5
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to and the cells of its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.cells: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "data")]
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def test_html_needs_no_other_file_and_shows_the_numbers() -> None:
+    timeline, built = real()
+    text = html_timeline(timeline, built, "a <b> & c")
+    page = Page()
+    page.feed(text)
+    assert page.references == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<title>a &lt;b&gt; &amp; c</title>" in text
+    assert page.cells[:3] == ["rank", "compute", "exposed a2a"]
+    busy = float(timeline.ranks[0].busy)
+    assert f"{duration(busy)} ({busy / float(timeline.makespan):.1%})" in page.cells
+    # stretched, all ops can be seen, so none is drawn together with another
+    assert "short ops" not in text
+
+
+def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
+    timeline, built = real()
+    numbers = json.loads(json.dumps(summary(timeline, built)))
+    order, _ = choose_order(built.layout, built.microbatches, PlanConfig(chunks=2, merge="on"))
+    assert numbers["step_seconds"] == float(timeline.makespan)
+    assert sum(numbers["ops"].values()) == len(built)
+    assert numbers["ops"]["step"] == 2
+    for rank, row in enumerate(numbers["ranks"]):
+        assert row["merged"] == pytest.approx(merged_steps(order[rank]))
+        assert row["busy"] + row["exposed_total"] + row["idle"] == pytest.approx(numbers["step_seconds"])
+        assert sum(row["exposed"].values()) == pytest.approx(row["exposed_total"])
+        assert row["in_flight"] == built.in_flight[rank]
+    assert 0 < numbers["merged"] < 1
+
+
+def test_nothing_is_merged_in_a_plan_without_merging() -> None:
+    _, built = real(merge="off")
+    assert [merged_share(ops) for ops in built.ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 µs"), (3e-6, "3 µs"), (0.0125, "12.5 ms"), (1.25, "1.25 s"), (2.5e-4, "250 µs")]
+)
+def test_durations_have_a_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
