@@ -11,7 +11,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -79,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             traceback.print_exc()
         print(f"hocket: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        code = 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -96,13 +98,13 @@ def run(words: list[str]) -> int:
         print("\n".join(f"{name:{width}}  {describe(name)}" for name in RECIPES))
         return 0
     if command not in COMMANDS:
-        raise ValueError(f"{' '.join(words)} (command line): there is no such command; fix: {', '.join(COMMANDS)}, recipes")
+        reason, fix = "there is no such command", f"{', '.join(COMMANDS)} or recipes"
+        raise ValueError(f"{' '.join(words)} (command line): {reason}; fix: {fix}")
+    if rest and rest[0] in ("-h", "--help"):
+        rest = ["tiny", *rest]
     if not rest or rest[0].startswith("-"):
-        example = f"hocket {command} tiny"
-        if rest and rest[0] in ("-h", "--help"):
-            rest = ["tiny", *rest]
-        else:
-            raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {example}, or see hocket recipes")
+        fix = f"hocket {command} tiny, or see hocket recipes"
+        raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
     options, origins = parse(command, rest[0], rest[1:])
     if isinstance(options, Plan):
         return plan(options, origins)
@@ -125,12 +127,10 @@ def parse(command: str, name: str, words: list[str]) -> tuple[Train | Plan, dict
     if options.gpus:
         pp = options.config.mesh.pp
         if options.gpus < 0 or options.gpus % pp:
-            fix = "a multiple of mesh.pp, or change mesh.pp"
-            raise ValueError(
-                problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, f"cannot be split over mesh.pp = {pp}", fix)
-            )
+            reason, fix = f"cannot be split over mesh.pp = {pp}", "a multiple of mesh.pp, or change mesh.pp"
+            raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
         config = replace_leaf(options.config, "mesh.dp", options.gpus // pp)
-        options = type(options)(**{**vars(options), "config": config})
+        options = replace(options, config=config)
         origins.setdefault("mesh.dp", "command line, --gpus")
     return options, {"": f"recipe {name}", **origins}
 
@@ -138,9 +138,11 @@ def parse(command: str, name: str, words: list[str]) -> tuple[Train | Plan, dict
 def plan(options: Plan, origins: dict[str, str]) -> int:
     """Print a plan, or write its picture."""
     from hocket import planning
+    from hocket.plan.check import assert_valid
     from hocket.plan.timeline import html_timeline, svg_timeline
 
     settings = resolve_for_plan(options.config, origins)
+    assert_valid(planning.program_of(settings))
     hardware = planning.hardware_of(settings, options.hardware)
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:

@@ -76,7 +76,8 @@ def _check_other(flag: str, words: Sequence[str], kind: type) -> list[str]:
         return [f"{flag} (command line): takes no value; fix: leave out {' '.join(words)}"] if words else []
     if _parses(words, kind):
         return []
-    return [f"{flag} = {' '.join(words) or '(nothing)'} (command line): not {describe(kind)}; fix: give {describe(kind)}"]
+    shown, wanted = " ".join(words) or "(nothing)", describe(kind)
+    return [f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}"]
 
 
 def _parses(words: Sequence[str], hint: Any) -> bool:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
+from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import HARDWARE, Hardware, op_costs
 from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.shard import Sharding
+from hocket.plan.ops import Program
 from hocket.plan.simulate import KINDS, Timeline, simulate
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
 
 
-def layout_of(settings: Settings) -> Layout:
-    """Where the layers of a model live."""
-    plan, mesh, model = settings.plan, settings.mesh, settings.model
-    bounds = (0, *accumulate(plan.layers_per_stage)) if plan.layers_per_stage else ()
-    return Layout(model.kinds(), mesh.pp, plan.chunks, mesh.ep, bounds, model.tied)
-
-
 def program_of(settings: Settings) -> Program:
     """The program of one optimizer step."""
-    sharding = Sharding(dense=settings.mesh.dp, experts=settings.mesh.dp // settings.mesh.ep)
-    return build_program(layout_of(settings), settings.train.microbatches, settings.plan, sharding)
+    microbatches, plan = settings.train.microbatches, settings.plan
+    return build_program(layout_of(settings), microbatches, plan, sharding_of(settings))
 
 
 def hardware_of(settings: Settings, name: str = "auto") -> Hardware:

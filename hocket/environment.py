@@ -1,0 +1,173 @@
+"""What a run finds where it starts: its place among workers, GPUs, cores; and the variables that must be set.
+
+Together with `cli.py` and `launch.py` the only reader of environment variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hocket.config import Config
+from hocket.rules import Host
+from hocket.train.tokenizer import tokenizer_vocab
+
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process's place in a run, and where rank 0 waits for the others."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+
+    def variables(self) -> dict[str, str]:
+        """As `torch.distributed` reads it."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
+    """The place of this process if torchrun or Slurm started it, else None. `port` wins over a derived one.
+
+    Raises ValueError if the variables are incomplete or contradict each other.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        found = {"LOCAL_RANK": env.get("RANK", ""), "LOCAL_WORLD_SIZE": env.get("WORLD_SIZE", ""), **env}
+        rank, world, local_rank, local_world, master_port = (_number(found, name, "torchrun") for name in names)
+        address = env.get("MASTER_ADDR") or _missing("MASTER_ADDR", "torchrun")
+        return _checked(Worker(rank, world, local_rank, local_world, address, master_port))
+    # A batch script without srun has SLURM_PROCID = 0 as well; with one task it starts its own workers.
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1") or 1) > 1:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        rank, world, local_rank = (_number(env, name, "srun") for name in names)
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        nodes = nodes or _missing("SLURM_JOB_NODELIST", "srun")
+        tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
+        job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
+        local_world = tasks_here(tasks, int(env.get("SLURM_NODEID", "0") or 0))
+        address, master_port = env.get("MASTER_ADDR") or first_host(nodes), port or int(env.get("MASTER_PORT") or 0)
+        return _checked(Worker(rank, world, local_rank, local_world, address, master_port or 20000 + job % 20000))
+    return None
+
+
+def _number(env: Mapping[str, str], name: str, starter: str) -> int:
+    text = env.get(name, "")
+    if not re.fullmatch(r"\d+", text):
+        _missing(name, starter, text)
+    return int(text)
+
+
+def _missing(name: str, starter: str, text: str = "") -> str:
+    raise ValueError(
+        f"{name} = {text or '(not set)'} (environment): workers need it; "
+        f"fix: start them with {starter}, or unset RANK and WORLD_SIZE to run without"
+    )
+
+
+def _checked(worker: Worker) -> Worker:
+    if not (worker.rank < worker.world and worker.local_rank < worker.local_world <= worker.world):
+        raise ValueError(
+            f"RANK = {worker.rank} (environment): contradicts WORLD_SIZE = {worker.world}, "
+            f"LOCAL_RANK = {worker.local_rank}, LOCAL_WORLD_SIZE = {worker.local_world}; "
+            "fix: start workers with torchrun or srun"
+        )
+    return worker
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list of nodes: `gpu[03-05,07],cpu1` gives `gpu03`."""
+    name = ""
+    for text, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?", nodes):
+        if not text and not ranges:
+            break
+        name += text + re.split(r"[,-]", ranges)[0]
+        if nodes[len(name) :].startswith(",") and not ranges:
+            break
+    return name
+
+
+def tasks_here(tasks: str, node: int) -> int:
+    """Tasks on a node from Slurm's compact list: `4(x2),3` is 4, 4, 3."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def prepare(env: MutableMapping[str, str], local_world: int) -> list[str]:
+    """Set what must be set before torch is imported. What the user has set stays; remarks say where that matters.
+
+    Raises ValueError if NVLink multicast has been switched on.
+    """
+    for name, value in MULTICAST_OFF.items():
+        if env.setdefault(name, value) != value:
+            reason = "NVLink multicast must be off"
+            raise ValueError(f"{name} = {env[name]} (environment): {reason}; fix: {name}={value}, or unset it")
+    notes = []
+    # One queue per stream: with fewer, collectives wait behind compute that was launched before them.
+    if env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
+        value = env["CUDA_DEVICE_MAX_CONNECTIONS"]
+        notes.append(f"CUDA_DEVICE_MAX_CONNECTIONS = {value} (environment) is kept; below 32 less overlaps")
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
+    return notes
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> Host:
+    """What is here. Imports torch only if it could use a GPU."""
+    gpus, gpu = (0, "") if config.train.device == "cpu" else find_gpus()
+    return Host(
+        gpus=gpus,
+        gpu=gpu,
+        cores=cores(),
+        workers=worker.world if worker else 0,
+        local_workers=worker.local_world if worker else 0,
+        tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
+    )
+
+
+def find_gpus() -> tuple[int, str]:
+    """(number of GPUs that torch can use, name of the first one).
+
+    A process that has touched CUDA cannot fork workers that use it, so a child looks.
+    """
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return 0, ""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            import torch
+
+            count = torch.cuda.device_count()
+            os.write(write, json.dumps([count, torch.cuda.get_device_name(0) if count else ""]).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    count, name = json.loads(text) if text else (0, "")
+    return count, name

@@ -1,0 +1,316 @@
+"""Start the workers of a run, watch them, and leave none behind.
+
+    hocket train  ──fork──►  rank 0 .. world - 1     this host, one command
+    torchrun / srun  ──────► hocket train            each process is one worker already
+
+Note: [Workers are forked]
+Importing torch takes a second or more, so the parent imports it once and forks. The parent never touches CUDA and
+starts no threads before it forks: those are the two things that a fork would break.
+
+Note: [No worker is left behind]
+Each worker is the leader of a process group and asks the kernel to be killed when its parent dies (Linux), however
+that happens. When one worker fails, the parent kills the groups of all others: they would only wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from hocket.config import Config
+from hocket.environment import Worker, find_worker, prepare, probe
+from hocket.resolve import Settings, resolve
+from hocket.rules import problem
+
+GRACE = 2.0
+"""Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
+TAIL = 15
+"""Lines of a failed worker's log that are shown."""
+
+
+def train(config: Config, origins: Mapping[str, str]) -> int:
+    """Train as this process's place demands: as one worker, or as the parent of all. Returns the exit code.
+
+    Raises ValueError for settings that cannot work, before any work starts.
+    """
+    worker = find_worker(os.environ, config.run.port)
+    notes = prepare(os.environ, worker.local_world if worker else config.mesh.pp * config.mesh.dp)
+    settings = resolve(config, probe(config, origins, worker), origins)
+    check_corpus(settings)
+    if worker:
+        return be_worker(settings, worker)
+    for note in notes:
+        sys.stderr.write(f"hocket: {note}\n")
+    return start_workers(settings)
+
+
+def check_corpus(settings: Settings) -> None:
+    """Find missing paths and too little text now, not once all workers are up. Tokenises if nobody has yet."""
+    from hocket.train.corpus import open_corpus
+
+    corpus = open_corpus(settings.data, settings.origins)
+    from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
+
+    make_streams(corpus, settings)
+
+
+# ------------------------------------------------------------------------------------------------------------- worker
+
+
+def be_worker(settings: Settings, worker: Worker) -> int:
+    """Run one rank in this process. Returns the exit code."""
+    os.environ.update(worker.variables())
+    import torch
+    import torch.distributed as dist
+
+    from hocket.train.trainer import Trainer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    backend, device = "gloo", torch.device("cpu")
+    if settings.train.device == "cuda":
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", worker.local_rank)
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=settings.train.hang_timeout))
+    except dist.DistNetworkError as error:
+        if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
+            raise ValueError(port_in_use(settings, worker.port)) from None
+        raise
+    trainer = Trainer(settings, worker.rank, device)
+    trainer.run()
+    trainer.close()
+    dist.destroy_process_group()
+    return 0
+
+
+def port_in_use(settings: Settings, port: int) -> str:
+    reason = "another process listens on that port"
+    return problem("run.port", port, settings.origins, reason, "run.port = 0 picks a free one, or name another")
+
+
+# ------------------------------------------------------------------------------------------------------------- parent
+
+
+@dataclass
+class Child:
+    """A worker as its parent sees it."""
+
+    rank: int
+    pid: int
+    pipe: int
+    """Read end of the pipe through which the worker says why it failed."""
+    log: Path
+    status: int | None = None
+    """As from `os.waitpid`; None while it runs."""
+
+    def poll(self) -> None:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = status if pid else None
+
+    @property
+    def code(self) -> int:
+        """Exit code, negative for a signal."""
+        assert self.status is not None
+        return os.waitstatus_to_exitcode(self.status)
+
+    def last_words(self) -> dict[str, str]:
+        """What the worker said through the pipe: {kind, text}, or nothing."""
+        text = b""
+        while select.select([self.pipe], [], [], 0)[0] and (block := os.read(self.pipe, 65536)):
+            text += block
+        return json.loads(text) if text else {}
+
+
+def start_workers(settings: Settings) -> int:
+    """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
+    port = free_port(settings)
+    logs = Path(settings.run.folder) / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason, fix = f"cannot be created ({error.strerror})", "name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+    # See Note: [Workers are forked]
+    import hocket.train.trainer  # noqa: F401
+
+    children: list[Child] = []
+    with forwarded_signals(children) as asked:
+        try:
+            for rank in range(settings.world):
+                worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
+                children.append(fork_worker(settings, worker, logs / f"rank{rank}.log"))
+            return watch(children, asked)
+        finally:
+            kill(children)
+
+
+def free_port(settings: Settings) -> int:
+    """The configured port if it is free, or any free one. Raises ValueError if it is in use."""
+    with socket.socket() as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind(("127.0.0.1", settings.run.port))
+            probe_socket.listen()
+        except OSError:
+            raise ValueError(port_in_use(settings, settings.run.port)) from None
+        return probe_socket.getsockname()[1]
+
+
+def fork_worker(settings: Settings, worker: Worker, log: Path) -> Child:
+    """Start one rank. Rank 0 keeps the terminal for its output; everything else goes to logs."""
+    read, write = os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        child_main(settings, worker, log, write, parent)
+    os.close(write)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)
+    return Child(worker.rank, pid, read, log)
+
+
+def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent: int) -> NoReturn:
+    """The life of a forked worker."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with(parent)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(file, 2)
+        if worker.rank:
+            os.dup2(file, 1)
+        code = be_worker(settings, worker)
+    except ValueError as error:
+        traceback.print_exc()
+        say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))
+        code = 2
+    except BaseException as error:
+        traceback.print_exc()
+        say(pipe, "crash", f"{type(error).__name__}: {error}")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Straight out: nothing of the parent, of which this is a copy, may run its clean-up here.
+    os._exit(code)
+
+
+def say(pipe: int, kind: str, text: str) -> None:
+    """Tell the parent why this worker fails. Short enough for a pipe without a reader, which holds 64 KiB."""
+    os.write(pipe, json.dumps({"kind": kind, "text": text[:8000]}).encode())
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent ends. See Note: [No worker is left behind]."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def forwarded_signals(children: list[Child]) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to all workers, which save and end. Yields the list of signals that have come."""
+    asked: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if len(asked) == 1:
+            os.write(2, b"\nhocket: saving and ending after this step; once more ends at once\n")
+        for child in children:
+            if child.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+
+    former = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def watch(children: list[Child], asked: list[int]) -> int:
+    """Wait for all workers, or for the first failure. Returns the exit code."""
+    while True:
+        for child in children:
+            child.poll()
+        if any(child.status for child in children):
+            break
+        if all(child.status == 0 for child in children):
+            return 0
+        time.sleep(0.02)
+    if asked and any(child.status and child.code in ended_by(asked) for child in children):
+        sys.stderr.write("hocket: ended without saving\n")
+        return 128 + asked[0]
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and any(child.status is None for child in children):
+        if any(child.status and child.code < 0 for child in children):
+            break  # a killed worker is the cause, whatever the others will say
+        for child in children:
+            child.poll()
+        time.sleep(0.02)
+    kill(children)
+    return explain(children)
+
+
+def ended_by(asked: list[int]) -> set[int]:
+    """Exit codes of workers that end at once because of a signal: by default, or at the second one."""
+    return {-number for number in asked} | {128 + number for number in asked}
+
+
+def kill(children: list[Child]) -> None:
+    """End all workers that still run, with everything that they have started."""
+    for child in children:
+        child.poll()
+        if child.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            child.status = 0  # not a failure of its own
+
+
+def explain(children: list[Child]) -> int:
+    """Say in one message why the run failed, and return the exit code."""
+    failed = [child for child in children if child.status]
+    words = {child.rank: child.last_words() for child in failed}
+    for child in failed:
+        if words[child.rank].get("kind") == "user":
+            sys.stderr.write(f"hocket: {words[child.rank]['text']}\n")
+            return 2
+    # A signal is the cause before an exception, which may only tell that somebody else has gone.
+    cause = min(failed, key=lambda child: child.code >= 0)
+    if cause.code < 0:
+        name = signal.Signals(-cause.code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        what = f"was ended by {name}{hint}"
+    else:
+        what = f"failed with {words[cause.rank].get('text') or f'exit code {cause.code}'}"
+    sys.stderr.write(
+        f"hocket: rank {cause.rank} (process {cause.pid}) {what}; the other ranks were ended. "
+        f"fix: see {cause.log}; the same command continues from the last checkpoint\n"
+    )
+    lines = cause.log.read_text(errors="replace").splitlines() if cause.log.exists() else []
+    sys.stderr.writelines(f"  | {line}\n" for line in lines[-TAIL:])
+    return 1
