@@ -46,7 +46,10 @@ class StepResult:
 
 
 class Engine:
-    """One rank of a planned run. `config` must be resolved: no setting is `auto`."""
+    """One rank of a planned run. `config` must be resolved: no setting is `auto`.
+
+    `groups` may be shared by engines of the same mesh that take turns; without it the engine makes its own.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,7 @@ class Engine:
         rank: int,
         device: torch.device,
         *,
-        comm: CommOptions | None = None,
-        lane_delays: Sequence[int] = (),
+        groups: Groups | None = None,
         keep_records: int | None = 64,
     ) -> None:
         self.config, self.device = config, device
@@ -65,14 +67,17 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         self.program = build_program(self.layout, config.train.microbatches, config.plan, sharding_of(config))
         assert_valid(self.program)
-        self.groups: Groups = make_groups(self.mesh, rank, device, config.train.transport, comm)  # pyrefly: ignore
+        options = CommOptions(timeout=config.train.hang_timeout)
+        transport = config.train.transport
+        assert transport != "auto", "the configuration is not resolved"
+        self.groups = groups or make_groups(self.mesh, rank, device, transport, options)
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.sharded = ShardedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
         self.optimizer = ShardedAdamW(self.sharded, self.groups.control, options)
         self._lr = t.lr
-        self._lanes = self._new_lanes(lane_delays)
+        self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
         self._loads: dict[int, Tensor] = {}
         self.executor = self._executor(self.program, self._finish_step, keep_records)
@@ -90,9 +95,6 @@ class Engine:
             aux_scale=1.0 / self.config.train.microbatches,
         )
 
-    def _new_lanes(self, delays: Sequence[int]) -> Lanes:
-        return CudaLanes(self.device, delays) if self.device.type == "cuda" else CpuLanes()
-
     def _executor(self, program: Program, on_step: Callable[[], None] | None, keep: int | None) -> Executor:
         config, pp = self.config, self.where.pp
         shape = (config.train.sequences, config.data.sequence_length, config.model.hidden)
@@ -108,7 +110,7 @@ class Engine:
         if self.device.type == "cpu":
             order = [p for rank, p in linearize(program, config.train.lane_seed) if rank == pp]
         ops = program.ranks[pp]
-        return Executor(ops, self.layout, pp, actions, self._lanes, Recorder(ops, keep), order)
+        return Executor(ops, self.layout, pp, actions, self.lanes, Recorder(ops, keep), order)
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
@@ -188,7 +190,7 @@ class Engine:
     def report(self, rank: int) -> str:
         """What this rank is doing, for a report of a hang."""
         recorder = self.current_recorder
-        return "" if recorder is None else recorder.report(rank, lambda op, p: self._lanes.completed(op.lane, p))
+        return "" if recorder is None else recorder.report(rank, lambda op, p: self.lanes.completed(op.lane, p))
 
     def assert_clean(self) -> None:
         """After a step nothing may be left: no value, island, lease, slot or pending collective."""

@@ -217,18 +217,32 @@ def _connect(
 
 def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
     """Use every group once, in one order on all ranks, so that connections exist before lanes run side by side."""
-    token = torch.zeros(1, device=device)
+    row = torch.zeros(1, 64, device=device)
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
             if rank not in ranks:
                 continue
             group = getattr(groups, _field(purpose, ranks, rank))
             if purpose in ("pp_fwd", "pp_bwd"):
-                downstream = (group.rank == 0) == (purpose == "pp_fwd")
-                (group.send if downstream else group.recv)(token, group.other).wait()
+                sends = (group.rank == 0) == (purpose == "pp_fwd")
+                (group.send if sends else group.recv)(row[0], group.other).wait()
             else:
-                group.all_reduce(token).wait()
+                _warm_collectives(group, row.expand(group.size, -1).contiguous())
     for group in groups:
         group.calls.clear()
         group.sent_bytes = 0
     groups.control.barrier()
+
+
+def _warm_collectives(group: Group, rows: Tensor) -> None:
+    """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective."""
+    if group.name.startswith("gather"):
+        group.all_gather(rows.view(-1), rows[0].clone()).wait()
+    elif group.name.startswith("reduce"):
+        group.reduce_sum(rows.view(-1), torch.zeros_like(rows[0])).wait()
+    elif group.name == "a2a":
+        ones = [1] * group.size
+        group.all_to_all(torch.empty_like(rows), rows, ones, ones).wait()
+        group.all_to_all_counts(rows[:, :1].long())
+    else:
+        group.all_reduce(rows).wait()

@@ -7,7 +7,7 @@ values it reads, what it waits for. What is left for every op is: wait, act, rec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Executor:
         self._ops = compiled if order is None else [compiled[p] for p in order]
         self._values: list[Any] = [None] * len(ops)
 
+    def annotate(self) -> None:
+        """Show every op under its name in profiler traces, from now on. Costs a few microseconds per op."""
+        self._ops = [replace(c, run=_named(str(c.op), c.run)) for c in self._ops]
+
     @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head."""
@@ -100,6 +104,14 @@ class Executor:
         left = [self._ops[i].op for i, c in enumerate(self._ops) if self._values[c.position] is not None]
         assert not left, f"values left after the step: {[str(op) for op in left[:5]]}"
         self.actions.assert_clean()
+
+
+def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return run(*args)
+
+    return named
 
 
 def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> list[Compiled]:

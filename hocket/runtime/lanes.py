@@ -81,16 +81,16 @@ class CpuLanes:
 class CudaLanes:
     """One stream per lane; communication lanes have the higher priority, so that they start at once.
 
-    `delays`, if given, are lengths in clock cycles of spins put in front of ops, one per issued op: a test
-    that results do not depend on timing.
+    `delays`, if set, are lengths in clock cycles of spins put in front of ops, one per issued op, over and
+    over: a test that results do not depend on timing.
     """
 
-    def __init__(self, device: torch.device, delays: Sequence[int] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane == "compute" else -1) for lane in LANES}
         self._events: dict[int, torch.cuda.Event] = {}
         self._current = self._outer = torch.cuda.current_stream(device)
-        self.delays = delays
+        self.delays: Sequence[int] = ()
         self._count = 0
 
     def begin(self) -> None:

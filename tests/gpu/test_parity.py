@@ -1,0 +1,88 @@
+"""On GPUs the merged plan equals the sequential one bit for bit, also when its lanes are delayed at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.engine import Engine
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.lanes import CudaLanes
+from tests.helpers.ranks import run_ranks
+
+SEEDS = 20
+STEPS = 2
+
+BASE = Config(
+    model=ModelConfig(
+        vocab=512, hidden=256, layers=8, heads=4, kv_heads=2, head_dim=64, ffn=512, dense_layers=(0, 4), experts=8,
+        top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01, bias_rate=0.001,
+    ),
+    mesh=MeshConfig(pp=2, dp=4, ep=2),
+    plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+    data=DataConfig(sequence_length=256),
+    train=TrainConfig(microbatches=6, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0),
+)  # fmt: skip
+SEQUENTIAL = PlanConfig(chunks=2, order="sequential", merge="off", defer_wgrad="off", p2p_defer_layers=0)
+
+
+def restart(engine: Engine) -> None:
+    """Back to the state before the first step."""
+    engine.init_weights()
+    engine.optimizer.steps = 0
+    for state in engine.optimizer.state.values():
+        state.exp_avg.zero_()
+        state.exp_avg_sq.zero_()
+
+
+def run(engine: Engine, batches: list[list[Microbatch]]) -> list[Tensor]:
+    """Losses of every step, then this rank's weights."""
+    restart(engine)
+    losses = [engine.train_step(batch, 1e-2).loss.clone() for batch in batches]
+    engine.assert_clean()
+    return [*losses, *(unit.main.clone() for unit in engine.sharded.units.values())]
+
+
+def compare(rank: int, config: Config) -> dict[str, Any]:
+    """One rank: the sequential plan once, then the merged plan under every seed's delays."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    sequential = Engine(dataclasses.replace(config, plan=SEQUENTIAL), rank, device)
+    merged = Engine(config, rank, device, groups=sequential.groups)
+    generator = torch.Generator().manual_seed(sequential.where.dp)
+    shape = (config.train.sequences, config.data.sequence_length + 1)
+    batches = []
+    for _ in range(STEPS):
+        ids = [torch.randint(config.model.vocab, shape, generator=generator).to(device) for _ in range(6)]
+        batches.append([Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids])
+    expected = run(sequential, batches)
+    different = []
+    lanes = merged.lanes
+    assert isinstance(lanes, CudaLanes)
+    for seed in range(SEEDS):
+        chooser = random.Random(1000 * rank + seed)
+        lanes.delays = [0 if chooser.random() < 0.7 else chooser.randrange(1_000_000) for _ in range(997)]
+        got = run(merged, batches)
+        if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
+            different.append(seed)
+    finite = all(bool(torch.isfinite(t).all()) for t in expected)
+    return {"different": different, "finite": finite, "loss": [float(loss) for loss in expected[:STEPS]]}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(torch.cuda.device_count() < 8, reason="needs 8 GPUs")
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+def test_merged_equals_sequential_under_random_delays(strategy: str) -> None:
+    config = dataclasses.replace(BASE, plan=dataclasses.replace(BASE.plan, strategy=strategy))
+    for rank, result in enumerate(run_ranks(compare, 8, config, backend="nccl", timeout=300)):
+        assert result["finite"], f"rank {rank}: {result}"
+        assert result["different"] == [], f"rank {rank}: other bits under the delays of seeds {result['different']}"
