@@ -34,9 +34,12 @@ __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
 _SHOWN = 10
 
 
-def check(program: Program) -> list[Violation]:
-    """All broken invariants, by number and rank; empty for a valid program."""
-    ranks = [gather_facts(program, rank) for rank in range(len(program.ranks))]
+def check(program: Program, forward_only: bool = False) -> list[Violation]:
+    """All broken invariants, by number and rank; empty for a valid program.
+
+    `forward_only` says that the program is a validation: it must have no backward.
+    """
+    ranks = [gather_facts(program, rank, forward_only) for rank in range(len(program.ranks))]
     found = [*deadlock_free(ranks), *sends_match(ranks)]
     for facts in ranks:
         for rule in _RULES:
@@ -44,16 +47,16 @@ def check(program: Program) -> list[Violation]:
     return sorted(found, key=lambda violation: (violation.invariant, violation.rank, violation.ops))
 
 
-def assert_valid(program: Program) -> None:
+def assert_valid(program: Program, forward_only: bool = False) -> None:
     """Raise ValueError with up to ten broken invariants."""
-    found = check(program)
+    found = check(program, forward_only)
     if found:
         shown = [str(violation) for violation in found[:_SHOWN]]
         more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise ValueError("\n".join([f"the program breaks {len(found)} rules:", *shown, *more]))
 
 
-def expected(program: Program, rank: int) -> Iterator[Key]:
+def expected(program: Program, rank: int, forward_only: bool = False) -> Iterator[Key]:
     """Keys of every fwd, bwd, wgrad, send and recv that a rank must have."""
     layout = program.layout
     for c in range(layout.chunks):
@@ -64,10 +67,12 @@ def expected(program: Program, rank: int) -> Iterator[Key]:
         for layer in layout.layers(rank, c):
             parts += [(verb, part, layer) for part in layout.forward_parts(layer) for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
-        if not layout.is_first(rank, c):
+        if layout.pp > 1 and not layout.is_first(rank, c):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
-        if not layout.is_last(rank, c):
+        if layout.pp > 1 and not layout.is_last(rank, c):
             parts += [("send", "act", -1), ("recv", "grad", -1)]
+        if forward_only:
+            parts = [name for name in parts if name[0] == "fwd" or name[1] == "act"]
         for m in range(program.microbatches):
             for verb, part, layer in parts:
                 yield (verb, part, m, c, layer)
@@ -75,7 +80,7 @@ def expected(program: Program, rank: int) -> Iterator[Key]:
 
 def complete(facts: Facts) -> Iterator[Violation]:
     """Invariants 4 and 2: the ops that must be there are, once each, and no others."""
-    missing = dict.fromkeys(expected(facts.program, facts.rank))
+    missing = dict.fromkeys(expected(facts.program, facts.rank, facts.forward_only))
     seen: Counter[Key] = Counter()
     for i, op in enumerate(facts.ops):
         key = op.key
@@ -109,7 +114,7 @@ def backward_after_forward(facts: Facts) -> Iterator[Violation]:
         return
     for i, op in enumerate(facts.ops):
         if op.verb == "reduce" and not facts.before(i, last):
-            yield facts.fail(5, f"the step may run before {facts.show(i)}", last, i)
+            yield facts.fail(5, f"{facts.show(last)} may run before {facts.show(i)}", last, i)
 
 
 def side_values_reversed(facts: Facts) -> Iterator[Violation]:
@@ -133,7 +138,7 @@ def lane_kinds(facts: Facts) -> Iterator[Violation]:
 def _lanes_for(op: Op) -> tuple[str, ...]:
     match op.verb:
         case "send" | "recv":
-            return ("pp_fwd",) if op.part == "act" else ("pp_bwd",)
+            return (f"{op.verb}_{op.part}",)
         case "gather":
             return ("gather",)
         case "reduce":

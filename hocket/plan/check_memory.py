@@ -77,7 +77,7 @@ def weights_resident(facts: Facts) -> Iterator[Violation]:
     slots = facts.program.weight_slots
     resident: dict[UnitName, _Lease] = {}
     user: dict[tuple[str, int], UnitName] = {}
-    released: dict[tuple[str, int], int] = {}
+    released: dict[tuple, int] = {}  # slot, and unit -> its latest release
     for i, op in enumerate(facts.ops):
         if op.verb == "gather":
             unit, slot = _unit(facts, i), (op.part, op.slot)
@@ -89,9 +89,9 @@ def weights_resident(facts: Facts) -> Iterator[Violation]:
             elif slot in user:
                 p = resident[user[slot]].gather
                 yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
-            elif slot in released and not facts.before(released[slot], i):
-                p = released[slot]
-                yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)}", i, p)
+            for p in {released[place] for place in (slot, unit) if place in released}:
+                if not facts.before(p, i):
+                    yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
             resident[unit] = _Lease(i, op.slot)
             user[slot] = unit
         elif op.verb == "release":
@@ -101,7 +101,7 @@ def weights_resident(facts: Facts) -> Iterator[Violation]:
                 yield facts.fail(7, f"{facts.show(i)} releases what is not in its slot", i)
                 continue
             user.pop((op.part, op.slot), None)
-            released[op.part, op.slot] = i
+            released[op.part, op.slot] = released[unit] = i
             for p in lease.readers:
                 if not facts.before(p, i):
                     yield facts.fail(

@@ -1,9 +1,10 @@
 """Invariants about order between ranks and inside merged steps: 1, 2, 3 and 13.
 
 Note: [A send and its receive are one event]
-A send between two ranks is done only when the peer's receive has been posted and has run; both stand in FIFO
-lanes. So for the question of deadlock the two are one node of the graph. A chunk that follows another one on
-the same rank (pp=1) gets its input by a hand-over inside the rank: then the send just comes first.
+A send is done only when the peer's receive has been posted and has run, and both stand in FIFO lanes. So for the
+question of deadlock the two are one node of the graph. That is why sends and receives need lanes of their own:
+in an interleaved order rank 0 sends its second microbatch before it receives what the last rank sends back,
+and with one lane for both every rank would wait for the next one around the ring.
 
 Note: [The host waits too]
 Issuing a forward dispatch stops the host until the routing counts, made by the attention part before it,
@@ -30,7 +31,7 @@ from hocket.plan.ops import LANES, Key
 Node = tuple[int, int]
 """(rank, position)."""
 
-_P2P_LANES = ("pp_fwd", "pp_bwd")
+_P2P_LANES = tuple(lane for lane in LANES if lane not in ("compute", "a2a", "gather", "reduce"))
 _EXPOSED_WAITS_ALLOWED = 1
 
 
@@ -53,29 +54,25 @@ def _waits(ranks: list[Facts]) -> dict[Node, list[Node]]:
 
     The ops of other lanes are left out: the clocks bridge them. See Note: [A send and its receive are one event].
     """
-    send_of, handed = _matches(ranks)
+    send_of = _sends_by_receive(ranks)
     waits: dict[Node, list[Node]] = defaultdict(list)
     for facts in ranks:
         for i, before in _pipeline_waits(facts):
             node = send_of.get((facts.rank, i), (facts.rank, i))
             waits[node] += [send_of.get((facts.rank, p), (facts.rank, p)) for p in before]
-            if (facts.rank, i) in handed:
-                waits[node].append(handed[facts.rank, i])
     return waits
 
 
-def _matches(ranks: list[Facts]) -> tuple[dict[Node, Node], dict[Node, Node]]:
-    """The send of every receive: of those between two ranks, and of those inside one."""
+def _sends_by_receive(ranks: list[Facts]) -> dict[Node, Node]:
     send_of: dict[Node, Node] = {}
-    handed: dict[Node, Node] = {}
     for facts in ranks:
         for i, op in enumerate(facts.ops):
             if op.verb == "send" and op.lane in _P2P_LANES:
                 peer, key = facts.layout.peer(op, facts.rank)
                 j = ranks[peer].where.get(key)
                 if j is not None and ranks[peer].ops[j].lane in _P2P_LANES:
-                    (handed if peer == facts.rank else send_of)[peer, j] = (facts.rank, i)
-    return send_of, handed
+                    send_of[peer, j] = (facts.rank, i)
+    return send_of
 
 
 def _pipeline_waits(facts: Facts) -> Iterator[tuple[int, list[int]]]:
@@ -153,7 +150,7 @@ def halves_independent(facts: Facts) -> Iterator[Violation]:
     for a, b in facts.merged:
         merged.add(frozenset([(a.verb, a.microbatch, a.chunk), (b.verb, b.microbatch, b.chunk)]))
         if a.microbatch == b.microbatch:
-            yield facts.fail(3, f"{a} is merged with {b}, which needs its result", a.first, b.first)
+            yield facts.fail(3, f"{a} is merged with {b} of its own microbatch", a.first, b.first)
     if not merged:
         return
     for i, op in enumerate(facts.ops):

@@ -38,22 +38,25 @@ class Outcome:
     reduced: dict[Unit, list[tuple[int, Gradients]]] = field(default_factory=lambda: defaultdict(list))
 
 
-def dry_run(program: Program, seed: int | None) -> None:
+def dry_run(program: Program, seed: int | None, forward_only: bool = False) -> None:
     """Run all ranks in one random legal order and compare with the sequential reference.
+
+    `forward_only` says that the program is a validation: only its losses count.
 
     Raises ValueError at the first op that doesn't find what it needs, for a loss or gradient that differs from
     the reference, and for anything left behind.
     """
     outcome = Outcome()
     mail: dict[tuple[int, Key], Token] = {}
-    ranks = [_Rank(program, rank, mail, outcome) for rank in range(len(program.ranks))]
+    ranks = [_Rank(program, rank, mail, outcome, forward_only) for rank in range(len(program.ranks))]
     for rank, position in linearize(program, seed):
         ranks[rank].run(position)
     for machine in ranks:
         machine.finish()
     if mail:
         raise ValueError(f"dry run: sent and never received: {sorted(mail)[0]}")
-    _compare(outcome, reference(program.layout, program.microbatches))
+    wanted = reference(program.layout, program.microbatches)
+    _compare(outcome, Outcome(wanted.losses) if forward_only else wanted)
 
 
 def _compare(found: Outcome, wanted: Outcome) -> None:
@@ -70,8 +73,11 @@ def _compare(found: Outcome, wanted: Outcome) -> None:
 class _Rank:
     """One rank: its values, saved states and slots."""
 
-    def __init__(self, program: Program, rank: int, mail: dict[tuple[int, Key], Token], outcome: Outcome) -> None:
+    def __init__(
+        self, program: Program, rank: int, mail: dict[tuple[int, Key], Token], outcome: Outcome, forward_only: bool
+    ) -> None:
         self.program, self.rank, self.mail, self.outcome = program, rank, mail, outcome
+        self.forward_only = forward_only
         self.ops = program.ranks[rank]
         self.values: dict[Key, Token] = {}
         self.states: dict[Key, Token] = {}
@@ -121,7 +127,7 @@ class _Rank:
         if op.verb == "wgrad":
             self._accumulate(op, token)
             return
-        if op.verb == "fwd" or self.program.layout.unit(op.part) is not None:
+        if not self.forward_only and (op.verb == "fwd" or self.program.layout.unit(op.part) is not None):
             self.states[op.key] = token
         if op.key[:2] == ("fwd", "head"):
             self.outcome.losses[op.microbatch] = token

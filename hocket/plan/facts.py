@@ -17,7 +17,7 @@ its arithmetic with what it proves would share its mistakes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hocket.plan.ops import LANES, Key, Layout, Op, Program
 
@@ -85,7 +85,8 @@ class Facts:
     clocks: list[list[int]]
     late_deps: list[tuple[int, int]]
     spans: list[Span]
-    merged: list[tuple[Span, Span]] = field(default_factory=list)
+    merged: list[tuple[Span, Span]]
+    forward_only: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -103,13 +104,13 @@ class Facts:
         return f"{position} {self.ops[position]}"
 
 
-def gather_facts(program: Program, rank: int) -> Facts:
+def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Facts:
     ops = program.ranks[rank]
     lane = [_LANE[op.lane] for op in ops]
     clocks, late_deps = _clocks(ops, lane)
     spans = _spans(ops)
     where = {op.key: position for position, op in enumerate(ops)}
-    return Facts(program, rank, ops, lane, where, clocks, late_deps, spans, list(_overlaps(spans)))
+    return Facts(program, rank, ops, lane, where, clocks, late_deps, spans, list(_overlaps(spans)), forward_only)
 
 
 def _clocks(ops: tuple[Op, ...], lane: list[int]) -> tuple[list[list[int]], list[tuple[int, int]]]:

@@ -74,11 +74,11 @@ class _Graph:
                 before.add(previous[rank, op.lane])
             previous[rank, op.lane] = node
             if op.verb in ("send", "recv"):
-                partner = where.get(program.layout.peer(op, rank), _NEVER)
-                if partner[0] != rank and partner != _NEVER:
+                partner = where.get(program.layout.peer(op, rank))
+                if partner is None:
+                    before.add(_NEVER)
+                else:
                     self._join(*((node, partner) if op.verb == "send" else (partner, node)))
-                elif op.verb == "recv" or partner == _NEVER:  # a chunk follows another one on the same rank
-                    before.add(partner)
             self._waits[node] = len(before)
             for other in before:
                 self._followers[other].append(node)

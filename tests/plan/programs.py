@@ -1,0 +1,139 @@
+"""Programs for tests: random ones over all settings, and ways to break one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from hocket.config import PlanConfig
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.shard import Sharding
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a program is made from."""
+
+    layout: Layout
+    microbatches: int
+    plan: PlanConfig
+    sharding: Sharding
+
+    def build(self) -> Program:
+        return build_program(self.layout, self.microbatches, self.plan, self.sharding)
+
+
+class _Random:
+    """Draws from a random.Random with the few calls that `_case` needs."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def among(self, values: Sequence[Any]) -> Any:
+        return self._random.choice(values)
+
+
+class _Drawn:
+    """The same from hypothesis."""
+
+    def __init__(self, draw: Any) -> None:
+        self._draw = draw
+
+    def among(self, values: Sequence[Any]) -> Any:
+        return self._draw(st.sampled_from(values))
+
+
+def _case(source: Any, most_ranks: int) -> Case:
+    among = source.among
+    pp, chunks = among(range(1, most_ranks + 1)), among((1, 2, 3))
+    sizes = [among((1, 1, 2, 3)) for _ in range(pp * chunks)]
+    layout = Layout(
+        kinds=tuple(among(("dense", "moe", "moe")) for _ in range(sum(sizes))),
+        pp=pp,
+        chunks=chunks,
+        ep=among((1, 2)),
+        bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
+        tied=pp * chunks == 1 and among((False, True)),
+    )
+    merge = among(("auto", "off"))
+    stride = among((2, 3)) if merge == "auto" else 2
+    plan = PlanConfig(
+        order=among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()))),
+        chunks=chunks,
+        merge=merge,
+        group=among((0, 2 * pp, 2 * pp + 1, *((pp,) if stride == 2 else ()))),
+        stride=stride,
+        layer_order=among(("literature", "early_release", "wgrad_last")),
+        defer_wgrad=among(("auto", "off")),
+        p2p_defer_layers=among((0, 1, 2, -1)),
+        p2p_defer_parts=among(("attn", "all")),
+        strategy=among(("optim_grads", "optim_grads_params")),
+        prefetch=among((0, 1, 2, 4)),
+    )
+    return Case(layout, among(range(1, 9)), plan, Sharding(dense=among((1, 2)), experts=among((1, 2))))
+
+
+@st.composite
+def cases(draw: Any, most_ranks: int = 4) -> Case:
+    """Every setting of a plan, over small layouts."""
+    return _case(_Drawn(draw), most_ranks)
+
+
+def sample(count: int, seed: int, most_ranks: int = 4) -> list[Case]:
+    """Random cases, the same for the same seed."""
+    return [_case(_Random(seed * 10_000 + n), most_ranks) for n in range(count)]
+
+
+def find(program: Program, rank: int, name: str) -> int:
+    """Position of the first op whose short name starts with `name`."""
+    return next(p for p, op in enumerate(program.ranks[rank]) if str(op).startswith(name))
+
+
+def with_rank(program: Program, rank: int, ops: Sequence[Op]) -> Program:
+    return replace(program, ranks=(*program.ranks[:rank], tuple(ops), *program.ranks[rank + 1 :]))
+
+
+def with_op(program: Program, rank: int, position: int, **changes: Any) -> Program:
+    """The program with some fields of one op changed."""
+    ops = list(program.ranks[rank])
+    ops[position] = replace(ops[position], **changes)
+    return with_rank(program, rank, ops)
+
+
+def reordered(program: Program, rank: int, order: Sequence[int]) -> Program:
+    """The program with a rank's ops in a new order, some perhaps left out; positions in deps and frees follow."""
+    new = {old: position for position, old in enumerate(order)}
+    ops = [
+        replace(
+            program.ranks[rank][old],
+            deps=tuple(new[p] for p in program.ranks[rank][old].deps if p in new),
+            frees=tuple(new[p] for p in program.ranks[rank][old].frees if p in new),
+        )
+        for old in order
+    ]
+    return with_rank(program, rank, ops)
+
+
+def without(program: Program, rank: int, position: int) -> Program:
+    return reordered(program, rank, [p for p in range(len(program.ranks[rank])) if p != position])
+
+
+def moved(program: Program, rank: int, position: int, to: int) -> Program:
+    """The program with the op at `position` moved right before the op that is at `to` now."""
+    order = [p for p in range(len(program.ranks[rank])) if p != position]
+    order.insert(order.index(to), position)
+    return reordered(program, rank, order)
+
+
+def swapped(program: Program, rank: int, a: int, b: int) -> Program:
+    """The program with two ops in each other's place; deps and frees stay with the places."""
+    ops = list(program.ranks[rank])
+    first, second = ops[a], ops[b]
+    ops[a] = replace(second, deps=first.deps, frees=first.frees)
+    ops[b] = replace(first, deps=second.deps, frees=second.frees)
+    return with_rank(program, rank, ops)

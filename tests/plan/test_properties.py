@@ -1,0 +1,150 @@
+"""Properties of every program that can be built: valid, complete, free of deadlock, bounded in memory."""
+
+from collections import Counter
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+
+from hocket.config import PlanConfig
+from hocket.plan.check import check
+from hocket.plan.dryrun import dry_run, linearize
+from hocket.plan.lower import build_forward, build_program
+from hocket.plan.ops import Layout, Program
+from hocket.plan.shard import Sharding
+from tests.plan.programs import Case, cases
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@given(cases())
+@SETTINGS
+def test_valid(case: Case) -> None:
+    assert check(case.build()) == []
+
+
+@given(cases())
+@SETTINGS
+def test_complete(case: Case) -> None:
+    """Counted apart from the checker: every part of every microbatch, each unit reduced once per microbatch."""
+    program, layout, m = case.build(), case.layout, case.microbatches
+    found = Counter((op.verb, op.part) for _, _, op in program)
+    moe, dense = layout.kinds.count("moe"), layout.kinds.count("dense")
+    exchanges = moe if layout.ep > 1 else 0
+    for part, count in (
+        ("embed", 1), ("head", 1), ("attn", moe + dense), ("mlp", dense), ("experts", moe), ("unpermute", moe),
+        ("dispatch", exchanges), ("combine", exchanges),
+    ):  # fmt: skip
+        assert found["fwd", part] == found["bwd", part] == m * count
+        assert found["wgrad", part] == (m * count if layout.unit(part) else 0)
+    hops = m * (layout.stages - 1) if layout.pp > 1 else 0
+    assert {found[verb, part] for verb in ("send", "recv") for part in ("act", "grad")} == {hops}
+    assert found["reduce", "dense"] == m * len(layout.kinds)
+    assert found["reduce", "experts"] == m * moe
+    assert found["step", "all"] == layout.pp
+
+
+@given(cases())
+@SETTINGS
+def test_free_of_deadlock(case: Case) -> None:
+    """There is a global order, and it is one of every rank's lanes."""
+    program = case.build()
+    for seed in (None, 0, 1):
+        order = linearize(program, seed)
+        assert sorted(order) == [(rank, position) for rank, position, _ in program]
+        last: dict[tuple[int, str], int] = {}
+        for rank, position in order:
+            lane = (rank, program.ranks[rank][position].lane)
+            assert last.get(lane, -1) < position
+            last[lane] = position
+
+
+@given(cases())
+@SETTINGS
+def test_memory_is_bounded(case: Case) -> None:
+    program = case.build()
+    for rank, ops in enumerate(program.ranks):
+        assert _in_flight(program, rank) <= program.in_flight[rank]
+        weights, gradients = Counter[str](), Counter[str]()
+        held: set[tuple] = set()
+        for op in ops:
+            if op.verb in ("gather", "release"):
+                weights[op.part] += 1 if op.verb == "gather" else -1
+                assert weights[op.part] <= program.weight_slots[op.part]
+            elif op.verb in ("wgrad", "reduce"):
+                unit = case.layout.unit(op.part) or op.part
+                held.symmetric_difference_update(
+                    {(unit, op.slot)} if op.verb == "reduce" or (unit, op.slot) not in held else ()
+                )
+                gradients[unit] = sum(name == unit for name, _ in held)
+                assert gradients[unit] <= program.grad_slots[unit]
+        assert not any(weights.values())
+        assert not held
+
+
+def _in_flight(program: Program, rank: int) -> int:
+    """Most chunks at once whose forward has begun and whose backward has not ended."""
+    live: set[tuple[int, int]] = set()
+    left = Counter((op.microbatch, op.chunk) for op in program.ranks[rank] if op.verb == "bwd" and op.layer >= 0)
+    most = 0
+    for op in program.ranks[rank]:
+        item = (op.microbatch, op.chunk)
+        if op.verb == "fwd" and op.layer >= 0:
+            live.add(item)
+            most = max(most, len(live))
+        elif op.verb == "bwd" and op.layer >= 0:
+            left[item] -= 1
+            if not left[item]:
+                live.discard(item)
+    return most
+
+
+AHEAD = 3
+"""Received tensors that may be there beyond those in use: one posted ahead, and some not yet known to be read."""
+
+
+@given(cases())
+@SETTINGS
+def test_received_values_do_not_pile_up(case: Case) -> None:
+    """A received activation stays for its chunk's backward, a received gradient is soon dropped."""
+    program = case.build()
+    for rank, ops in enumerate(program.ranks):
+        live = Counter[str]()
+        for op in ops:
+            if op.verb == "recv":
+                live[op.part] += 1
+                assert live["act"] <= program.in_flight[rank] + AHEAD, f"{op} of rank {rank}"
+                assert live["grad"] <= AHEAD, f"{op} of rank {rank}"
+            for p in op.frees:
+                if ops[p].verb == "recv":
+                    live[ops[p].part] -= 1
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("merge", ["auto", "off"])
+def test_what_is_left_for_the_step_does_not_grow(chunks: int, merge: Literal["auto", "off"]) -> None:
+    """Values that no lane knows to be free in time stay until the step: there may be a few, not one per microbatch."""
+
+    def left(microbatches: int) -> list[int]:
+        layout = Layout(("dense",) + ("moe",) * 7, pp=2, chunks=chunks, ep=2)
+        program = build_program(layout, microbatches, PlanConfig(chunks=chunks, merge=merge), Sharding(2, 2))
+        return [len(ops[-1].frees) for ops in program.ranks]
+
+    assert left(8) == left(32)
+
+
+@given(cases(most_ranks=3))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_right_in_any_legal_order(case: Case) -> None:
+    program = case.build()
+    for seed in (None, 1, 2, 3):
+        dry_run(program, seed)
+
+
+@given(cases())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_forward_alone_is_right_too(case: Case) -> None:
+    program = build_forward(case.layout, case.microbatches, case.plan, case.sharding)
+    assert check(program, forward_only=True) == []
+    for seed in (None, 1):
+        dry_run(program, seed, forward_only=True)
