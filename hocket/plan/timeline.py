@@ -158,7 +158,7 @@ class _Mark(NamedTuple):
 
 
 def _bars(timeline: Timeline, program: Program, row: _Row, scale: float, stretch: float) -> Iterator[str]:
-    """The bars of one row. Neighbours too narrow to be seen, even stretched, are drawn as one."""
+    """The bars of one row. Neighbours too narrow to be seen, even stretched, are one bar, as opaque as dense."""
     ops, spans = program.ranks[row.rank], timeline.spans[row.rank]
     if row.lane == "exposed":
         for start, end in exposed_spans(ops, spans):
@@ -175,7 +175,8 @@ def _bars(timeline: Timeline, program: Program, row: _Row, scale: float, stretch
             time_of: dict[str, float] = defaultdict(float)
             for mark in group:
                 time_of[color(mark.op)] += mark.end - mark.start
-            yield _bar(row, start, group[-1].end, max(time_of, key=time_of.__getitem__), f"{len(group)} short ops")
+            name, end = max(time_of, key=time_of.__getitem__), group[-1].end
+            yield _bar(row, start, end, name, f"{len(group)} short ops", sum(time_of.values()) / (end - start))
             continue
         first, last = start / scale, end / scale
         yield _bar(row, start, end, color(op), f"{op}: {duration(last - first)}, {duration(first)} to {duration(last)}")
@@ -185,25 +186,23 @@ def _bars(timeline: Timeline, program: Program, row: _Row, scale: float, stretch
 
 
 def _together(marks: Iterable[_Mark], narrow: float) -> Iterator[list[_Mark]]:
-    """Group neighbours that are each narrow: as long as they are narrow together, or of one colour."""
+    """Group neighbours that are narrow together."""
     group: list[_Mark] = []
     for mark in marks:
-        if group:
-            last = group[-1]
-            close = max(mark.end - mark.start, last.end - last.start, mark.start - last.end) < narrow
-            if not (close and (color(mark.op) == color(last.op) or mark.end - group[0].start < narrow)):
-                yield group
-                group = []
+        if group and mark.end - group[0].start >= narrow:
+            yield group
+            group = []
         group.append(mark)
     if group:
         yield group
 
 
-def _bar(row: _Row, start: float, end: float, name: str, title: str) -> str:
+def _bar(row: _Row, start: float, end: float, name: str, title: str, opacity: float = 1.0) -> str:
+    seen = "" if opacity > 0.99 else f' fill-opacity="{opacity:.2f}"'
     width = max(end - start - (0.5 if end - start > 3 else 0), 0.3)
     return (
         f'<rect class="op" x="{start:.2f}" y="{row.top}" width="{width:.2f}" height="{row.height}" '
-        f'fill="{COLORS[name]}"><title>{escape(title)}</title></rect>'
+        f'fill="{COLORS[name]}"{seen}><title>{escape(title)}</title></rect>'
     )
 
 
