@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import write
-from benchmarks.step_time import batch
+from benchmarks.step_time import batch, for_world
 from hocket.engine import Engine
 from hocket.recipes import recipe
 
@@ -102,7 +102,7 @@ def main() -> None:
     rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    config = recipe(options.recipe)
+    config = for_world(recipe(options.recipe), dist.get_world_size())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="nccl", dtype="bf16"))
     engine = Engine(config, rank, device)
     engine.init_weights()

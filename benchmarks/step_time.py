@@ -50,6 +50,13 @@ def contenders(config: Config) -> dict[str, Config]:
     }
 
 
+def for_world(config: Config, world: int) -> Config:
+    """A recipe on another number of ranks: fewer or more data-parallel ranks."""
+    dp = world // config.mesh.pp
+    mesh = dataclasses.replace(config.mesh, dp=dp, ep=min(config.mesh.ep, dp))
+    return dataclasses.replace(config, mesh=mesh)
+
+
 def batch(engine: Engine, seed: int) -> list[Microbatch]:
     """Random tokens, the same for all contenders."""
     config = engine.config
@@ -100,7 +107,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
 
-    config = recipe(options.recipe)
+    config = for_world(recipe(options.recipe), dist.get_world_size())
     changes = {name: getattr(options, name) for name in ("microbatches", "sequences") if getattr(options, name)}
     train = dataclasses.replace(config.train, transport="nccl", dtype="bf16", **changes)
     config = dataclasses.replace(config, train=train)

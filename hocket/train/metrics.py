@@ -136,7 +136,10 @@ class Metrics:
     def summary(self) -> None:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
         seconds, steps = time.monotonic() - self._started, self._last - self._first
-        self.say(f"{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+        if steps:
+            self.say(f"{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+        else:
+            self.say("nothing to do: the run is complete. A larger train.steps goes on, run.resume = off starts over")
         if not math.isnan(self.validation_loss):
             verdict = "below" if self.validation_loss < self.entropy else "NOT below"
             self.say(
