@@ -18,10 +18,11 @@ from typing import Annotated, Literal, NoReturn
 import tyro
 
 from hocket.config import Config
+from hocket.leaves import problem
 from hocket.overrides import given
 from hocket.recipes import RECIPES, describe, recipe
 from hocket.resolve import Settings, replace_leaf, resolve
-from hocket.rules import Host, problem
+from hocket.rules import Host
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost

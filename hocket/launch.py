@@ -26,15 +26,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
+from hocket.leaves import problem
 from hocket.resolve import Settings, resolve
-from hocket.rules import problem
 
 GRACE = 2.0
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
@@ -77,15 +76,16 @@ def be_worker(settings: Settings, worker: Worker) -> int:
     import torch
     import torch.distributed as dist
 
+    from hocket.runtime.comm import join_world
     from hocket.train.trainer import Trainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    backend, device = "gloo", torch.device("cpu")
+    device = torch.device("cpu")
     if settings.train.device == "cuda":
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", worker.local_rank)
+        device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=settings.train.hang_timeout))
+        join_world(device.type == "cuda", settings.train.hang_timeout)
     except dist.DistNetworkError as error:
         if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
             raise ValueError(port_in_use(settings, worker.port)) from None

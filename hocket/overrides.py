@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
+from hocket.leaves import describe, leaf, leaves
 from hocket.resolve import stop_if
-from hocket.rules import describe, leaf, leaves
 
 
 def given(arguments: Sequence[str], config: Config, others: Mapping[str, type]) -> dict[str, str]:

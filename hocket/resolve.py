@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.config import Config
-from hocket.rules import RULES, Host, broken_rules, has_experts, leaf, merges, out_of_bounds, rule_text, stages
+from hocket.leaves import leaf, out_of_bounds
+from hocket.rules import RULES, Host, broken_rules, has_experts, merges, rule_text, stages
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What may go with what: bounds of single settings, and one table of rules between settings.
+"""What may go with what: one table of rules between settings.
 
 A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix.
 """
@@ -6,11 +6,11 @@ A broken rule becomes one line: setting, value, where the value came from, the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
+from hocket.leaves import line
 from hocket.plan.pipeline import warmup
 
 
@@ -46,32 +46,6 @@ class Rule:
     reason: str
     fix: str
     only_if_set: bool = False
-
-
-ANY = float("inf")
-
-BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.ffn"), (1, ANY)),
-    **dict.fromkeys(("model.expert_ffn", "model.top_k"), (1, ANY)),
-    **dict.fromkeys(("model.vocab", "model.head_dim"), (2, ANY)),
-    **dict.fromkeys(("model.experts", "model.shared_ffn", "model.dense_layers"), (0, ANY)),
-    **dict.fromkeys(("model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
-    **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
-    **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
-    **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
-    **dict.fromkeys(("plan.group", "plan.prefetch"), (0, ANY)),
-    "plan.p2p_defer_layers": (-1, ANY),
-    "data.sequence_length": (1, ANY),
-    "data.validation": (0, 0.9),
-    **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
-    **dict.fromkeys(("train.steps", "train.microbatches", "train.sequences"), (1, ANY)),
-    **dict.fromkeys(("train.keep", "train.log_every", "train.hang_timeout"), (1, ANY)),
-    **dict.fromkeys(("train.min_lr", "train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
-    **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
-    "train.betas": (0, 0.999999),
-    "run.port": (0, 65535),
-}
-"""Smallest and largest value of every number; of a tuple, of each of its members."""
 
 
 def has_experts(c: Config) -> bool:
@@ -383,37 +357,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def leaves(config: Config) -> Iterator[str]:
-    """Dotted names of all settings."""
-    for section in dataclasses.fields(Config):
-        for field in dataclasses.fields(getattr(config, section.name)):
-            yield f"{section.name}.{field.name}"
-
-
-def leaf(config: Config, setting: str) -> Any:
-    """Value of one setting, named like `plan.merge`."""
-    section, name = setting.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line per setting whose value by itself is impossible: wrong type, not a choice, too small or large."""
-    lines = []
-    for setting in leaves(config):
-        section, name = setting.split(".")
-        hint = get_type_hints(type(getattr(config, section)))[name]
-        value = leaf(config, setting)
-        low, high = BOUNDS.get(setting, (-ANY, ANY))
-        if not is_a(value, hint):
-            lines.append(line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}"))
-            continue
-        numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
-        if not all(low <= x <= high for x in numbers):
-            most = f" and at most {high:g}" if high != ANY else ""
-            lines.append(line(config, origins, setting, "out of range", f"at least {low:g}{most}"))
-    return lines
-
-
 def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
     """One line per broken rule. Needs a configuration that is within bounds and has no `auto` left."""
     return [
@@ -441,45 +384,3 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         stages=stages(config),
         last_layer=config.model.layers - 1,
     )
-
-
-def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, fix: str) -> str:
-    """One problem of a configuration."""
-    return problem(setting, leaf(config, setting), origins, reason, fix)
-
-
-def problem(setting: str, value: object, origins: Mapping[str, str], reason: str, fix: str) -> str:
-    """One problem as a line: setting, value, where the value came from, what is wrong with it, and a fix."""
-    origin = origins.get(setting) or origins.get("", "configuration")
-    return f"{setting} = {show(value)} ({origin}): {reason}; fix: {fix}"
-
-
-def show(value: object) -> str:
-    """A value as one would type it after a flag."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "(none)"
-    return str(value) if value != "" else "(empty)"
-
-
-def is_a(value: object, hint: Any) -> bool:
-    """Whether a value has the type of a setting. An int will do for a float; a bool is not a number."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        args = get_args(hint)
-        if not isinstance(value, tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
-            return False
-        return all(is_a(item, args[0]) for item in value)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, int | float if hint is float else hint)
-
-
-def describe(hint: Any) -> str:
-    """The type of a setting in words."""
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) is tuple:
-        args = get_args(hint)
-        return f"{'a list' if args[-1] is Ellipsis else f'{len(args)}'} of {args[0].__name__} values"
-    return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]

@@ -20,7 +20,17 @@ from torch import Tensor
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.transports import Gloo, Link, Local, Nccl, Null, Pending, Reduction, Slow, Transport, nccl_options
 
-__all__ = ["CommOptions", "Group", "Groups", "Link", "Pending", "TransportName", "make_groups", "require_multicast_off"]
+__all__ = [
+    "CommOptions",
+    "Group",
+    "Groups",
+    "Link",
+    "Pending",
+    "TransportName",
+    "join_world",
+    "make_groups",
+    "require_multicast_off",
+]
 
 TransportName = Literal["gloo", "nccl", "null", "slow"]
 
@@ -35,6 +45,14 @@ def require_multicast_off(env: Mapping[str, str]) -> None:
             raise ValueError(
                 f"environment variable {name} is {shown}: NVLink multicast must be off, set {name}={value}"
             )
+
+
+def join_world(gpus: bool, timeout: float) -> None:
+    """Make the default group of all ranks, as the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+    It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds.
+    """
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import Config
+from hocket.leaves import problem
 from hocket.resolve import Settings
-from hocket.rules import problem
 from hocket.train.flat_shard import FlatShard, Piece
 
 T = TypeVar("T")

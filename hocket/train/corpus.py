@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from hocket.config import DataConfig
-from hocket.rules import problem
+from hocket.leaves import problem
 from hocket.train.tokenizer import load_tokenizer
 
 FORMAT = 1

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hocket.leaves import problem
 from hocket.resolve import Settings
-from hocket.rules import problem
 from hocket.train.corpus import Corpus
 
 

@@ -1,0 +1,328 @@
+"""Settings: documented, bounded, resolved with reasons, and refused with a line that helps."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from hocket import config as config_module
+from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.leaves import BOUNDS, leaf, leaves
+from hocket.plan.check import assert_valid
+from hocket.planning import program_of
+from hocket.recipes import RECIPES, recipe
+from hocket.resolve import Settings, replace_leaf, resolve
+from hocket.rules import RULES, Host
+
+
+def changed(base: Config, **settings: Any) -> Config:
+    """`base` with settings replaced: `mesh__pp=2` is mesh.pp."""
+    for name, value in settings.items():
+        base = replace_leaf(base, name.replace("__", "."), value)
+    return base
+
+
+TINY = recipe("tiny")
+DENSE = Config(model=ModelConfig(layers=4))
+
+
+def flag(setting: str) -> str:
+    return f"command line, --{setting}"
+
+
+def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
+    origins = {name.replace("__", "."): flag(name.replace("__", ".")) for name in settings}
+    with pytest.raises(ValueError) as caught:
+        resolve(changed(base, **settings), host, origins)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ form
+
+
+def test_every_setting_has_a_docstring():
+    tree = ast.parse(Path(config_module.__file__).read_text())
+    documented = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for field, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    assert isinstance(following, ast.Expr), f"{node.name}.{field.target.id} has no docstring"
+                    documented.add(field.target.id)
+    assert {name.split(".")[1] for name in leaves(Config())} <= documented
+
+
+def numeric(hint: Any) -> bool:
+    return hint in (int, float) or any(arg in (int, float) for arg in get_args(hint))
+
+
+def test_every_number_has_bounds_and_every_bound_a_setting():
+    numbers = set()
+    for name in leaves(Config()):
+        section, field = name.split(".")
+        if numeric(get_type_hints(type(getattr(Config(), section)))[field]) and name != "plan.stride":
+            numbers.add(name)
+    assert numbers == set(BOUNDS)
+
+
+def test_settings_that_name_others_exist():
+    known = set(leaves(Config()))
+    for rule in RULES:
+        assert set(rule.settings) <= known
+        for text in (rule.reason, rule.fix):
+            for name in re.findall(r"\b(?:model|mesh|plan|data|train|run)\.[a-z_0-9]+", text):
+                assert name in known, f"{name} in {text!r}"
+
+
+def test_the_parts_a_user_touches_first_import_no_torch():
+    code = "import sys, hocket.cli, hocket.launch, hocket.planning, hocket.resolve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------- choices
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_resolves_and_has_a_valid_program(name):
+    settings = resolve(recipe(name), Host(gpus=8))
+    assert settings.run.folder == f"runs/{name}"
+    if settings.world <= 8 and settings.model.layers <= 16:
+        assert_valid(program_of(settings))
+
+
+CHOICES = [
+    (DENSE, Host(), "train.device", "cpu"),
+    (DENSE, Host(gpus=1), "train.device", "cuda"),
+    (changed(DENSE, mesh__dp=4), Host(gpus=2), "train.device", "cpu"),
+    (changed(DENSE, mesh__dp=16), Host(gpus=8, workers=16, local_workers=8), "train.device", "cuda"),
+    (DENSE, Host(gpus=1), "train.dtype", "bf16"),
+    (DENSE, Host(), "train.dtype", "fp32"),
+    (DENSE, Host(gpus=1), "train.transport", "nccl"),
+    (DENSE, Host(), "train.transport", "gloo"),
+    (DENSE, Host(), "plan.merge", "off"),
+    (DENSE, Host(), "plan.order", "sequential"),
+    (DENSE, Host(), "plan.defer_wgrad", "off"),
+    (changed(DENSE, mesh__pp=2), Host(), "plan.order", "1f1b"),
+    (changed(DENSE, mesh__pp=2), Host(), "plan.defer_wgrad", "on"),
+    (changed(DENSE, mesh__pp=2, plan__chunks=2), Host(), "plan.order", "interleaved"),
+    (changed(TINY, plan__merge="auto"), Host(), "plan.merge", "on"),
+    (changed(TINY, plan__merge="auto", mesh__ep=1), Host(), "plan.merge", "off"),
+    (changed(TINY, plan__merge="auto", plan__order="sequential"), Host(), "plan.merge", "off"),
+    (changed(TINY, plan__merge="auto", train__microbatches=2, mesh__pp=1, plan__chunks=1), Host(), "plan.merge", "on"),
+    (changed(TINY, plan__merge="auto", train__microbatches=1, mesh__pp=1, plan__chunks=1), Host(), "plan.merge", "off"),
+    (changed(TINY, plan__defer_wgrad="auto", mesh__pp=1), Host(), "plan.defer_wgrad", "on"),
+    (DENSE, Host(), "run.folder", "runs/run"),
+]
+
+
+@pytest.mark.parametrize(("config", "host", "setting", "wanted"), CHOICES)
+def test_what_auto_becomes_and_why(config, host, setting, wanted):
+    settings = resolve(config, host)
+    assert leaf(settings, setting) == wanted
+    reasons = [d.reason for d in settings.decisions if d.setting == setting and d.value == wanted]
+    assert len(reasons) == 1
+    assert len(reasons[0]) > 10
+
+
+def test_nothing_is_left_open_and_nothing_that_was_set_is_changed():
+    settings = resolve(TINY)
+    open_values = {name for name in leaves(settings) if leaf(settings, name) == "auto"}
+    assert open_values == {"run.resume"}  # decided by what is on disk
+    for name in leaves(TINY):
+        if leaf(TINY, name) not in ("auto", ""):
+            assert leaf(settings, name) == leaf(TINY, name)
+
+
+def test_resolving_is_pure_and_can_be_repeated():
+    before = repr(TINY)
+    once = resolve(TINY, Host(gpus=4))
+    assert repr(TINY) == before
+    assert once == resolve(TINY, Host(gpus=4))
+    again = resolve(once, Host(gpus=4))
+    assert isinstance(again, Settings)
+    assert all(leaf(again, name) == leaf(once, name) for name in leaves(once))
+
+
+def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error():
+    alone = changed(TINY, mesh__pp=1)
+    assert any(d.setting == "plan.p2p_defer_layers" and "no effect" in d.reason for d in resolve(alone).decisions)
+    assert "plan.p2p_defer_layers = 1 (command line" in refused(alone, plan__p2p_defer_layers=1)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
+    (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
+    (DENSE, {"model__head_dim": 31}, "model.head_dim", "rotary"),
+    (TINY, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),
+    (TINY, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
+    (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
+    *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
+        "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "normalize_top_k": False,
+        "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1,
+    }.items()),
+    (TINY, {"mesh__dp": 3}, "mesh.dp", "does not divide mesh.dp = 3"),
+    (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
+    (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
+    (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
+    (TINY, {"plan__chunks": 5}, "plan.chunks", "10 virtual stages, more than 8 layers"),
+    (TINY, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
+    (TINY, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),
+    (TINY, {"plan__order": "1f1b"}, "plan.order", "one chunk per rank"),
+    (changed(TINY, plan__chunks=1), {"plan__order": "interleaved"}, "plan.order", "one chunk per rank to interleave"),
+    (TINY, {"train__microbatches": 1}, "train.microbatches", "at least mesh.pp = 2"),
+    (TINY, {"plan__group": 5}, "plan.group", "at most train.microbatches = 4"),
+    (TINY, {"plan__group": 1}, "plan.group", "at least mesh.pp = 2"),
+    (changed(TINY, plan__chunks=1), {"plan__group": 2}, "plan.group", "no effect"),
+    (changed(TINY, plan__merge="off"), {"plan__stride": 3}, "plan.stride", "merging is off"),
+    (changed(TINY, mesh__pp=1), {"plan__stride": 3}, "plan.stride", "no effect"),
+    (changed(TINY, plan__group=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
+    (changed(TINY, train__microbatches=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
+    (changed(TINY, plan__order="sequential"), {"plan__merge": "on"}, "plan.merge", "nothing to merge"),
+    (changed(TINY, train__microbatches=1, mesh__pp=1), {"plan__merge": "on"}, "plan.merge", "nothing would be merged"),
+    (changed(TINY, plan__merge="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "no effect"),
+    (changed(TINY, mesh__pp=1), {"plan__p2p_defer_layers": 2}, "plan.p2p_defer_layers", "nothing is sent"),
+    (changed(TINY, plan__defer_wgrad="off"), {"plan__p2p_defer_layers": 2}, "plan.p2p_defer_layers", "only deferred"),
+    (changed(TINY, plan__defer_wgrad="off"), {"plan__p2p_defer_parts": "all"}, "plan.p2p_defer_parts", "no effect"),
+    (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
+    (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
+    (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
+    (TINY, {"data__cache": ""}, "data.cache", "empty path"),
+    (TINY, {"data__validation": 0.0}, "data.validation", "nothing is kept for validation"),
+    (TINY, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
+    (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
+    (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
+    (TINY, {"train__profile": (3,)}, "train.profile", "first step and its number of steps"),
+    (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
+    (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),
+    (TINY, {"run__resume": ""}, "run.resume", "empty path"),
+    # Values that are impossible by themselves
+    (TINY, {"train__steps": 0}, "train.steps", "out of range; fix: at least 1"),
+    (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
+    (TINY, {"train__lr": float("nan")}, "train.lr", "out of range"),
+    (TINY, {"train__betas": (0.9, 1.0)}, "train.betas", "out of range"),
+    (TINY, {"model__hidden": "wide"}, "model.hidden", "not a whole number"),
+    (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),
+    (TINY, {"plan__merge": "yes"}, "plan.merge", "not one of auto, on, off"),
+    (TINY, {"data__paths": "text"}, "data.paths", "not a list"),
+    (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
+]  # fmt: skip
+WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
+    (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
+    (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
+    (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),
+    (TINY, Host(tokenizer_vocab=300), {"model__vocab": 256}, "model.vocab", "has 300 tokens"),
+]
+
+
+@pytest.mark.parametrize(("base", "settings", "setting", "reason"), REFUSED)
+def test_a_bad_setting_is_refused_with_value_origin_reason_and_fix(base, settings, setting, reason):
+    check_message(refused(base, **settings), setting, reason)
+
+
+@pytest.mark.parametrize(("base", "host", "settings", "setting", "reason"), WITH_HOST)
+def test_a_setting_that_the_host_cannot_serve_is_refused(base, host, settings, setting, reason):
+    check_message(refused(base, host, **settings), setting, reason)
+
+
+def check_message(text: str, setting: str, reason: str) -> None:
+    lines = [line for line in text.splitlines() if reason in line]
+    assert lines, text
+    assert re.match(rf"\s*{re.escape(setting)} = .+ \(command line, --{re.escape(setting)}\): .+; fix: .+", lines[0]), (
+        text
+    )
+
+
+def test_every_rule_can_be_broken():
+    cases = [(changed(base, **settings), Host()) for base, settings, _, _ in REFUSED]
+    cases += [(changed(base, **settings), host) for base, host, settings, _, _ in WITH_HOST]
+    unused = set(range(len(RULES)))
+    for config, host in cases:
+        try:
+            resolve(config, host)
+        except ValueError as error:
+            if "out of range" in str(error) or ": not " in str(error):
+                continue
+        resolved = choose_all(config, host)
+        unused -= {i for i, rule in enumerate(RULES) if rule.broken(resolved, host)}
+    assert not unused, [RULES[i].reason for i in unused]
+
+
+def choose_all(config: Config, host: Host) -> Config:
+    from hocket.resolve import CHOICES
+
+    for setting, choose in CHOICES:
+        if leaf(config, setting) in ("auto", ""):
+            config = replace_leaf(config, setting, choose(config, host)[0])
+    return config
+
+
+def test_all_problems_are_reported_at_once():
+    text = refused(TINY, model__heads=5, model__experts=7, plan__chunks=5, train__min_lr=1.0)
+    assert text.startswith("4 settings cannot work:\n")
+    assert len(text.splitlines()) == 5
+
+
+def test_the_origin_is_the_recipe_unless_a_flag_is_involved():
+    with pytest.raises(ValueError, match=re.escape("model.experts = 7 (recipe odd)")):
+        resolve(changed(TINY, model__experts=7), None, {"": "recipe odd"})
+    with pytest.raises(ValueError, match=re.escape("mesh.ep = 2 (command line, --mesh.ep)")):
+        resolve(changed(TINY, model__experts=7), None, {"": "recipe odd", "mesh.ep": flag("mesh.ep")})
+
+
+# ------------------------------------------------------------------------------------- rules and planner agree
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    pp, chunks, ep = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
+    layers = draw(st.integers(pp * chunks, pp * chunks + 5))
+    microbatches = draw(st.integers(1, 9))
+    group = draw(st.sampled_from([0, 0, *range(pp, microbatches + 1)]))
+    return Config(
+        model=ModelConfig(
+            layers=layers,
+            experts=4 if ep > 1 else draw(st.sampled_from([0, 4])),
+            dense_layers=tuple(draw(st.sets(st.integers(0, layers - 1), max_size=3))),
+            tied=draw(st.booleans()) if pp * chunks == 1 else False,
+        ),
+        mesh=MeshConfig(pp=pp, dp=ep * draw(st.sampled_from([1, 2])), ep=ep),
+        plan=PlanConfig(
+            order=draw(st.sampled_from(["auto", "auto", "sequential", "1f1b", "interleaved"])),
+            chunks=chunks,
+            merge=draw(st.sampled_from(["auto", "on", "off"])),
+            group=group,
+            stride=draw(st.sampled_from([2, 2, 3])),
+            layer_order=draw(st.sampled_from(["literature", "early_release", "wgrad_last"])),
+            defer_wgrad=draw(st.sampled_from(["auto", "on", "off"])),
+            p2p_defer_layers=draw(st.integers(-1, 3)),
+            p2p_defer_parts=draw(st.sampled_from(["attn", "all"])),
+            strategy=draw(st.sampled_from(["optim_grads", "optim_grads_params"])),
+            prefetch=draw(st.integers(0, 3)),
+        ),
+        train=TrainConfig(microbatches=microbatches),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs())
+def test_what_the_rules_let_pass_has_a_valid_program(config):
+    try:
+        resolved = resolve(config)
+    except ValueError:
+        reject()  # about one in three
+    assert_valid(program_of(resolved))
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(TINY.model, "hidden", 1)  # noqa: B010  (a plain assignment is already a type error)
