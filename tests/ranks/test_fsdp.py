@@ -1,4 +1,4 @@
-"""Sharded units, slots and the optimizer, on one to four gloo ranks, against plain whole tensors."""
+"""Sharded units and slots, on one to four gloo ranks, against plain whole tensors."""
 
 import math
 
@@ -7,76 +7,11 @@ import torch
 from torch import nn
 
 from hocket.fsdp.context import ShardedModel, unit_of
-from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
-from hocket.runtime.comm import TransportName, make_groups
+from hocket.runtime.comm import make_groups
 from tests.helpers.ranks import run_ranks
-
-CPU = torch.device("cpu")
-EXPERTS = 4
-SHAPES = {
-    "embed.weight": (37, 24),
-    "layers.0.attn.norm": (24,),
-    "layers.0.attn.wq": (40, 24),
-    "layers.0.mlp.w": (24, 65),
-    "layers.1.attn.norm": (24,),
-    "layers.1.attn.wq": (40, 24),
-    "layers.1.router.weight": (EXPERTS, 24),
-    "layers.1.experts.w_up": (EXPERTS, 24, 33),
-    "layers.1.experts.w_down": (EXPERTS, 33, 24),
-    "head.norm": (3,),
-}
-SLOTS = {"embed": 1, "dense": 2, "experts": 2, "head": 1}
-PLACES = [("embed", 0, -1), ("dense", 0, 0), ("dense", 0, 1), ("experts", 0, 1), ("head", 0, -1)]
-
-
-def build_module(ep):
-    """A module whose parameters have the names and shapes above, on the meta device; experts split over `ep`."""
-    root = nn.Module()
-    for name, shape in SHAPES.items():
-        *path, leaf = name.split(".")
-        module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        local = (shape[0] // ep, *shape[1:]) if ".experts." in name else shape
-        module.register_parameter(leaf, nn.Parameter(torch.empty(local, device="meta")))
-    return root
-
-
-def tensors(seed, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
-
-
-def build(rank, mesh, dtype=torch.float32, transport: TransportName = "gloo"):
-    groups = make_groups(mesh, rank, CPU, transport)
-    program = Program(Layout(("dense", "moe"), ep=mesh.ep), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([build_module(mesh.ep)], mesh, groups, program, dtype, CPU)
-    for slots in (*model.weight_slots.values(), *model.grad_slots.values()):
-        for buffer in slots.buffers:
-            buffer.fill_(float("nan"))  # whoever reads what nobody wrote will notice
-    return model, groups
-
-
-def local_of(full, weight, model):
-    """This rank's slice of a whole tensor: the tensor itself, or its local experts."""
-    if full.shape == weight.shape:
-        return full
-    return full.chunk(model.groups.a2a.size)[model.groups.a2a.rank]
-
-
-def add_grads(model, grads, slot=0):
-    """One microbatch: write every gradient, reduce every unit."""
-    for unit in model.units.values():
-        views = unit.grad_views(slot)
-        for weight, view in views.items():
-            view.copy_(local_of(grads[weight.name], weight, model))
-        unit.zero_missing(slot, views.keys())
-        unit.reduce(slot).wait()
-
+from tests.helpers.units import CPU, PLACES, SHAPES, SLOTS, add_grads, build, build_module, local_of, tensors
 
 MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=2, ep=2), Mesh(dp=4, ep=2), Mesh(pp=1, dp=3)]
 
@@ -277,124 +212,6 @@ def test_pieces_of_all_ranks_are_the_whole_model_once(mesh):
         assert torch.equal(found[name].view(value.shape), value)
 
 
-OPTIONS = AdamWOptions(lr=1e-2, clip=0.7)
-
-
-def rank_grads(seed, name, ep):
-    """The gradient that one rank contributes; for experts, the rows of `ep` ranks have met in it."""
-    return torch.stack([tensors(seed + e)[name] for e in range(ep)]).sum(0)
-
-
-def reference_steps(mesh, steps):
-    """Plain AdamW on whole tensors. The gradient of rank r in step i is `tensors(10 * i + r)`."""
-    params = {name: value.clone().requires_grad_() for name, value in tensors(5).items()}
-    decay = [p for p in params.values() if p.ndim >= 2]
-    rest = [p for p in params.values() if p.ndim < 2]
-    adamw = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": OPTIONS.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps,
-    )  # fmt: skip
-    norms = []
-    for i in range(steps):
-        for name, param in params.items():
-            grad = torch.zeros(param.shape)
-            for first in range(0, mesh.dp, ep := mesh.ep if ".experts." in name else 1):
-                grad += rank_grads(10 * i + first, name, ep)
-            param.grad = grad * (1 / mesh.dp)
-        norm = torch.stack([p.grad.double().square().sum() for p in params.values() if p.grad is not None]).sum().sqrt()
-        norms.append(norm.item())
-        for param in params.values():
-            assert param.grad is not None
-            param.grad *= (OPTIONS.clip / (norm + 1e-6)).clamp(max=1.0).float()
-        adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = OPTIONS.lr * (i + 1)
-        adamw.step()
-    return {name: p.detach() for name, p in params.items()}, norms
-
-
-def _train(rank, mesh, steps):
-    model, groups = build(rank, mesh)
-    model.load(tensors(5))
-    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
-    norms = []
-    for i in range(steps):
-        grads = tensors(10 * i + rank)
-        for name in (n for n in grads if ".experts." in n):
-            grads[name] = rank_grads(10 * i + rank - rank % mesh.ep, name, mesh.ep)
-        add_grads(model, grads)
-        norms.append(optimizer.step(OPTIONS.lr * (i + 1)).item())
-    assert optimizer.steps == steps
-    assert not any(unit.main_grad.any() for unit in model.units.values())
-    pieces = [(s.piece.name, s.piece.lo, s.piece.hi, s.piece.main.clone()) for s in optimizer.state.values()]
-    dense = model.unit("dense", 0, 1)
-    if not dense.whole:
-        dense.gather(1).wait()
-    return pieces, norms, {weight.name: weight.tensor().clone() for weight in dense.weights}
-
-
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=4, ep=2), Mesh(dp=4, ep=4)], ids=str)
-def test_adamw_on_shards_equals_adamw_on_whole_parameters(mesh):
-    steps = 3
-    expected, norms = reference_steps(mesh, steps)
-    for pieces, found_norms, gathered in run_ranks(_train, mesh.world, mesh, steps):
-        assert found_norms == pytest.approx(norms, rel=1e-12)
-        assert norms[0] > OPTIONS.clip
-        for name, lo, hi, value in pieces:
-            assert torch.equal(value, expected[name].flatten()[lo:hi]), name
-        for name, value in gathered.items():
-            assert torch.equal(value, expected[name]), name
-
-
-def _resume(rank, mesh):
-    model, groups = build(rank, mesh)
-    model.load(tensors(5))
-    first = ShardedAdamW(model, groups.control, OPTIONS)
-    add_grads(model, tensors(rank))
-    first.step()
-    weights = {name: state.piece.main.clone() for name, state in first.state.items()}
-    moments = {name: (state.exp_avg.clone(), state.exp_avg_sq.clone()) for name, state in first.state.items()}
-    add_grads(model, tensors(10 + rank))
-    first.step()
-    expected = {name: state.piece.main.clone() for name, state in first.state.items()}
-    second = ShardedAdamW(model, groups.control, OPTIONS)
-    for name, state in second.state.items():
-        state.piece.main.copy_(weights[name])
-        state.exp_avg.copy_(moments[name][0])
-        state.exp_avg_sq.copy_(moments[name][1])
-    second.steps = 1
-    add_grads(model, tensors(10 + rank))
-    second.step()
-    assert all(torch.equal(state.piece.main, expected[name]) for name, state in second.state.items())
-    return len(expected)
-
-
-def test_state_can_be_taken_and_put_back():
-    run_ranks(_resume, 2, Mesh(dp=2))
-
-
-def _tiny(rank, world):
-    """Fewer elements than ranks: some ranks keep nothing at all."""
-    groups = make_groups(Mesh(dp=world), rank, CPU, "gloo")
-    chunk = nn.ModuleDict({"head": nn.ParameterDict({"norm": nn.Parameter(torch.empty(3, device="meta"))})})
-    program = Program(Layout(("dense",)), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([chunk], Mesh(dp=world), groups, program, torch.float32, CPU)
-    model.load({"head.norm": torch.ones(3)})
-    optimizer = ShardedAdamW(model, groups.control, AdamWOptions(lr=0.1, clip=0.0))
-    unit = model.unit("head", 0)
-    (view,) = unit.grad_views(0).values()
-    view.fill_(1.0)
-    unit.zero_missing(0, unit.weights)
-    unit.reduce(0).wait()
-    norm = optimizer.step()
-    assert norm.item() == pytest.approx(3**0.5)
-    unit.gather(0).wait()
-    assert torch.allclose(unit.weights[0].tensor(), torch.full((3,), 0.9))
-    return len(optimizer.state)
-
-
-def test_ranks_that_keep_nothing_take_part():
-    assert run_ranks(_tiny, 4, 4) == [1, 0, 0, 0]
-
-
 def _memory(rank):
     model, _ = build(rank, Mesh(dp=2), torch.bfloat16)
     longest = {}
@@ -417,24 +234,6 @@ def _memory(rank):
 
 def test_memory_is_the_slots_and_the_shards():
     run_ranks(_memory, 2)
-
-
-def test_without_communication_a_step_stays_finite():
-    """The null transport needs no process group; slots hold numbers like weights, not what memory held before."""
-    mesh = Mesh(pp=1, dp=4, ep=2)
-    groups = make_groups(mesh, 3, CPU, "null")
-    program = Program(Layout(("dense", "moe"), ep=2), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([build_module(2)], mesh, groups, program, torch.bfloat16, CPU)
-    model.load(tensors(1))
-    unit = model.unit("dense", 0, 0)
-    assert unit.gather(0).done
-    assert all(weight.tensor().float().abs().max() < 1 for weight in unit.weights)
-    assert all(weight.tensor().any() for weight in unit.weights)
-    unit.release()
-    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
-    add_grads(model, tensors(2))
-    assert optimizer.step().isfinite()
-    model.assert_clean()
 
 
 def test_names_decide_the_unit():
