@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from hocket.fsdp.context import ShardedModel
-from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import TransportName, make_groups
 
