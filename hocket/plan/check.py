@@ -10,8 +10,8 @@
     8  A side value's consumer runs backward before its producer.                 here
     9  A unit's gradients accumulate in ascending microbatch order.               check_memory.py
     10 Every op is on a lane of its kind.                                         here
-    11 Activations in flight stay under the cap.                                  check_memory.py
-    12 At the end nothing is left: values, weight slots, gradient slots.          check_memory.py
+    11 Activations in flight stay under the cap; receives are not posted early.   check_memory.py
+    12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, check_memory.py
     13 Compute is queued before the host waits.                                   check_order.py
 
 What an op reads is in `values.py`; what "after" means is in `facts.py`. Everything takes time linear in the
@@ -23,11 +23,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.plan.check_memory import activations_capped, gradients_kept, values_live, weights_resident
+from hocket.plan.check_memory import (
+    activations_capped,
+    gradients_kept,
+    receives_paced,
+    values_live,
+    weights_resident,
+)
 from hocket.plan.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts
 from hocket.plan.ops import Key, Op, Program
-from hocket.plan.values import follows, reads
+from hocket.plan.values import follows
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
 
@@ -113,16 +119,17 @@ def backward_after_forward(facts: Facts) -> Iterator[Violation]:
         yield facts.fail(5, f"a rank's list ends with its one step, got steps at {steps} of {last + 1} ops", *steps)
         return
     for i, op in enumerate(facts.ops):
-        if op.verb == "reduce" and not facts.before(i, last):
-            yield facts.fail(5, f"{facts.show(last)} may run before {facts.show(i)}", last, i)
+        if not facts.before(i, last):
+            number = 5 if op.verb == "reduce" else 12
+            yield facts.fail(number, f"{facts.show(last)} may run before {facts.show(i)}", last, i)
 
 
 def side_values_reversed(facts: Facts) -> Iterator[Violation]:
     """Invariant 8: if the forward of x reads a value of y, the backward of x comes before that of y."""
-    for op in facts.ops:
+    for op, keys in zip(facts.ops, facts.reads, strict=True):
         if op.verb == "fwd":
             x = facts.where.get(("bwd", *op.key[1:]))
-            for key in reads(op, facts.layout, facts.rank):
+            for key in keys:
                 y = facts.where.get(("bwd", *key[1:]))
                 if key[0] == "fwd" and x is not None and y is not None and not facts.before(x, y):
                     yield facts.fail(8, f"{facts.show(y)} may run before {facts.show(x)}, which makes its input", y, x)
@@ -160,5 +167,6 @@ _RULES = (
     weights_resident,
     gradients_kept,
     activations_capped,
+    receives_paced,
 )
 """The rules that look at one rank at a time."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hocket.plan.facts import Facts, Violation
-from hocket.plan.values import UnitName, reads, unit_read, unit_written
+from hocket.plan.values import UnitName, unit_read, unit_written
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -15,9 +14,9 @@ def values_live(facts: Facts) -> Iterator[Violation]:
 
     Also invariant 12: every value is dropped.
     """
-    readers: dict[int, list[int]] = defaultdict(list)
-    for i, op in enumerate(facts.ops):
-        for key in reads(op, facts.layout, facts.rank):
+    readers = facts.readers
+    for i, keys in enumerate(facts.reads):
+        for key in keys:
             p = facts.where.get(key)
             if p is None:
                 verb, part, m, c, layer = key
@@ -25,7 +24,6 @@ def values_live(facts: Facts) -> Iterator[Violation]:
                     6, f"{facts.show(i)} reads the value of {verb} {part} m{m} c{c} l{layer}: no such op", i
                 )
                 continue
-            readers[p].append(i)
             if not facts.before(p, i):
                 yield facts.fail(6, f"{facts.show(i)} may run before {facts.show(p)}, whose value it reads", i, p)
     dropped: dict[int, int] = {}
@@ -218,3 +216,18 @@ def activations_capped(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(
                 11, f"{facts.show(position)} makes {live} chunk activations in flight, cap {cap}", position
             )
+
+
+def receives_paced(facts: Facts) -> Iterator[Violation]:
+    """Invariant 11 for received tensors: at most one per direction waits for its first reader.
+
+    A receive takes memory from the moment it is posted, and nothing but a dependency keeps the host from posting
+    all of a step at once.
+    """
+    waiting: dict[str, int] = {}
+    for i, op in enumerate(facts.ops):
+        if op.verb == "recv":
+            p = waiting.get(op.part)
+            if p is not None and not any(facts.before(reader, i) for reader in facts.readers.get(p, ())[:1]):
+                yield facts.fail(11, f"{facts.show(i)} may be posted before {facts.show(p)} has a reader", i, p)
+            waiting[op.part] = i

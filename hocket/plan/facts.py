@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hocket.plan.ops import LANES, Key, Layout, Op, Program
+from hocket.plan.values import reads
 
 INVARIANTS = {
     1: "no deadlock",
@@ -72,7 +73,8 @@ class Span:
 class Facts:
     """One rank of a program, indexed.
 
-    `where` is the position of every key (the last one, if a key comes twice). `late_deps` are (op, dependency)
+    `where` is the position of every key (the last one, if a key comes twice), `reads` the keys whose values each
+    op uses, `readers` the positions that use the value of a position. `late_deps` are (op, dependency)
     pairs whose dependency isn't an earlier position; they are left out of the clocks. `merged` are the pairs of
     spans that overlap in the list.
     """
@@ -82,6 +84,8 @@ class Facts:
     ops: tuple[Op, ...]
     lane: list[int]
     where: dict[Key, int]
+    reads: list[list[Key]]
+    readers: dict[int, list[int]]
     clocks: list[list[int]]
     late_deps: list[tuple[int, int]]
     spans: list[Span]
@@ -110,7 +114,14 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
     clocks, late_deps = _clocks(ops, lane)
     spans = _spans(ops)
     where = {op.key: position for position, op in enumerate(ops)}
-    return Facts(program, rank, ops, lane, where, clocks, late_deps, spans, list(_overlaps(spans)), forward_only)
+    keys = [reads(op, program.layout, rank) for op in ops]
+    readers: dict[int, list[int]] = {}
+    for i, wanted in enumerate(keys):
+        for key in wanted:
+            if key in where:
+                readers.setdefault(where[key], []).append(i)
+    merged = list(_overlaps(spans))
+    return Facts(program, rank, ops, lane, where, keys, readers, clocks, late_deps, spans, merged, forward_only)
 
 
 def _clocks(ops: tuple[Op, ...], lane: list[int]) -> tuple[list[list[int]], list[tuple[int, int]]]:

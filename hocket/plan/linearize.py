@@ -13,7 +13,7 @@ import heapq
 import random
 from collections import defaultdict
 
-from hocket.plan.ops import Program
+from hocket.plan.ops import LANES, Program
 
 Node = tuple[int, int]
 """(rank, position)."""
@@ -21,8 +21,8 @@ Node = tuple[int, int]
 _NEVER: Node = (-1, -1)
 """Stands for a partner that is missing."""
 
-_STAY = 0.75
-"""Chance to go on with the lane that ran last. Bursts let one lane run far ahead of the others."""
+_ANY_LANE = 0.02
+"""Chance to take any ready op, whatever the ranking of lanes."""
 
 
 def linearize(program: Program, seed: int | None) -> list[Node]:
@@ -32,7 +32,7 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     Note: [Why blocking sends cannot deadlock]. Raises ValueError if there is no legal order.
     """
     graph = _Graph(program)
-    pick = _Closest() if seed is None else _Bursts(program, seed)
+    pick = _Closest() if seed is None else _Ranked(program, seed)
     order: list[Node] = []
     steps: list[Node] = []
     for node in graph.start():
@@ -122,14 +122,20 @@ class _Closest:
         return heapq.heappop(self._ready)[::-1] if self._ready else None
 
 
-class _Bursts:
-    """Takes a ready op of a random lane, and stays with that lane for a while."""
+class _Ranked:
+    """Takes a ready op of the lane that ranks highest; now and then one of any lane.
+
+    The ranking is random. So some lanes run as far ahead as they may, others are starved: the orders in which
+    a missing dependency shows.
+    """
 
     def __init__(self, program: Program, seed: int) -> None:
         self._program = program
         self._random = random.Random(seed)
         self._ready: dict[tuple[int, str], Node] = {}  # at most one op of a lane can be next
-        self._lane: tuple[int, str] | None = None
+        lanes: list[tuple[int, str]] = [(rank, lane) for rank in range(len(program.ranks)) for lane in LANES]
+        self._random.shuffle(lanes)
+        self._ranking = {lane: place for place, lane in enumerate(lanes)}
 
     def add(self, node: Node) -> None:
         self._ready[node[0], self._program.ranks[node[0]][node[1]].lane] = node
@@ -137,6 +143,8 @@ class _Bursts:
     def next(self) -> Node | None:
         if not self._ready:
             return None
-        if self._lane not in self._ready or self._random.random() >= _STAY:
-            self._lane = self._random.choice(list(self._ready))
-        return self._ready.pop(self._lane)
+        if self._random.random() < _ANY_LANE:
+            lane = self._random.choice(list(self._ready))
+        else:
+            lane = min(self._ready, key=lambda lane: self._ranking[lane])
+        return self._ready.pop(lane)

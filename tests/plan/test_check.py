@@ -289,9 +289,11 @@ BROKEN = [
     (10, compute_among_exchanges),
     (10, exchange_among_compute),
     (11, cap_lowered),
+    (11, cut("recv act m2", "fwd", rank=1)),
     (11, lambda program: replace(program, in_flight=())),
     (12, never_freed),
     (12, never_released),
+    (12, cut("step", "send")),
     (12, never_reduced),
 ]
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,9 @@ OPS = st.builds(
 def any_program(draw: st.DrawFn) -> Program:
     """Programs that only have to be well-formed: the text must carry broken ones too."""
     pp = draw(st.integers(1, 3))
-    kinds = tuple(draw(st.lists(st.sampled_from(("dense", "moe")), min_size=pp, max_size=8)))
+    dense: Literal["dense"] = "dense"
+    moe: Literal["moe"] = "moe"
+    kinds = tuple(draw(st.lists(st.sampled_from((dense, moe)), min_size=pp, max_size=8)))
     slots = st.dictionaries(st.sampled_from(("embed", "dense", "experts", "head")), st.integers(0, 9))
     return Program(
         layout=Layout(kinds, pp=pp, ep=draw(st.integers(1, 4)), tied=pp == 1 and draw(st.booleans())),

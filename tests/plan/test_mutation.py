@@ -1,0 +1,89 @@
+"""Would a forgotten dependency be noticed? Dependencies are removed one at a time from many programs.
+
+A dependency is *needed* if lane order and the other dependencies don't imply it. The checker must notice that a
+needed one is gone; the dry run, which only sees the orders that it tries, must notice most.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hocket.plan.check import check
+from hocket.plan.dryrun import dry_run
+from hocket.plan.ops import Program
+from tests.plan.programs import sample, with_op
+
+PROGRAMS = 60
+LONGEST = 450
+"""Ops of the longest program that is mutated: short ones have all that long ones have."""
+MUTATIONS = 2500
+TRIED = 150
+SEEDS = 40
+
+
+def needed(program: Program) -> Iterator[tuple[int, int, int]]:
+    """(rank, op, dependency) of every dependency that nothing else implies."""
+    for rank, ops in enumerate(program.ranks):
+        known: list[frozenset[int]] = []  # everything that happens before each op
+        latest: dict[str, frozenset[int]] = {}
+        for position, op in enumerate(ops):
+            lane = latest.get(op.lane, frozenset())
+            for d in op.deps:
+                others = lane.union(*(known[e] for e in op.deps if e != d))
+                if d not in others:
+                    yield rank, position, d
+            known.append(lane.union([position], *(known[d] for d in op.deps)))
+            latest[op.lane] = known[-1]
+
+
+def mutations() -> Iterator[tuple[Program, str]]:
+    """Programs without one needed dependency, and what it was."""
+    for case in sample(PROGRAMS, seed=3, most_ranks=3):
+        program = case.build()
+        if len(program) > LONGEST:
+            continue
+        for rank, position, d in needed(program):
+            op = program.ranks[rank][position]
+            mutant = with_op(program, rank, position, deps=tuple(p for p in op.deps if p != d))
+            yield mutant, f"{op} <- {program.ranks[rank][d]}"
+
+
+def caught_by_dry_run(program: Program) -> bool:
+    for seed in range(SEEDS):
+        try:
+            dry_run(program, seed)
+        except ValueError:
+            return True
+    return False
+
+
+def test_removed_dependencies_are_caught() -> None:
+    everything = list(mutations())
+    chosen = random.Random(0).sample(everything, min(MUTATIONS, len(everything)))
+    missed = [name for mutant, name in chosen if not check(mutant) and not caught_by_dry_run(mutant)]
+    rate = 1 - len(missed) / len(chosen)
+    print(f"{len(chosen)} of {len(everything)} mutants, {rate:.1%} caught")
+    assert len(chosen) >= 500
+    assert rate >= 0.95, f"{rate:.1%} caught; missed, for example: {missed[:5]}"
+
+
+def test_the_dry_run_alone_catches_most() -> None:
+    everything = list(mutations())
+    chosen = random.Random(1).sample(everything, TRIED)
+    missed = [name for mutant, name in chosen if not caught_by_dry_run(mutant)]
+    rate = 1 - len(missed) / len(chosen)
+    print(
+        f"{len(chosen)} mutants, {rate:.1%} caught by the dry run alone in {SEEDS} orders each; missed: {missed[:20]}"
+    )
+    assert rate >= 0.85, f"{rate:.1%} caught; missed, for example: {missed[:5]}"
+
+
+def test_removed_frees_are_caught() -> None:
+    program = next(case.build() for case in sample(50, seed=4) if case.layout.pp == 2 and case.layout.ep == 2)
+    for rank, ops in enumerate(program.ranks):
+        for position, op in enumerate(ops):
+            for p in op.frees:
+                mutant = with_op(program, rank, position, frees=tuple(v for v in op.frees if v != p))
+                assert [violation.invariant for violation in check(mutant)] == [12]
+                assert caught_by_dry_run(mutant)
