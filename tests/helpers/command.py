@@ -1,0 +1,105 @@
+"""Run `hocket` as a user does: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "tiny", "--model.layers", "4", "--model.dense_layers", "0", "--model.hidden", "16", "--model.heads", "2",
+    "--model.kv_heads", "1", "--model.head_dim", "8", "--model.ffn", "16", "--model.expert_ffn", "16",
+    "--model.shared_ffn", "16", "--model.experts", "4", "--data.sequence_length", "8", "--train.sequences", "1",
+    "--train.eval_every", "0", "--train.eval_batches", "1", "--train.save_every", "0",
+]  # fmt: skip
+"""The recipe tiny, shrunk until a step takes milliseconds."""
+ALONE = ["--mesh.pp", "1", "--mesh.dp", "1", "--mesh.ep", "1"]
+"""One rank."""
+
+
+@dataclass
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a command, without those by which a launcher would make it a worker."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOCKET_DEBUG")
+    kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("SLURM_")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(folder: Path, *arguments: str, module: str = "hocket", **variables: str) -> subprocess.Popen[str]:
+    """Start `python -m hocket ...` in a folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 50.0) -> Finished:
+    """Wait for the end. On a timeout kill it, and fail with what it printed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate(timeout=10)
+        raise AssertionError(f"no end after {timeout:g} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
+    return Finished(process.returncode, out, err)
+
+
+def hocket(folder: Path, *arguments: str, **variables: str) -> Finished:
+    """Run a command to its end."""
+    return finish(start(folder, *arguments, **variables))
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = 40.0) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {timeout:g} s"
+        time.sleep(0.05)
+
+
+def text_in(folder: Path) -> str:
+    """A small corpus of files; returns its path."""
+    path = folder / "text"
+    path.mkdir(exist_ok=True)
+    for i in range(20):
+        (path / f"{i}.txt").write_text(f"this is document {i}. " * 100)
+    return str(path)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

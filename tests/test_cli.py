@@ -1,0 +1,335 @@
+"""The command line: what it prints, how it starts workers, and that a run can be stopped and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hocket import cli
+from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
+from hocket.overrides import given
+from hocket.recipes import RECIPES, recipe
+from hocket.train.signals import StopRequest
+from tests.helpers.command import ALONE, SMALL, children_of, finish, hocket, start, text_in, wait_for
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    captured = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, captured.out, captured.err
+
+
+# ------------------------------------------------------------------------------------------------------- words
+
+
+def test_recipes_are_listed_with_a_line_each(capsys):
+    code, out, _ = command(capsys, "recipes")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(RECIPES)
+    assert all(len(line.split()) > 4 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("-h",), ("help",)])
+def test_help_says_how_to_begin(capsys, words):
+    code, out, _ = command(capsys, *words)
+    assert code == 0
+    assert "hocket train RECIPE" in out
+
+
+def test_no_words_are_an_error(capsys):
+    assert command(capsys)[0] == 2
+
+
+@pytest.mark.parametrize("words", [("train", "--help"), ("train", "tiny", "--help"), ("plan", "tiny", "-h")])
+def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_recipe(capsys, words):
+    code, out, _ = command(capsys, *words)
+    assert code == 0
+    assert "--plan.merge {auto,on,off}" in out
+    assert "Merge the forward of one microbatch" in out
+    assert "(default: on)" in out
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = "import sys\nfrom hocket import cli\ntry: cli.main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    for words in (["recipes"], ["train", "tiny", "--help"], ["train", "tiny", "--plan.x", "1"], ["plan", "tiny"]):
+        ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+        assert "AssertionError" not in ended.stderr, words
+
+
+def test_overrides_reach_the_configuration_and_are_remembered():
+    words = ["--model.hidden", "64", "--plan.p2p-defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
+    options, origins = cli.parse("train", "tiny", [*words, "--train.betas", "0.8", "0.9"])
+    config = options.config
+    assert (config.model.hidden, config.plan.p2p_defer_parts, config.data.paths) == (64, "all", ("a", "b"))
+    assert (config.model.tied, config.train.betas) == (True, (0.8, 0.9))
+    assert origins["plan.p2p_defer_parts"] == "command line, --plan.p2p-defer-parts"
+    assert set(origins) == {
+        "", "model.hidden", "plan.p2p_defer_parts", "data.paths", "model.tied", "train.betas",
+    }  # fmt: skip
+
+
+def test_gpus_sets_the_data_parallel_ranks():
+    options, origins = cli.parse("plan", "qwen3_30b_a3b", ["--gpus", "16"])
+    assert options.config.mesh.dp == 8
+    assert origins["mesh.dp"] == "command line, --gpus"
+
+
+MISTAKES = [
+    (["--plan.mege", "on"], "--plan.mege", "did you mean --plan.merge?"),
+    (["--hidden", "3"], "--hidden", "did you mean --model.hidden?"),
+    (["--train.hidden", "3"], "--train.hidden", "did you mean --model.hidden?"),
+    (["--zzzzz"], "--zzzzz", "--help lists all settings"),
+    (["--train.steps", "ten"], "train.steps = ten", "not a whole number; fix: give a whole number, such as 150"),
+    (["--train.steps"], "train.steps = (nothing)", "not a whole number"),
+    (["--train.steps", "1", "2"], "train.steps = 1 2", "not a whole number"),
+    (["--train.lr", "fast"], "train.lr = fast", "not a number"),
+    (["--plan.merge", "onn"], "plan.merge = onn", "did you mean on?"),
+    (["--plan.stride", "4"], "plan.stride = 4", "one of 2, 3"),
+    (["--model.tied", "yes"], "model.tied = yes", "True or False"),
+    (["--train.betas", "0.9"], "train.betas = 0.9", "2 of float values"),
+    (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of int values"),
+    (["--gpus", "x"], "--gpus = x", "a whole number"),
+    (["--gpus", "3"], "gpus = 3", "mesh.pp = 2"),
+    (["stray"], "stray", "--train.steps 50"),
+]
+
+
+@pytest.mark.parametrize(("words", "what", "fix"), MISTAKES)
+def test_a_mistyped_flag_is_one_line_with_a_suggestion(capsys, words, what, fix):
+    code, out, err = command(capsys, "train", "tiny", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"hocket: {what}")
+    assert fix in err
+    assert "(command line" in err
+    assert "fix: " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_all_mistakes_are_reported_at_once(capsys):
+    _, _, err = command(capsys, "train", "tiny", "--plan.mege", "on", "--train.steps", "x")
+    assert len(err.splitlines()) == 3
+
+
+def test_every_setting_can_be_given_its_own_value_back():
+    config = recipe("tiny")
+    words = []
+    for section in ("model", "mesh", "plan", "data", "train", "run"):
+        for name, value in vars(getattr(config, section)).items():
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{section}.{name}", *map(str, values)]
+    assert len(given(words, config, {})) == len([word for word in words if word.startswith("--")])
+
+
+# -------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_shows_choices_timeline_numbers_and_program(capsys):
+    code, out, _ = command(capsys, "plan", "tiny")
+    assert code == 0
+    for text in ("plan.order = interleaved: 2 chunks", "rank 0 compute", "exposed", "peak memory", "fwd embed m0 c0"):
+        assert text in out
+    assert "more lines: --ops -1" in out
+    whole = command(capsys, "plan", "tiny", "--ops", "-1")[1]
+    assert whole.count("fwd dispatch") > 20
+    assert "step all" in whole
+
+
+def test_a_plan_as_json_and_pictures(capsys, tmp_path):
+    numbers = json.loads(command(capsys, "plan", "tiny", "--json")[1])
+    assert numbers["predicted"]["step_seconds"] > 0
+    assert {"plan.order"} <= {choice["setting"] for choice in numbers["choices"]}
+    svg, html = tmp_path / "p.svg", tmp_path / "p.html"
+    code, out, _ = command(capsys, "plan", "tiny", "--svg", str(svg), "--html", str(html))
+    assert code == 0
+    assert out.splitlines() == [f"wrote {svg}", f"wrote {html}"]
+    assert svg.read_text().startswith("<svg")
+    assert "</html>" in html.read_text()
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    code, _, err = command(capsys, "plan", "tiny", "--svg", str(tmp_path / "none" / "p.svg"))
+    assert code == 2
+    assert "cannot be written (No such file or directory)" in err
+
+
+def test_a_plan_of_a_gpu_recipe_needs_no_gpu(capsys):
+    out = command(capsys, "plan", "moe_8gpu", "--ops", "0")[1]
+    assert "on h200, bf16" in out
+
+
+# ------------------------------------------------------------------------------------------------- environment
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41234",
+    "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+
+
+def test_a_worker_finds_its_place():
+    assert find_worker({}) is None
+    assert find_worker(TORCHRUN) == Worker(5, 8, 1, 4, "h", 29)
+    assert find_worker(SLURM) == Worker(5, 8, 1, 4, "gpu07", 21234)
+    assert find_worker(SLURM, port=7) == Worker(5, 8, 1, 4, "gpu07", 7)
+    assert find_worker({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}) == Worker(5, 8, 1, 4, "x", 9)
+    assert find_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None  # a batch script of one task
+    worker = find_worker(TORCHRUN)
+    assert worker is not None
+    assert worker.variables() == TORCHRUN
+
+
+@pytest.mark.parametrize("name", [*TORCHRUN, "SLURM_LOCALID", "SLURM_JOB_NODELIST"])
+def test_incomplete_variables_are_named(name):
+    env = dict(SLURM if name.startswith("SLURM") else TORCHRUN)
+    del env[name]
+    if name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # as on one host
+        env |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5"}
+        assert find_worker({k: v for k, v in env.items() if k != name}) == Worker(5, 8, 5, 8, "h", 29)
+        return
+    with pytest.raises(ValueError, match=rf"{name} = \(not set\) \(environment\).*fix:"):
+        find_worker(env)
+
+
+def test_contradicting_variables_are_refused():
+    with pytest.raises(ValueError, match="contradicts"):
+        find_worker({**TORCHRUN, "RANK": "8"})
+    with pytest.raises(ValueError, match="RANK = x"):
+        find_worker({**TORCHRUN, "RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,05],m1", "n03"), ("n7,m[1-2]", "n7"), ("r[1-2]n[4-5]", "r1n4"),
+     ("gpu-a-01.site.org,b", "gpu-a-01.site.org"), ("n[1-2]-ib", "n1-ib")],
+)  # fmt: skip
+def test_the_first_host_of_a_slurm_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_tasks_of_a_node():
+    assert [tasks_here("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+    assert tasks_here("8", 0) == 8
+
+
+def test_the_environment_is_completed_but_never_overwritten():
+    env: dict[str, str] = {}
+    assert prepare(env, 10**6) == []
+    assert env == {
+        "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "7"}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS = 1" in prepare(env, 1)[0]
+    assert (env["CUDA_DEVICE_MAX_CONNECTIONS"], env["OMP_NUM_THREADS"]) == ("1", "7")
+    with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE = 1"):
+        prepare({"NCCL_NVLS_ENABLE": "1"}, 1)
+
+
+def test_a_stop_request_is_a_flag_and_restores_the_handlers():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert stop
+        assert stop.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -------------------------------------------------------------------------------------------------------- runs
+
+
+def losses(folder: Path, name: str = "tiny") -> list[float]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_train_starts_four_workers_and_reports(tmp_path):
+    ended = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3")
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    assert "4 = pp 2 x dp 2, ep 2 inside dp" in ended.out
+    assert "step   3" in ended.out or "step 3" in ended.out
+    assert "unigram entropy" in ended.out
+    assert len(losses(tmp_path)) == 3
+    assert (tmp_path / "runs/tiny/checkpoints/latest/meta.json").exists()
+    assert "nothing to do" in hocket(
+        tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3"
+    ).out
+
+
+def test_a_run_continues_with_identical_losses_on_another_mesh(tmp_path):
+    words = [*SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "6", "--train.save_every", "3", "--train.keep", "9"]
+    whole = hocket(tmp_path, "train", *words, *ALONE, "--run.name", "whole")
+    assert whole.code == 0, whole.err
+    half = hocket(tmp_path, "train", *words, *ALONE, "--run.name", "half", "--train.steps", "3", "--train.warmup", "15")
+    assert half.code == 0, half.err
+    # The learning rate depends on the length of the run, so continue the whole run's own middle instead.
+    middle = str(tmp_path / "runs/whole/checkpoints/step-00000003")
+    again = hocket(tmp_path, "train", *words, *ALONE, "--run.name", "again", "--run.resume", middle)
+    assert again.code == 0, again.err
+    assert losses(tmp_path, "again") == losses(tmp_path, "whole")[3:]
+    two = ["--mesh.pp", "2", "--mesh.dp", "1", "--mesh.ep", "1"]
+    other = hocket(tmp_path, "train", *words, *two, "--run.name", "other", "--run.resume", middle)
+    assert other.code == 0, other.err
+    assert losses(tmp_path, "other") == pytest.approx(losses(tmp_path, "whole")[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
+    words = ["train", *SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
+    process = start(tmp_path, *words)
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "four steps")
+    os.kill(process.pid, number)
+    ended = finish(process)
+    assert ended.code == 0, ended.err
+    assert f"stopped by signal {int(number)}; saved in" in ended.out
+    done = len(losses(tmp_path))
+    saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
+    assert saved["step"] == done
+
+
+def test_torchrun_starts_workers(tmp_path):
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "hocket", "train", *SMALL, *ALONE[:2], "--mesh.dp", "2"]
+    words += ["--data.paths", text_in(tmp_path), "--train.steps", "2"]
+    ended = finish(start(tmp_path, *words, module="torch.distributed.run"))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("step   2") == 1
+    assert len(losses(tmp_path)) == 2
+
+
+def test_slurm_variables_start_workers(tmp_path):
+    text = text_in(tmp_path)
+    workers = []
+    for rank in range(2):
+        slurm = {
+            "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+            "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()),
+        }  # fmt: skip
+        words = ["train", *SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text, "--train.steps", "2"]
+        workers.append(start(tmp_path, *words, **slurm))
+    for rank, ended in enumerate(map(finish, workers)):
+        assert ended.code == 0, ended.err
+        assert ("step   2" in ended.out) == (rank == 0)
+
+
+def test_no_worker_outlives_a_killed_parent(tmp_path):
+    process = start(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "100000")
+    wait_for(lambda: (tmp_path / "runs/tiny/metrics.jsonl").exists(), "a first step")
+    workers = children_of(process.pid)
+    assert len(workers) == 4
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers", 10)

@@ -1,0 +1,267 @@
+"""Text to batches: what is read, how it is cached, and that the stream does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.resolve import resolve
+from hocket.train import corpus as corpus_module
+from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
+from hocket.train.data import Stream, make_streams
+from hocket.train.tokenizer import load_tokenizer, tokenizer_vocab
+from tests.helpers.ranks import run_ranks
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def data_in(folder: Path, *paths: str, **more: Any) -> DataConfig:
+    return DataConfig(paths=paths, cache=str(folder / "cache"), **more)
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def test_files_folders_and_patterns_are_found_once_and_sorted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, a="1", b="2", sub__c="3", sub__deep__d="4", **{".hidden": "5", "sub__.git__e": "6"})
+    names = [str(path.relative_to(tmp_path)) for path in find_files(("sub", "a", "sub/*", "a"), {})]
+    assert names == ["a", "sub/c", "sub/deep/d"]
+    assert [path.name for path in find_files(("**/d",), {})] == ["d"]
+
+
+def test_a_file_with_magic_characters_in_its_name_is_a_file(tmp_path):
+    write(tmp_path, **{"a[1].txt": "x"})
+    assert [path.name for path in find_files((str(tmp_path / "a[1].txt"),), {})] == ["a[1].txt"]
+
+
+def test_the_default_corpus_is_the_standard_library_without_tests():
+    files = standard_library()
+    assert len(files) > 300
+    assert "json/decoder.py" in {"/".join(path.parts[-2:]) for path in files}
+    assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
+
+
+# ------------------------------------------------------------------------------------------------------ corpus
+
+
+def test_documents_are_shuffled_and_each_ends_with_a_separator(tmp_path):
+    texts = {f"f{i}": chr(97 + i) * (i + 1) for i in range(12)}
+    write(tmp_path / "text", **texts, empty="")
+    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text")), {})
+    pieces = bytes(corpus.tokens).split(b"\0")
+    assert pieces.pop() == b""
+    assert sorted(pieces) == sorted(text.encode() for text in texts.values())
+    assert pieces != sorted(pieces)
+    assert (corpus.documents, corpus.skipped, corpus.vocab) == (12, 0, 256)
+    other = open_corpus(data_in(tmp_path, str(tmp_path / "text"), seed=1), {})
+    assert bytes(other.tokens) != bytes(corpus.tokens)
+
+
+def test_binary_files_are_left_out_and_counted(tmp_path):
+    write(tmp_path / "text", a="text", b="bin\0ary")
+    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text")), {})
+    assert (corpus.documents, corpus.skipped) == (1, 1)
+    assert "1 binary files left out" in str(corpus)
+
+
+def test_the_splits_are_disjoint_and_together_everything(tmp_path):
+    write(tmp_path / "text", a="x" * 999)
+    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), validation=0.25), {})
+    assert len(corpus.train) == 750
+    assert len(corpus.validation) == 250
+    assert not np.shares_memory(corpus.train, corpus.validation)
+
+
+def test_text_is_tokenised_once_until_a_file_changes(tmp_path, monkeypatch):
+    write(tmp_path / "text", a="one", b="two")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    written: list[Path] = []
+    real = corpus_module._write
+    monkeypatch.setattr(corpus_module, "_write", lambda *args: (written.append(args[3]), real(*args)))
+    for _ in range(3):
+        open_corpus(data, {})
+    assert len(written) == 1
+    write(tmp_path / "text", a="three")
+    assert b"three" in bytes(open_corpus(data, {}).tokens)
+    os.utime(tmp_path / "text" / "b", ns=(1, 1))
+    open_corpus(data, {})
+    assert len(set(written)) == 3
+
+
+def open_and_report(rank: int, folder: Path) -> tuple[int, int]:
+    written = []
+    real = corpus_module._write
+    corpus_module._write = lambda *args: (written.append(1), real(*args))  # type: ignore[assignment]
+    tokens = open_corpus(data_in(folder, str(folder / "text")), {}).tokens
+    return len(written), int(tokens.sum())
+
+
+def test_of_several_processes_one_tokenises(tmp_path):
+    write(tmp_path / "text", **{f"f{i}": f"document {i} " * 2000 for i in range(50)})
+    results = run_ranks(open_and_report, 3, tmp_path)
+    assert sum(written for written, _ in results) == 1
+    assert len({total for _, total in results}) == 1
+
+
+def test_waiting_for_another_process_has_an_end(tmp_path):
+    write(tmp_path / "text", a="x")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    folder = Path(data.cache) / f"corpus-{corpus_module._key(find_files(data.paths, {}), data)}"
+    folder.parent.mkdir()
+    with corpus_module._lock(folder.with_suffix(".lock"), 1.0), pytest.raises(ValueError, match="another process"):
+        open_corpus(data, {}, timeout=0.2)
+
+
+def test_a_crash_while_tokenising_leaves_nothing_half_done(tmp_path, monkeypatch):
+    write(tmp_path / "text", a="x", b="y")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    monkeypatch.setattr(corpus_module.json, "dumps", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        open_corpus(data, {})
+    monkeypatch.undo()
+    assert open_corpus(data, {}).documents == 2
+
+
+def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
+    tokens = np.array([1, 1, 1, 2, 2, 3, 1, 3], dtype=np.uint8)
+    corpus = Corpus(tokens, vocab=4, documents=1, skipped=0, train_tokens=6)
+    p = {1: 4 / 10, 3: 2 / 10}  # counts plus one, of 6 + 4
+    assert corpus.unigram_entropy == pytest.approx(-(math.log(p[1]) + math.log(p[3])) / 2)
+    without = Corpus(tokens[:6], vocab=4, documents=1, skipped=0, train_tokens=6)
+    weights = Counter(tokens[:6].tolist())
+    expected = -sum(n * math.log((n + 1) / 10) for n in weights.values()) / 6
+    assert without.unigram_entropy == pytest.approx(expected)
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+
+def tokenizer_file(folder: Path, **content: Any) -> str:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_the_size_of_a_tokenizer_file_is_known_without_its_package(tmp_path):
+    vocab = {"a": 0, "b": 1}
+    assert tokenizer_vocab("bytes", {}) == 256
+    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": vocab}), {}) == 3  # and a separator
+    added = [{"content": "</s>", "id": 5}]
+    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": vocab}, added_tokens=added), {}) == 6
+    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": [["a", -1.0], ["<eos>", -2.0]]}), {}) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"vocab": {}}}'])
+def test_something_else_than_a_tokenizer_file_is_refused(tmp_path, text):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError, match=r"data\.tokenizer = .*not a tokenizer file; fix:"):
+        tokenizer_vocab(str(tmp_path / "t.json"), {})
+
+
+def test_a_missing_tokenizer_file_and_package_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
+        tokenizer_vocab(str(tmp_path / "none.json"), {})
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # importing it now fails
+    with pytest.raises(ValueError, match=r"pip install 'hocket\[text\]'"):
+        load_tokenizer(tokenizer_file(tmp_path, model={"vocab": {"a": 0}}), {})
+
+
+def test_a_tokenizer_file_is_used(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "t.json"))
+    write(tmp_path / "text", a="hello world")
+    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=str(tmp_path / "t.json")), {})
+    assert corpus.tokens.tolist() == [0, 1, 3]
+    assert corpus.vocab == 4
+
+
+# ------------------------------------------------------------------------------------------------------ stream
+
+
+def stream(count: int, length: int, seed: int = 0) -> Stream:
+    """A stream whose tokens say where they stand."""
+    return Stream(np.arange(count * length + 1, dtype=np.uint32), length, seed)
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 5))
+def test_every_epoch_visits_every_sequence_once_in_a_new_order(count, length, epoch):
+    s = stream(count, length)
+    assert len(s) == count
+    first = [s.window(p) for p in range(epoch * count, (epoch + 1) * count)]
+    assert sorted(first) == list(range(count))
+    if count >= 12:
+        assert first != [s.window(p) for p in range((epoch + 1) * count, (epoch + 2) * count)]
+        assert first == [stream(count, length).window(p) for p in range(epoch * count, (epoch + 1) * count)]
+        assert first != [stream(count, length, 1).window(p) for p in range(epoch * count, (epoch + 1) * count)]
+
+
+def test_targets_are_the_next_tokens():
+    tokens, targets = stream(10, 4).take(3, 2)
+    assert tokens.shape == targets.shape == (2, 4)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, tokens + 1)
+    assert all(int(row[0]) % 4 == 0 for row in tokens)
+
+
+@given(
+    st.sampled_from([(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 2, 4)]), st.integers(0, 100)
+)
+def test_the_global_batch_is_the_same_on_any_number_of_ranks(shape, position):
+    dp, microbatches, sequences = shape
+    s = stream(30, 3)
+    rows = []
+    for m in range(microbatches):
+        for rank in range(dp):
+            tokens, _ = s.batch(position, m, rank, dp=dp, sequences=sequences)
+            assert tokens.shape == (sequences, 3)
+            rows += tokens[:, 0].tolist()
+    assert rows == s.take(position, 8)[0][:, 0].tolist()
+
+
+def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:
+    write(folder / "text", a=text)
+    data = data_in(folder, str(folder / "text"), sequence_length=8, validation=0.5)
+    settings = resolve(
+        Config(data=data, mesh=MeshConfig(dp=2), train=TrainConfig(microbatches=microbatches, sequences=sequences))
+    )
+    return make_streams(open_corpus(settings.data, settings.origins), settings)
+
+
+def test_a_split_must_hold_a_batch(tmp_path):
+    train, validation = streams_of(tmp_path, "x" * 131, microbatches=2, sequences=2)
+    assert (len(train), len(validation)) == (8, 8)
+    with pytest.raises(ValueError, match="training split has 66 tokens, 8 sequences of 8, but a batch takes 12"):
+        streams_of(tmp_path, "x" * 131, microbatches=2, sequences=3)
+
+
+def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
+    write(tmp_path / "text", a="x" * 200)
+    for batches in (0, 1):
+        data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=8, validation=0.05)
+        settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, eval_batches=batches)))
+        corpus = open_corpus(settings.data, settings.origins)
+        if batches == 0:
+            make_streams(corpus, settings)
+        else:
+            with pytest.raises(ValueError, match="validation split has 10 tokens"):
+                make_streams(corpus, settings)
