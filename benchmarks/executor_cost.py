@@ -56,7 +56,8 @@ def main() -> None:
     results = {}
     kinds = {"cpu": CpuLanes} | ({"cuda": lambda: CudaLanes(torch.device("cuda"))} if torch.cuda.is_available() else {})
     for name, make_lanes in kinds.items():
-        executor = Executor(ops, program.layout, 0, Idle(), make_lanes(), Recorder(ops))  # pyrefly: ignore
+        idle: Any = Idle()
+        executor = Executor(program, 0, idle, make_lanes(), Recorder(ops), range(len(ops)))
         gc.freeze()
         times = []
         for _ in range(options.repeats):
@@ -67,7 +68,9 @@ def main() -> None:
                 torch.cuda.synchronize()
         results[name] = {"ops": len(ops), "microseconds_per_op": statistics.median(times), "worst": max(times)}
         print(f"{name}: {len(ops)} ops, {results[name]['microseconds_per_op']:.2f} us per op (worst {max(times):.2f})")
-    print(write("executor_cost" if "cuda" not in results else "executor_cost_gpu", results, options.out, options.commit))
+    print(
+        write("executor_cost" if "cuda" not in results else "executor_cost_gpu", results, options.out, options.commit)
+    )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,11 @@ def main() -> None:
                     f"  {name:10} stream {row['streams']}  {row['kernels']:5} kernels  busy {row['busy_ms']:8.2f} ms  "
                     f"hidden {100 * row['hidden_fraction']:5.1f} %"
                 )
-        print(write("overlap_trace", {"config": dataclasses.asdict(config), "ranks": results}, options.out, options.commit))
+        print(
+            write(
+                "overlap_trace", {"config": dataclasses.asdict(config), "ranks": results}, options.out, options.commit
+            )
+        )
         if options.out:
             (options.out / "trace_rank0.json.gz").write_bytes(gzip.compress(text))
     dist.barrier()

@@ -106,11 +106,9 @@ class Engine:
             Activation(shape, self.dtype, self.device),
             on_step,
         )
-        order = None
-        if self.device.type == "cpu":
-            order = [p for rank, p in linearize(program, config.train.lane_seed) if rank == pp]
-        ops = program.ranks[pp]
-        return Executor(ops, self.layout, pp, actions, self.lanes, Recorder(ops, keep), order)
+        on_gpu = self.device.type == "cuda"
+        order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
+        return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep), order)
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""

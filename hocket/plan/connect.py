@@ -24,7 +24,7 @@ import heapq
 from collections import defaultdict
 from dataclasses import replace
 
-from hocket.plan.ops import LANES, Key, Layout, Op
+from hocket.plan.ops import LANES, Key, Lane, Layout, Op
 from hocket.plan.values import UnitName, follows, reads, unit_read, unit_written
 
 Clock = list[int]
@@ -120,11 +120,7 @@ def clocks(ops: list[Op], deps: list[list[int]]) -> list[Clock]:
 
 
 def _frees(ops: list[Op], clock: list[Clock], readers: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Which op drops which values. See Note: [A receive is not posted early]
-On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
-that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
-
-Note: [A value is dropped by its own lane]."""
+    """Which op drops which values. See Note: [A value is dropped by its own lane]."""
     index = {lane: n for n, lane in enumerate(LANES)}
     last = {p: _last_readers(ops, who) for p, who in readers.items()}
     frees: dict[int, list[int]] = defaultdict(list)
@@ -156,5 +152,5 @@ Note: [A value is dropped by its own lane]."""
     return {i: sorted(values) for i, values in frees.items()}
 
 
-def _last_readers(ops: list[Op], who: list[int]) -> dict[str, int]:
+def _last_readers(ops: list[Op], who: list[int]) -> dict[Lane, int]:
     return {ops[i].lane: i for i in who}

@@ -13,6 +13,7 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from hocket.config import PlanConfig
@@ -96,9 +97,7 @@ def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[O
         return sequential(layout.pp, layout.chunks, microbatches), []
     if kind == "1f1b" and layout.chunks > 1:
         raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
-    order = one_f_one_b(
-        layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, stride=plan.stride
-    )
+    order = one_f_one_b(layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, stride=plan.stride)
     return order, _merge_notes(order, microbatches, plan) if merge else []
 
 
@@ -115,9 +114,7 @@ def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]
     return [text]
 
 
-def expand(
-    step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...]
-) -> StepOps:
+def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...]) -> StepOps:
     """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
 
     Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
@@ -127,7 +124,7 @@ def expand(
     ops: StepOps = []
     forward = list(layout.layers(rank, step.fwd[1])) if step.fwd else []
     backward = list(reversed(layout.layers(rank, step.bwd[1]))) if step.bwd else []
-    after = dict(zip(backward, backward[1:], strict=False))
+    after = dict(pairwise(backward))
 
     def emit(token: Token, layer: int | None, item: Item | None) -> None:
         if layer is None or item is None:
@@ -173,9 +170,9 @@ def _op(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
 def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int) -> list[StepOps]:
     """Insert sends behind the ops that make what is sent, and receives one step ahead of their readers.
 
-    The receive for the next item of a direction stands right behind the send of the item before it; the first
-    forward's at the start, the first backward's behind the last forward before it. Its wait is wherever its value
-    is first read: that falls out of the dependencies.
+    The receive for the next item of a direction stands right behind the send of the item before it, but at most
+    two steps ahead; the first forward's at the start, the first backward's behind the last forward before it. Its
+    wait is wherever its value is first read: that falls out of the dependencies.
     """
     if layout.pp == 1:
         return per_step
@@ -189,9 +186,17 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
             continue
         ends_here = layout.is_last if forward else layout.is_first
         for n, (k, item) in enumerate(items):
-            inserted = [] if ends_here(rank, item[1]) else [Op("send", part, *item, lane=f"send_{part}")]
+            inserted = (
+                []
+                if ends_here(rank, item[1])
+                else [Op("send", part, *item, lane="send_act" if forward else "send_grad")]
+            )
             if n + 1 < len(items):
-                inserted += _receive(items[n + 1][1], part, layout, rank)
+                reader, following = items[n + 1]
+                if reader - k <= 2:
+                    inserted += _receive(following, part, layout, rank)
+                else:
+                    out[reader - 2] += _receive(following, part, layout, rank)
             out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
         first_step, first_item = items[0]
         if forward:
@@ -202,16 +207,15 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
 
 
 def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
-    starts_here = layout.is_first if part == "act" else layout.is_last
-    return [] if starts_here(rank, item[1]) else [Op("recv", part, *item, lane=f"recv_{part}")]
+    if part == "act":
+        return [] if layout.is_first(rank, item[1]) else [Op("recv", part, *item, lane="recv_act")]
+    return [] if layout.is_last(rank, item[1]) else [Op("recv", part, *item, lane="recv_grad")]
 
 
 def _producer(ops: StepOps, item: Item, forward: bool) -> int:
     """Position of the last layer op of an item's forward, or of its input gradient."""
     verb = "fwd" if forward else "bwd"
-    return max(
-        i for i, op in enumerate(ops) if op.verb == verb and op.layer >= 0 and (op.microbatch, op.chunk) == item
-    )
+    return max(i for i, op in enumerate(ops) if op.verb == verb and op.layer >= 0 and (op.microbatch, op.chunk) == item)
 
 
 def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
@@ -222,7 +226,7 @@ def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
     """Move the weight gradients of the last `layers` backward layers behind the step's sends.
 
     `parts` is `attn`, or `all` for those of MLP and experts too. They then run while the gradient travels and
-    the next one is awaited; the head's forward and the embedding's backward stay behind them. A step that
+    the next one is awaited; the head's forward stays behind them. A step that
     sends nothing is left as it is; an activation alone is a hop to hide as well.
     """
     if layers == 0 or not any(op.verb == "send" for op in ops):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "reduce", "step"]
@@ -118,7 +119,7 @@ class Layout:
                 f"bounds must be {self.stages + 1} numbers from 0 to {len(self.kinds)} "
                 f"(pp={self.pp} x chunks={self.chunks} stages, {len(self.kinds)} layers), got {b}"
             )
-        if any(hi <= lo for lo, hi in zip(b, b[1:], strict=False)):
+        if any(hi <= lo for lo, hi in pairwise(b)):
             raise ValueError(f"every virtual stage needs at least one layer, got bounds {b}")
 
     @property

@@ -182,9 +182,7 @@ def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
     return needed
 
 
-def _reduce(
-    ops: list[Op], layout: Layout, slots: Mapping[str, int], behind: dict[int, list[Op]]
-) -> list[Op]:
+def _reduce(ops: list[Op], layout: Layout, slots: Mapping[str, int], behind: dict[int, list[Op]]) -> list[Op]:
     """Give every weight gradient its slot and insert a reduce behind the last one of a unit and microbatch."""
     placed = list(ops)
     slot_of: dict[tuple[UnitName, int], int] = {}

@@ -133,7 +133,6 @@ def follows(op: Op) -> list[Key]:
     return [(before, *op.key[1:])] if before else []
 
 
-
 def _unit_of(op: Op, layout: Layout) -> UnitName | None:
     unit = layout.unit(op.part)
     if unit is None:

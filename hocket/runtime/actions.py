@@ -104,7 +104,9 @@ class Actions:
         return self._chunks[op.chunk].layer(op.layer)
 
     def fwd_embed(self, op: Op) -> Tensor:
-        return self._forward(op, self._chunks[op.chunk].embed, self.microbatches[op.microbatch].ids)
+        embed = self._chunks[op.chunk].embed
+        assert embed is not None
+        return self._forward(op, embed, self.microbatches[op.microbatch].ids)
 
     def fwd_attn(self, op: Op, x: Tensor) -> Any:
         """A dense layer's output, or the sides of a MoE layer: (rows, residual, shared, probs)."""
@@ -247,4 +249,3 @@ class Actions:
 
 def _place(op: Op) -> Place:
     return op.microbatch, op.chunk, op.layer
-

@@ -2,6 +2,12 @@
 
 Everything that can be decided before the first step is decided in `_compile`: which action an op runs, which
 values it reads, what it waits for. What is left for every op is: wait, act, record, drop.
+
+Note: [The first step is a rehearsal]
+A GPU loads a kernel when it is first launched, and may have to stand still for it. If another lane's receive
+spins at that moment, waiting for a rank that stands still for the same reason, nobody moves again. So on a GPU
+the first step runs one op at a time, in an order that is legal for all ranks together, and waits for each. It
+gives the same result; kernels, connections and memory are then there for the steps that overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.plan.ops import Key, Lane, Layout, Op
+from hocket.plan.ops import Key, Lane, Layout, Op, Program
 from hocket.plan.values import reads
 from hocket.runtime.actions import Actions, Microbatch
 from hocket.runtime.lanes import Lanes
@@ -41,28 +47,31 @@ class Compiled:
 class Executor:
     """Runs the ops of one rank.
 
-    `order` is the order in which the host issues them: list order if None. It must keep the order of every
-    lane and all dependencies, and be the same on all ranks that share a group.
+    `order` is this rank's part of an order that is legal for all ranks together (`plan/linearize.py`). On a CPU
+    every step follows it, since ranks wait inside collectives there; on a GPU the first one, the rehearsal, and all
+    others follow the list.
     """
 
     def __init__(
         self,
-        ops: Sequence[Op],
-        layout: Layout,
+        program: Program,
         rank: int,
         actions: Actions,
         lanes: Lanes,
         recorder: Recorder,
-        order: Sequence[int] | None = None,
+        order: Sequence[int],
     ) -> None:
         self._lanes, self.actions, self.recorder = lanes, actions, recorder
-        compiled = _compile(ops, layout, rank, actions)
-        self._ops = compiled if order is None else [compiled[p] for p in order]
-        self._values: list[Any] = [None] * len(ops)
+        self._list = _compile(program.ranks[rank], program.layout, rank, actions)
+        self._ops = [self._list[p] for p in order]
+        self._rehearse = lanes.needs_rehearsal
+        self._values: list[Any] = [None] * len(self._list)
 
     def annotate(self) -> None:
         """Show every op under its name in profiler traces, from now on. Costs a few microseconds per op."""
-        self._ops = [replace(c, run=_named(str(c.op), c.run)) for c in self._ops]
+        position = {c.position: replace(c, run=_named(str(c.op), c.run)) for c in self._list}
+        self._list = [position[c.position] for c in self._list]
+        self._ops = [position[c.position] for c in self._ops]
 
     @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
@@ -86,12 +95,16 @@ class Executor:
                 lanes.issued(c.lane, c.position, pending, c.awaited)
                 for p in c.frees:
                     values[p] = None
+                if self._rehearse:
+                    lanes.settle()
             lanes.end()
         except BaseException:
             self.abort()
             raise
         finally:
             recorder.end()
+        if self._rehearse:  # from now on lanes run side by side
+            self._rehearse, self._ops = False, self._list
         return actions.losses
 
     def abort(self) -> None:

@@ -23,6 +23,11 @@ from hocket.runtime.comm import Pending
 class Lanes(Protocol):
     """What the executor asks of lanes. Positions are those of a rank's op list."""
 
+    @property
+    def needs_rehearsal(self) -> bool:
+        """Whether the first step must run one op at a time (see `runtime/executor.py`)."""
+        ...
+
     def begin(self) -> None:
         """Order every lane behind the work that the caller has issued so far."""
 
@@ -35,6 +40,9 @@ class Lanes(Protocol):
     def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
         """Note that the op at `position` has been issued; `awaited` if another lane will wait for it."""
 
+    def settle(self) -> None:
+        """Wait until all that was issued on the lane in use is done."""
+
     def end(self) -> None:
         """Order the caller's following work behind the compute lane and leave the lanes."""
 
@@ -44,6 +52,8 @@ class Lanes(Protocol):
 
 class CpuLanes:
     """Lanes without streams. See Note: [What a lane promises]."""
+
+    needs_rehearsal = False
 
     def __init__(self) -> None:
         self._pending: dict[Lane, deque[tuple[int, Pending]]] = {lane: deque() for lane in LANES}
@@ -70,6 +80,9 @@ class CpuLanes:
         else:
             self._pending[lane].append((position, pending))
 
+    def settle(self) -> None:
+        """Nothing to do: compute is done when it is issued, and a pending collective may need ops not yet issued."""
+
     def end(self) -> None:
         for lane in LANES:
             self.wait(lane, 1 << 60)
@@ -84,6 +97,8 @@ class CudaLanes:
     `delays`, if set, are lengths in clock cycles of spins put in front of ops, one per issued op, over and
     over: a test that results do not depend on timing.
     """
+
+    needs_rehearsal = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,6 +132,9 @@ class CudaLanes:
             if event is None:
                 event = self._events[position] = torch.cuda.Event()
             event.record(self._streams[lane])
+
+    def settle(self) -> None:
+        self._current.synchronize()
 
     def end(self) -> None:
         torch.cuda.set_stream(self._outer)

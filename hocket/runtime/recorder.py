@@ -77,7 +77,8 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._limit / 4)):
             recorder = self._recorder()
             if recorder is not None and recorder.active and time.monotonic() - recorder.last_progress > self._limit:
-                print(f"hocket: no progress for {self._limit:g} s\n{self._report()}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"hocket: no progress for {self._limit:g} s\n{self._report()}\n")
+                sys.stderr.flush()
                 os._exit(HANG_EXIT_CODE)
 
     def close(self) -> None:

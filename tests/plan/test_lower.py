@@ -15,7 +15,9 @@ def build(layout: Layout, microbatches: int, sharding: Sharding | None = None, *
     return build_program(layout, microbatches, PlanConfig(**plan), sharding or Sharding(2, 2))  # type: ignore[arg-type]
 
 
-def names(program: Program, rank: int = 0, verbs: tuple[str, ...] = ("fwd", "bwd", "wgrad", "send", "recv")) -> list[str]:
+def names(
+    program: Program, rank: int = 0, verbs: tuple[str, ...] = ("fwd", "bwd", "wgrad", "send", "recv")
+) -> list[str]:
     return [str(op) for op in program.ranks[rank] if op.verb in verbs]
 
 

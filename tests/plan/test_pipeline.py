@@ -77,7 +77,9 @@ def test_sequential_finishes_each_microbatch() -> None:
         assert " ".join(map(str, steps)) == "F0.0 F0.1 [B0.1] [B0.0] F1.0 F1.1 [B1.1] [B1.0]"
 
 
-@pytest.mark.parametrize(("pp", "chunks", "group", "microbatches"), [(2, 2, 2, 8), (4, 2, 4, 8), (4, 2, 4, 32), (8, 4, 8, 32)])
+@pytest.mark.parametrize(
+    ("pp", "chunks", "group", "microbatches"), [(2, 2, 2, 8), (4, 2, 4, 8), (4, 2, 4, 32), (8, 4, 8, 32)]
+)
 def test_closed_formulas(pp: int, chunks: int, group: int, microbatches: int) -> None:
     order = one_f_one_b(pp, chunks, microbatches, group=group)
     for rank, steps in enumerate(order):

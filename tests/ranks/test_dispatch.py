@@ -203,9 +203,9 @@ class FakeGroup:
     def size(self) -> int:
         return len(self.sent)
 
-    def all_to_all_counts(self, counts_PL: Tensor) -> Tensor:
-        assert torch.equal(counts_PL, self.sent[self.rank])
-        return torch.stack([counts[self.rank] for counts in self.sent])
+    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+        assert torch.equal(counts, self.sent[self.rank])
+        return torch.stack([sent[self.rank] for sent in self.sent])
 
 
 @settings(max_examples=40)

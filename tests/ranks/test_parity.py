@@ -26,9 +26,11 @@ Piece = tuple[str, tuple[int, ...], int, int, Tensor]
 
 
 def config(
-    model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: str, lane_seed: int = 0
+    model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: Any, lane_seed: int = 0
 ) -> Config:
-    sizes = dict(vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2)
+    sizes: dict[str, Any] = dict(
+        vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2
+    )
     return Config(
         model=ModelConfig(**{**sizes, **model}),
         mesh=MeshConfig(**mesh),
@@ -136,7 +138,7 @@ VALUES: dict[str, list[Any]] = {
     "layer_order": ["literature", "early_release", "wgrad_last"],
     "order": ["auto", "sequential"],
 }
-"""What the matrix varies. Uneven stages have an odd number of layers, so that forward and backward meet in the middle."""
+"""What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
 
 
 def legal(case: dict[str, Any]) -> bool:
