@@ -31,6 +31,21 @@ class Finished:
     err: str
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+def end_all() -> None:
+    """End every command that a failed test has left running."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate(timeout=10)
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
 def environment(**more: str) -> dict[str, str]:
     """The variables of a command, without those by which a launcher would make it a worker."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOCKET_DEBUG")
@@ -39,8 +54,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: str, module: str = "hocket", **variables: str) -> subprocess.Popen[str]:
-    """Start `python -m hocket ...` in a folder."""
-    return subprocess.Popen(
+    """Start `python -m hocket ...` in a folder. Tests that use this end with `end_all`."""
+    process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
         env=environment(**variables),
@@ -49,6 +64,8 @@ def start(folder: Path, *arguments: str, module: str = "hocket", **variables: st
         text=True,
         start_new_session=True,
     )
+    _started.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 50.0) -> Finished:

@@ -1,0 +1,151 @@
+"""Everything a user can get wrong: one clear message, a non-zero exit code, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import (
+    ALONE,
+    SMALL,
+    Finished,
+    alive,
+    children_of,
+    end_all,
+    finish,
+    hocket,
+    start,
+    text_in,
+    wait_for,
+)
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def one_message(ended: Finished, *parts: str, code: int = 2) -> None:
+    """The command failed with one line that names what it should."""
+    assert ended.code == code, ended
+    lines = ended.err.splitlines()
+    assert len(lines) == 1, ended.err
+    assert lines[0].startswith("hocket: ")
+    assert "fix: " in lines[0]
+    for part in parts:
+        assert part in lines[0]
+    assert "Traceback" not in ended.out
+
+
+SETTINGS = [
+    (["--plan.mrge", "on"], ["--plan.mrge", "command line", "did you mean --plan.merge?"]),
+    (["--train.steps", "many"], ["train.steps = many", "command line, --train.steps"]),
+    (["--model.kv_heads", "3"], ["model.heads = 2", "command line, --model.heads", "3 key and value heads"]),
+    (["--model.experts", "3"], ["model.experts = 3", "mesh.ep = 2"]),
+    (["--mesh.pp", "3"], ["mesh.pp = 3", "6 virtual stages, more than 4 layers"]),
+    (["--mesh.dp", "3"], ["mesh.dp = 3", "does not divide"]),
+    (["--train.microbatches", "1", "--plan.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
+    (["--train.device", "cuda"], ["train.device = cuda", "command line"]),
+    (["--data.paths", "no/such"], ["data.paths = no/such", "command line", "no such file or folder"]),
+    (["--data.paths", "*.none"], ["data.paths = *.none", "the pattern matches nothing"]),
+    (["--data.paths", "nothing"], ["data.paths = nothing", "no files in it"]),
+    (["--data.paths", "empty.txt"], ["data.paths = empty.txt", "the corpus is empty: no text in 1 files"]),
+    (["--data.paths", "binary"], ["data.paths = binary", "(1 of them binary)"]),
+    (["--data.paths", "short.txt"], ["data.paths = short.txt", "training split", "a batch takes 8"]),
+    (["--data.tokenizer", "none.json"], ["data.tokenizer = none.json", "cannot be read"]),
+    (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be created"]),
+    (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be created"]),
+    (["--run.resume", "no/such"], ["run.resume = no/such", "no/such does not exist"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), SETTINGS)
+def test_a_bad_setting_is_one_message(tmp_path, words, parts):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    (tmp_path / "short.txt").write_text("hello")
+    paths = [] if "--data.paths" in words else ["--data.paths", text_in(tmp_path)]
+    one_message(hocket(tmp_path, "train", *SMALL, *paths, *words), *parts)
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_processes_and_mesh_must_agree(tmp_path):
+    worker = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), **worker)
+    one_message(ended, "mesh.dp = 2", "recipe tiny", "is 4 ranks, but 3 processes were started")
+
+
+def test_multicast_that_was_switched_on_is_refused(tmp_path):
+    ended = hocket(tmp_path, "train", *SMALL, NCCL_NVLS_ENABLE="1")
+    one_message(ended, "NCCL_NVLS_ENABLE = 1 (environment)")
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = ["--data.paths", text_in(tmp_path), "--run.port", str(port)]
+        ended = hocket(tmp_path, "train", *SMALL, *words)
+        one_message(ended, f"run.port = {port}", "command line, --run.port", "listens on that port")
+        slurm = {
+            "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "2",
+            "SLURM_JOB_NODELIST": "127.0.0.1",
+        }  # fmt: skip
+        ended = hocket(tmp_path, "train", *SMALL, *ALONE[:2], "--mesh.dp", "2", *words, **slurm)
+        assert ended.code == 2
+        assert f"hocket: run.port = {port}" in ended.err
+
+
+def run_of_one(folder: Path, *words: str) -> Finished:
+    return hocket(folder, "train", *SMALL, *ALONE, "--data.paths", text_in(folder), "--train.steps", "2", *words)
+
+
+def test_checkpoints_of_another_model_and_corrupt_ones(tmp_path):
+    assert run_of_one(tmp_path).code == 0
+    other = run_of_one(tmp_path, "--model.hidden", "32")
+    one_message(
+        other, "run.resume = auto", "another model", "model.hidden was 16 and is 32", "embed.weight is 256 x 16"
+    )
+    path = tmp_path / "runs/tiny/checkpoints/step-00000002"
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    corrupt = run_of_one(tmp_path)
+    one_message(corrupt, "run.resume = auto", "runs/tiny/checkpoints/step-00000002", "is damaged", "bytes instead of")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_message(tmp_path):
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/checkpoints").symlink_to("/dev/null/x")
+    ended = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "1")
+    one_message(ended, "run.folder = runs/tiny", "cannot be created")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_ends_the_run_and_all_others(tmp_path, number):
+    process = start(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "100000")
+    wait_for(lambda: (tmp_path / "runs/tiny/metrics.jsonl").exists(), "a first step")
+    workers = sorted(children_of(process.pid))
+    assert len(workers) == 4
+    os.kill(workers[2], number)
+    ended = finish(process, timeout=30)
+    first = ended.err.splitlines()[0]
+    assert ended.code == 1
+    assert f"hocket: rank 2 (process {workers[2]}) was ended by {number.name}" in first
+    assert "fix: see runs/tiny/logs/rank2.log" in first
+    assert sum(line.startswith("hocket:") for line in ended.err.splitlines()) == 1
+    assert not any(map(alive, workers))
+
+
+def test_tracebacks_are_for_those_who_ask(tmp_path):
+    ended = hocket(tmp_path, "train", *SMALL, "--data.paths", "none", HOCKET_DEBUG="1")
+    assert ended.code == 2
+    assert "Traceback" in ended.err
+    assert ended.err.splitlines()[-1].startswith("hocket: data.paths = none")
