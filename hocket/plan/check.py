@@ -4,14 +4,14 @@
     2  Between two ranks, sends and receives come in the same order.              here, check_order.py
     3  The halves of a merged step are independent.                               check_order.py
     4  Every part runs forward, backward and, with weights, wgrad exactly once.   here
-    5  bwd after fwd, wgrad after bwd, reduce after wgrads, step after reduces.   here, check_memory.py
+    5  bwd after fwd, wgrad after bwd, reduce after wgrads, step after reduces.   here, check_slots.py
     6  A value is made before its readers and dropped once, after them.           check_memory.py
-    7  Weight and gradient slots keep what readers need; the bound holds.         check_memory.py
+    7  Weight and gradient slots keep what readers need; the bound holds.         check_slots.py
     8  A side value's consumer runs backward before its producer.                 here
-    9  A unit's gradients accumulate in ascending microbatch order.               check_memory.py
+    9  A unit's gradients accumulate in ascending microbatch order.               check_slots.py
     10 Every op is on a lane of its kind.                                         here
     11 Activations in flight stay under the cap; receives are not posted early.   check_memory.py
-    12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, check_memory.py
+    12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
 
 What an op reads is in `values.py`; what "after" means is in `facts.py`. Everything takes time linear in the
@@ -23,15 +23,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.plan.check_memory import (
-    activations_capped,
-    gradients_kept,
-    receives_paced,
-    values_live,
-    weights_resident,
-)
+from hocket.plan.check_memory import activations_capped, receives_paced, values_live
 from hocket.plan.check_order import deadlock_free, halves_independent, sends_match, work_queued
-from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts
+from hocket.plan.check_slots import gradients_kept, weights_resident
+from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
 from hocket.plan.ops import Key, Op, Program
 from hocket.plan.values import follows
 
@@ -45,6 +40,9 @@ def check(program: Program, forward_only: bool = False) -> list[Violation]:
 
     `forward_only` says that the program is a validation: it must have no backward.
     """
+    if len(program.ranks) != program.layout.pp:
+        message = f"{len(program.ranks)} ranks have ops, the layout has {program.layout.pp}"
+        return [Violation(4, INVARIANTS[4], 0, (), message)]
     ranks = [gather_facts(program, rank, forward_only) for rank in range(len(program.ranks))]
     found = [*deadlock_free(ranks), *sends_match(ranks)]
     for facts in ranks:
@@ -95,7 +93,7 @@ def complete(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} is there {seen[key]} times", i, facts.where[key])
         elif key in missing:
             del missing[key]
-        elif op.verb in ("fwd", "bwd", "wgrad", "send", "recv"):
+        elif op.verb in ("fwd", "bwd", "wgrad", "send", "recv") or not has_place(op, facts.layout):
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} has no place in this layout", i)
     for verb, part, m, c, layer in missing:
         name = f"{verb} {part} m{m} c{c}" + (f" l{layer}" if layer >= 0 else "")

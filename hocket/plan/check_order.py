@@ -85,7 +85,7 @@ def _pipeline_waits(facts: Facts) -> Iterator[tuple[int, list[int]]]:
             attn = facts.where.get(("fwd", "attn", *op.key[2:]), i)
             if attn < i:
                 host = list(map(max, host, facts.clocks[attn]))
-        elif op.lane in _P2P_LANES:
+        if op.lane in _P2P_LANES:
             mine = facts.lane[i]
             known = [max(host[lane], previous[lane] if lane == mine else facts.clocks[i][lane]) for lane in lanes]
             previous[mine] = i

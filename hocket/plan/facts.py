@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hocket.plan.ops import LANES, Key, Layout, Op, Program
+from hocket.plan.ops import LANES, UNITS, Key, Layout, Op, Program
 from hocket.plan.values import reads
 
 INVARIANTS = {
@@ -108,13 +108,20 @@ class Facts:
         return f"{position} {self.ops[position]}"
 
 
+def has_place(op: Op, layout: Layout) -> bool:
+    """Whether an op's chunk and layer exist, and its unit if it works on one."""
+    if op.verb in ("gather", "release", "reduce") and op.part not in UNITS:
+        return False
+    return op.verb == "step" or (0 <= op.chunk < layout.chunks and op.layer < len(layout.kinds))
+
+
 def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Facts:
     ops = program.ranks[rank]
     lane = [_LANE[op.lane] for op in ops]
     clocks, late_deps = _clocks(ops, lane)
     spans = _spans(ops)
     where = {op.key: position for position, op in enumerate(ops)}
-    keys = [reads(op, program.layout, rank) for op in ops]
+    keys = [reads(op, program.layout, rank) if has_place(op, program.layout) else [] for op in ops]
     readers: dict[int, list[int]] = {}
     for i, wanted in enumerate(keys):
         for key in wanted:

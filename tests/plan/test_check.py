@@ -1,8 +1,10 @@
 """The checker: accepts what is right, and names the broken invariant and the ops of what is not."""
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -11,7 +13,7 @@ from hocket.plan import lower
 from hocket.plan.check import INVARIANTS, assert_valid, check
 from hocket.plan.layer import template
 from hocket.plan.lower import build_forward, build_program
-from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.ops import LANES, Layout, Op, Part, Program, Verb
 from hocket.plan.pipeline import Step
 from hocket.plan.shard import Sharding
 from tests.plan.programs import find, moved, sample, swapped, with_op, with_rank, without
@@ -320,6 +322,40 @@ def test_a_slot_waits_for_its_former_tenant() -> None:
     assert not check(program)
     assert 7 in numbers(cut("gather dense", "release")(program))
     assert 7 in numbers(without(program, 0, find(program, 0, "release dense")))
+
+
+EDITS: dict[str, tuple] = {
+    "verb": get_args(Verb),
+    "part": get_args(Part),
+    "microbatch": (-1, 0, 1, 2, 9),
+    "chunk": (-1, 0, 1, 7),
+    "layer": (-1, 0, 1, 2, 3, 99),
+    "lane": LANES,
+    "slot": (-1, 0, 1, 2, 9),
+}
+
+
+@pytest.mark.parametrize("field", EDITS)
+def test_an_op_cannot_be_another_op(field: str) -> None:
+    """Whatever is changed about an op, something breaks, and the checker copes with it."""
+    draw = random.Random(5)
+    for case in sample(8, seed=5):
+        program = case.build()
+        for _ in range(25):
+            rank = draw.randrange(len(program.ranks))
+            position = draw.randrange(len(program.ranks[rank]))
+            op = program.ranks[rank][position]
+            value = draw.choice(EDITS[field])
+            without_slot = field == "slot" and op.verb not in ("gather", "release", "wgrad", "reduce")
+            released_elsewhere = field == "lane" and op.verb == "release"  # the gather lane would do as well
+            if value == getattr(op, field) or without_slot or released_elsewhere or op.verb == "step":
+                continue
+            assert check(with_op(program, rank, position, **{field: value})), f"{op}: {field}={value}, {case}"
+
+
+def test_a_rank_is_missing() -> None:
+    program = base()
+    assert numbers(replace(program, ranks=program.ranks[:1])) == {4}
 
 
 def test_merging_a_microbatch_with_itself() -> None:

@@ -1,0 +1,186 @@
+"""Invariants about slots: weights (7, 12) and gradients (5, 7, 9, 12).
+
+Both walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
+every step whether happens-before bears it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hocket.plan.facts import Facts, Violation, has_place
+from hocket.plan.ops import Op
+from hocket.plan.values import UnitName, unit_read, unit_written
+
+
+def _unit(op: Op) -> UnitName:
+    assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
+    return (op.part, op.chunk, op.layer)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A unit in its weight slot: the gather that brought it, and who has read it since."""
+
+    gather: int
+    readers: list[int] = field(default_factory=list)
+
+
+class _WeightSlots:
+    """Follows every unit from gather to release."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.resident: dict[UnitName, _Lease] = {}
+        self.tenant: dict[tuple[str, int], int] = {}  # slot -> its latest gather, until it is released
+        self.released: dict[tuple, int] = {}  # slot, and unit -> its latest release
+        self.turns: dict[UnitName, int] = {}  # unit -> how often it was gathered
+
+    def gather(self, i: int) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        unit, slot = _unit(op), (op.part, op.slot)
+        count = facts.program.weight_slots.get(op.part, 0)
+        if not 0 <= op.slot < count:
+            yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
+        if op.microbatch != self.turns.get(unit, 0):
+            yield facts.fail(7, f"{facts.show(i)} is the unit's gather number {self.turns.get(unit, 0)}", i)
+        self.turns[unit] = op.microbatch + 1
+        if unit in self.resident:
+            p = self.resident[unit].gather
+            yield facts.fail(7, f"{facts.show(i)} gathers what {facts.show(p)} already holds", i, p)
+        elif slot in self.tenant:
+            p = self.tenant[slot]
+            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
+        for p in {self.released[place] for place in (slot, unit) if place in self.released}:
+            if not facts.before(p, i):
+                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+        self.resident[unit] = _Lease(i)
+        self.tenant[slot] = i
+
+    def release(self, i: int) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        unit, slot = _unit(op), (op.part, op.slot)
+        lease = self.resident.pop(unit, None)
+        gathered = None if lease is None else facts.ops[lease.gather]
+        if lease is None or gathered is None or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
+            yield facts.fail(7, f"{facts.show(i)} releases what was not gathered so", i)
+            return
+        self.tenant.pop(slot, None)
+        self.released[slot] = self.released[unit] = i
+        for p in lease.readers:
+            if not facts.before(p, i):
+                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}, which reads the weights", i, p)
+
+    def read(self, i: int, unit: UnitName) -> Iterator[Violation]:
+        facts = self.facts
+        lease = self.resident.get(unit)
+        if lease is None:
+            yield facts.fail(7, f"{facts.show(i)} reads weights that are not gathered", i)
+            return
+        lease.readers.append(i)
+        if not facts.before(lease.gather, i):
+            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(lease.gather)}", i, lease.gather)
+
+    def finish(self) -> Iterator[Violation]:
+        for lease in self.resident.values():
+            yield self.facts.fail(12, f"{self.facts.show(lease.gather)} is never released", lease.gather)
+
+
+def weights_resident(facts: Facts) -> Iterator[Violation]:
+    """Invariant 7 for weights: readers come after the gather and before the release, the next gather after it.
+
+    Also invariant 12: every slot is released.
+    """
+    slots = _WeightSlots(facts)
+    for i, op in enumerate(facts.ops):
+        if not has_place(op, facts.layout):
+            continue
+        if op.verb == "gather":
+            yield from slots.gather(i)
+        elif op.verb == "release":
+            yield from slots.release(i)
+        elif (unit := unit_read(op, facts.layout)) is not None and unit[0] in facts.program.weight_slots:
+            yield from slots.read(i, unit)
+    yield from slots.finish()
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """A gradient slot in use: whose gradient it is, and which ops have written to it."""
+
+    owner: tuple[UnitName, int]
+    writers: list[int] = field(default_factory=list)
+
+
+class _GradientSlots:
+    """Follows every gradient from its first write to its reduce."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.used: dict[tuple[str, int], _Gradient] = {}
+        self.slot_of: dict[tuple[UnitName, int], int] = {}
+        self.reduced_slot: dict[tuple[str, int], int] = {}  # slot -> its latest reduce
+        self.reduced: dict[tuple[UnitName, int], int] = {}
+        self.latest: dict[UnitName, int] = {}  # unit -> its latest reduce
+
+    def write(self, i: int, unit: UnitName) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        owner, slot = (unit, op.microbatch), (unit[0], op.slot)
+        count = facts.program.grad_slots.get(unit[0], 0)
+        if not 0 <= op.slot < count:
+            yield facts.fail(7, f"{facts.show(i)}: {unit[0]} has {count} gradient slots", i)
+        if owner in self.reduced:
+            p = self.reduced[owner]
+            yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
+        if self.slot_of.setdefault(owner, op.slot) != op.slot:
+            yield facts.fail(
+                7, f"{facts.show(i)} writes a gradient whose other parts are in slot {self.slot_of[owner]}", i
+            )
+        gradient = self.used.get(slot)
+        if gradient is not None and gradient.owner != owner:
+            p = gradient.writers[-1]
+            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not reduced yet", i, p)
+            gradient = None
+        if slot in self.reduced_slot and not facts.before(self.reduced_slot[slot], i):
+            p = self.reduced_slot[slot]
+            yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
+        if gradient is None:
+            gradient = self.used[slot] = _Gradient(owner)
+        gradient.writers.append(i)
+
+    def reduce(self, i: int) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        unit = _unit(op)
+        slot = (op.part, op.slot)
+        gradient = self.used.get(slot)
+        if gradient is None or gradient.owner != (unit, op.microbatch):
+            yield facts.fail(5, f"{facts.show(i)} finds no gradient of its own in its slot", i)
+        else:
+            del self.used[slot]
+            for p in gradient.writers:
+                if not facts.before(p, i):
+                    yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+        if unit in self.latest:
+            p = self.latest[unit]
+            if facts.ops[p].microbatch >= op.microbatch or not facts.before(p, i):
+                yield facts.fail(9, f"{facts.show(i)} adds to the gradient after {facts.show(p)}: not ascending", i, p)
+        self.latest[unit] = self.reduced[unit, op.microbatch] = self.reduced_slot[slot] = i
+
+    def finish(self) -> Iterator[Violation]:
+        for gradient in self.used.values():
+            p = gradient.writers[-1]
+            yield self.facts.fail(12, f"the gradient of {self.facts.show(p)} is never reduced", p)
+
+
+def gradients_kept(facts: Facts) -> Iterator[Violation]:
+    """Invariants 5, 7, 9 and 12 for gradients: written, reduced once complete, in ascending microbatch order."""
+    slots = _GradientSlots(facts)
+    for i, op in enumerate(facts.ops):
+        if not has_place(op, facts.layout):
+            continue
+        if op.verb == "reduce":
+            yield from slots.reduce(i)
+        elif (unit := unit_written(op, facts.layout)) is not None:
+            yield from slots.write(i, unit)
+    yield from slots.finish()
