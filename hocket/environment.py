@@ -5,9 +5,11 @@ Together with `cli.py` and `launch.py` the only reader of environment variables.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import runpy
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,9 +153,13 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> 
 def find_gpus() -> tuple[int, str]:
     """(number of GPUs that torch can use, name of the first one).
 
-    A process that has touched CUDA cannot fork workers that use it, so a child looks.
+    A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
+    CUDA, which its version file says without an import of torch.
     """
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+    torch_package = importlib.util.find_spec("torch")
+    assert torch_package is not None, "torch is not installed"
+    assert torch_package.origin is not None
+    if not runpy.run_path(str(Path(torch_package.origin).with_name("version.py"))).get("cuda"):
         return 0, ""
     read, write = os.pipe()
     child = os.fork()
