@@ -27,26 +27,26 @@ def tiny() -> Config:
 
 
 def moe_8gpu() -> Config:
-    """A 2B MoE (0.4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks, every overlap on."""
+    """A 3.4B MoE (0.6B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks, every overlap on."""
     return Config(
         model=ModelConfig(
-            hidden=1536,
+            hidden=2048,
             layers=16,
-            heads=12,
+            heads=16,
             kv_heads=4,
             head_dim=128,
-            ffn=4608,
+            ffn=5632,
             dense_layers=(0,),
             experts=32,
             top_k=4,
-            expert_ffn=768,
-            shared_ffn=768,
+            expert_ffn=1024,
+            shared_ffn=1024,
             aux_loss=0.01,
         ),
         mesh=MeshConfig(pp=2, dp=4, ep=4),
         plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
         data=DataConfig(sequence_length=2048),
-        train=TrainConfig(steps=200, microbatches=8, sequences=4, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
+        train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
         run=RunConfig(name="moe_8gpu"),
     )
 
