@@ -42,10 +42,7 @@ def contenders(config: Config) -> dict[str, Config]:
         "sequential": plan(order="sequential", **plain),
         "interleaved": plan(order="auto", **plain),
         "merged": config,
-        "merged again": config,
-        "merged, wgrad_last": plan(layer_order="wgrad_last"),
         "merged, defer all": plan(p2p_defer_layers=-1, p2p_defer_parts="all"),
-        "merged, optim_grads": plan(strategy="optim_grads"),
         "bound": null,
     }
 
@@ -117,9 +114,15 @@ def main() -> None:
         engines[name] = Engine(settings, rank, device, groups=None if name == "bound" else groups)
         groups = groups or engines[name].groups
         engines[name].init_weights()
-    microbatches = batch(next(iter(engines.values())), 0)
+    engines["merged again"] = engines["merged"]
+    microbatches = batch(engines["merged"], 0)
     losses = {}
     for name, engine in engines.items():  # warm up, and show that the plans agree
+        if name in ("bound", "merged again"):  # one computes on rubbish, the other has been here before
+            losses[name] = []
+            engine.train_step(microbatches, 1e-4)
+            engine.train_step(microbatches, 1e-4)
+            continue
         steps = [engine.train_step(microbatches, 1e-4).loss for _ in range(3)]
         losses[name] = [engine.agree(loss)[0] for loss in steps]
     blocks: dict[str, list[list[float]]] = {name: [] for name in engines}

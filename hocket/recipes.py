@@ -27,7 +27,7 @@ def tiny() -> Config:
 
 
 def moe_8gpu() -> Config:
-    """A 3.4B MoE (0.6B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks, every overlap on."""
+    """A 3.3B MoE (0.7B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks, every overlap on."""
     return Config(
         model=ModelConfig(
             hidden=2048,
