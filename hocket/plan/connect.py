@@ -16,31 +16,81 @@ lane does next with that memory comes after them. Waiting for the readers just t
 lane; instead the value is dropped by the first op of its lane that already comes after all of them. Nothing
 waits, nothing is recorded on the allocator, and memory stays a few ops longer. What is left at the end is
 dropped by the step, which comes after everything; the next step's first ops come after it.
+
+Note: [What comes back acknowledges what was sent]
+Nothing reads a send, so the compute lane would never learn that one is done, and would hold every sent value
+until the step. But what this rank receives tells: the neighbour had received so much from us before it made
+this. So the first reader of a received value also waits for the latest send that must have arrived by then.
+It is done in fact, so nobody ever waits for it and no circle can close; it only has to be known.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hocket.plan.ops import LANES, Key, Lane, Layout, Op
+from hocket.plan.ops import LANES, Key, Layout, Op
 from hocket.plan.values import UnitName, follows, reads, unit_read, unit_written
 
 Clock = list[int]
 """For every lane, the position of the latest op on it that is known to be done."""
 
 
-def connect(ops: list[Op], layout: Layout, rank: int) -> tuple[Op, ...]:
-    """The ops of one rank with `deps` and `frees` filled in."""
+@dataclass
+class _Rank:
+    """One rank on its way: what every op must come after, and who reads each value, by position."""
+
+    ops: list[Op]
+    needs: list[list[int]]
+    readers: dict[int, list[int]]
+
+    def deps(self) -> list[list[int]]:
+        return [_latest_per_lane(self.ops, i, needed) for i, needed in enumerate(self.needs)]
+
+
+def connect(ranks: list[list[Op]], layout: Layout) -> tuple[tuple[Op, ...], ...]:
+    """The ops of all ranks with `deps` and `frees` filled in."""
+    connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
+    if layout.pp > 1:
+        _acknowledge(connected, layout)
+    return tuple(map(_finish, connected))
+
+
+def connect_rank(ops: list[Op], layout: Layout, rank: int) -> tuple[Op, ...]:
+    """One rank by itself: without what it can know from the others."""
+    return _finish(_rank(ops, layout, rank))
+
+
+def _rank(ops: list[Op], layout: Layout, rank: int) -> _Rank:
     readers: dict[int, list[int]] = defaultdict(list)
-    all_deps = _needs(ops, layout, rank, readers)
-    deps = [_latest_per_lane(ops, i, needed) for i, needed in enumerate(all_deps)]
-    frees = _frees(ops, clocks(ops, deps), readers)
+    return _Rank(ops, _needs(ops, layout, rank, readers), readers)
+
+
+def _finish(rank: _Rank) -> tuple[Op, ...]:
+    deps = rank.deps()
+    frees = _frees(rank.ops, clocks(rank.ops, deps), rank.readers)
     return tuple(
         replace(op, deps=tuple(deps[i]), frees=tuple(frees.get(i, ()))) if deps[i] or i in frees else op
-        for i, op in enumerate(ops)
+        for i, op in enumerate(rank.ops)
     )
+
+
+def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
+    """Have the first reader of a received value wait for the latest send known to be done: see
+    Note: [What comes back acknowledges what was sent].
+    """
+    where = [{op.key: i for i, op in enumerate(rank.ops)} for rank in ranks]
+    known = [clocks(rank.ops, rank.deps()) for rank in ranks]
+    for r, rank in enumerate(ranks):
+        for i, op in enumerate(rank.ops):
+            if op.verb != "recv":
+                continue
+            peer, key = layout.peer(op, r)
+            arrived = known[peer][where[peer][key]][LANES.index("recv_grad" if op.part == "act" else "recv_act")]
+            if arrived >= 0:
+                _, sent = layout.peer(ranks[peer].ops[arrived], peer)
+                rank.needs[rank.readers[i][0]].append(where[r][sent])
 
 
 def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int]]) -> list[list[int]]:
@@ -122,35 +172,17 @@ def clocks(ops: list[Op], deps: list[list[int]]) -> list[Clock]:
 def _frees(ops: list[Op], clock: list[Clock], readers: dict[int, list[int]]) -> dict[int, list[int]]:
     """Which op drops which values. See Note: [A value is dropped by its own lane]."""
     index = {lane: n for n, lane in enumerate(LANES)}
-    last = {p: _last_readers(ops, who) for p, who in readers.items()}
-    frees: dict[int, list[int]] = defaultdict(list)
-    waiting: dict[str, list[tuple[int, int]]] = {lane: [] for lane in LANES}  # heaps of (latest reader, value)
-    by_reader: dict[int, list[int]] = defaultdict(list)
-    for p, per_lane in last.items():
-        by_reader[max(per_lane.values())].append(p)
+    positions: dict[str, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        heap = waiting[op.lane]
-        held = []
-        newest = max(clock[i])
-        while heap and heap[0][0] <= newest:
-            entry = heapq.heappop(heap)
-            p = entry[1]
-            if all(clock[i][index[lane]] >= reader for lane, reader in last[p].items()):
-                frees[i].append(p)
-            else:
-                held.append(entry)
-        for entry in held:
-            heapq.heappush(heap, entry)
-        for p in by_reader.get(i, ()):
-            if ops[p].lane == op.lane and all(clock[i][index[lane]] >= r for lane, r in last[p].items()):
-                frees[i].append(p)
-            else:
-                heapq.heappush(waiting[ops[p].lane], (i, p))
-    left = [p for heap in waiting.values() for _, p in heap]
-    if left:
-        frees[len(ops) - 1] += left
+        positions[op.lane].append(i)
+    frees: dict[int, list[int]] = defaultdict(list)
+    for p, who in readers.items():
+        last = [(index[lane], i) for lane, i in {ops[i].lane: i for i in who}.items()]
+        mine = positions[ops[p].lane]
+
+        def knows(i: int, last: list[tuple[int, int]] = last) -> bool:
+            return all(clock[i][lane] >= reader for lane, reader in last)
+
+        k = bisect_left(mine, True, key=knows)  # what a lane knows only grows
+        frees[mine[k] if k < len(mine) else len(ops) - 1].append(p)
     return {i: sorted(values) for i, values in frees.items()}
-
-
-def _last_readers(ops: list[Op], who: list[int]) -> dict[Lane, int]:
-    return {ops[i].lane: i for i in who}

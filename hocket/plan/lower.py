@@ -72,7 +72,7 @@ def _finish(
     return Program(
         layout=layout,
         microbatches=microbatches,
-        ranks=tuple(connect(ops, layout, rank) for rank, ops in enumerate(sharded.ranks)),
+        ranks=connect(sharded.ranks, layout),
         weight_slots=sharded.weight_slots,
         grad_slots=sharded.grad_slots,
         in_flight=tuple(in_flight(steps) for steps in order),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket.config import PlanConfig
-from hocket.plan.connect import connect
+from hocket.plan.connect import connect_rank
 from hocket.plan.lower import build_program, choose_order
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.pipeline import Step
@@ -52,7 +52,7 @@ class Model:
         ranks = []
         for rank, original in enumerate(built.ranks):
             ops = [self.relane(op) for op in original if op.verb not in ("reduce", "step")]
-            ops = list(connect(ops, built.layout, rank))
+            ops = list(connect_rank(ops, built.layout, rank))
             self.post(ops)
             if self.joined and not self.classic:
                 self.join(ops, steps_of(ops, order[rank]))
