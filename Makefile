@@ -50,7 +50,7 @@ parity: $(READY) ## Compare planned and sequential steps over the whole matrix o
 	@$(PY) -m pytest -m full $(ARGS)
 
 bench-plan: $(READY) ## Measure how long planning and checking take as plans grow
-	@$(PY) -m benchmarks.plan_speed $(ARGS)
+	@$(PY) -m benchmarks.plan_scaling $(ARGS)
 
 lock: ## Renew requirements/lock.txt (needs uv)
 	uv pip compile --python-platform linux --python-version 3.11 --generate-hashes --upgrade \
