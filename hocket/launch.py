@@ -51,7 +51,7 @@ def train(config: Config, origins: Mapping[str, str]) -> int:
     settings = resolve(config, probe(config, origins, worker), origins)
     check_corpus(settings)
     if worker:
-        return be_worker(settings, worker)
+        end_now(outcome(settings, worker))
     for note in notes:
         sys.stderr.write(f"hocket: {note}\n")
     return start_workers(settings)
@@ -71,12 +71,12 @@ def check_corpus(settings: Settings) -> None:
 
 
 def be_worker(settings: Settings, worker: Worker) -> int:
-    """Run one rank in this process. Returns the exit code."""
+    """Run one rank in this process. Returns the exit code; the caller ends the process with `end_now`."""
     os.environ.update(worker.variables())
     import torch
     import torch.distributed as dist
 
-    from hocket.runtime.comm import join_world
+    from hocket.runtime.comm import join_world, leave_world
     from hocket.train.trainer import Trainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -90,11 +90,21 @@ def be_worker(settings: Settings, worker: Worker) -> int:
         if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
             raise ValueError(port_in_use(settings, worker.port)) from None
         raise
-    trainer = Trainer(settings, worker.rank, device)
-    trainer.run()
-    trainer.close()
-    dist.destroy_process_group()
+    Trainer(settings, worker.rank, device).run()
+    leave_world()
     return 0
+
+
+def outcome(settings: Settings, worker: Worker) -> int:
+    """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
+    try:
+        return be_worker(settings, worker)
+    except ValueError as error:
+        sys.stderr.write(f"hocket: {error}\n")
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 def port_in_use(settings: Settings, port: int) -> str:
@@ -208,10 +218,14 @@ def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent:
     except BaseException as error:
         traceback.print_exc()
         say(pipe, "crash", f"{type(error).__name__}: {error}")
+    end_now(code)
+
+
+def end_now(code: int) -> NoReturn:
+    """End a worker without clean-up: its groups still exist, and what it inherited by forking is its parent's."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Straight out: nothing of the parent, of which this is a copy, may run its clean-up here.
     os._exit(code)
 
 

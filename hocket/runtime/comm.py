@@ -28,6 +28,7 @@ __all__ = [
     "Pending",
     "TransportName",
     "join_world",
+    "leave_world",
     "make_groups",
     "require_multicast_off",
 ]
@@ -53,6 +54,15 @@ def join_world(gpus: bool, timeout: float) -> None:
     It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds.
     """
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
+
+
+def leave_world() -> None:
+    """Wait until every rank has done its last collective. After that, a process may simply end.
+
+    Groups are not destroyed: NCCL waits for all members of a group there, and ranks on several groups would have to
+    do it in an order that suits everybody.
+    """
+    dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
 
 
 @dataclass(frozen=True)
