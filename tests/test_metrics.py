@@ -1,0 +1,107 @@
+"""What a run reports, and the learning rate it reports."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hocket.config import TrainConfig
+from hocket.recipes import recipe
+from hocket.resolve import Settings, replace_leaf, resolve
+from hocket.rules import Host
+from hocket.train.metrics import Metrics, StepResult, peak_flops
+from hocket.train.schedule import learning_rate
+
+
+def settings_in(folder: Path, gpus: bool = False) -> Settings:
+    config = replace_leaf(recipe("tiny"), "run.folder", str(folder))
+    return resolve(config, Host(gpus=4, gpu="NVIDIA H200") if gpus else Host())
+
+
+def report(settings: Settings, steps: range, done: int = 0, rank: int = 0, terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
+    with Metrics(settings, 3.0, done, rank, console) as metrics:
+        metrics.header(1000, 500, "some text")
+        for step in steps:
+            metrics.step(StepResult(step, 5.0 - step, 0.5, 1e-3, 0.25, 1.5))
+        metrics.validation(steps.stop - 1, 2.5)
+        metrics.summary()
+    return out.getvalue()
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_a_line_of_json_and_a_line_of_text(tmp_path):
+    text = report(settings_in(tmp_path), range(1, 4))
+    first, *_, last = records(tmp_path)
+    assert first == {
+        "step": 1, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-3, "seconds": 0.25, "load": 1.5,
+        "tokens_per_second": 16384.0,
+    }  # fmt: skip
+    assert last == {"step": 3, "validation_loss": 2.5, "unigram_entropy": 3.0}
+    assert "step   2  loss 3.0000  grad 0.5  lr 1.00e-03  16,384 tok/s  load 1.50" in text
+    assert "2.5000 nats per token, below the corpus's unigram entropy 3.0000" in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_a_live_line_and_only_validations_stay(tmp_path):
+    text = report(settings_in(tmp_path), range(1, 4), terminal=True)
+    assert "\x1b" in text
+    assert "validation loss 2.5000" in text
+
+
+def test_other_ranks_are_silent(tmp_path):
+    assert report(settings_in(tmp_path), range(1, 3), rank=1) == ""
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_resumed_run_goes_on_behind_the_step_of_its_checkpoint(tmp_path):
+    report(settings_in(tmp_path), range(1, 6))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # cut off by a crash
+    report(settings_in(tmp_path), range(4, 6), done=3)
+    assert [r["step"] for r in records(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5]
+
+
+def test_a_new_run_keeps_the_metrics_of_the_old_one(tmp_path):
+    report(settings_in(tmp_path), range(1, 3))
+    assert "are now in" in report(settings_in(tmp_path), range(1, 2))
+    assert len(records(tmp_path)) == 2
+    assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3
+
+
+def test_gpus_report_flops_with_their_denominator(tmp_path):
+    settings = settings_in(tmp_path, gpus=True)
+    text = report(settings, range(1, 2))
+    record = records(tmp_path)[0]
+    per_gpu = 16384 * Metrics(settings, 3.0, rank=1).flops_per_token / 4
+    assert record["tflops_per_gpu"] == pytest.approx(per_gpu / 1e12)
+    assert record["mfu"] == pytest.approx(per_gpu / 989.4e12)
+    assert text.count("989.4 TFLOP/s of one NVIDIA H200 (dense bf16)") == 1
+
+
+def test_the_peak_of_a_gpu_is_found_by_the_longest_name():
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("NVIDIA GH200 480GB") == 989.4e12
+    assert peak_flops("Something Else") == 0.0
+
+
+def test_the_learning_rate_rises_then_follows_half_a_cosine():
+    train = TrainConfig(steps=110, warmup=10, lr=1.0, min_lr=0.1)
+    rates = [learning_rate(step, train) for step in range(110)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[9:]))
+    assert learning_rate(10 + 99 // 2, train) == pytest.approx(0.55, abs=0.01)
+    assert learning_rate(500, train) == pytest.approx(0.1)
+    assert learning_rate(0, TrainConfig(steps=1, warmup=0, lr=1.0, min_lr=0.1)) == 1.0
