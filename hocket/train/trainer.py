@@ -44,7 +44,11 @@ class Trainer:
         try:
             with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
-                for note in (*map(str, settings.decisions), *engine.program.notes, *(restored.notes if restored else ())):
+                for note in (
+                    *map(str, settings.decisions),
+                    *engine.program.notes,
+                    *(restored.notes if restored else ()),
+                ):
                     metrics.say(f"note     {note}")
                 signal = self._loop(metrics, stop)
                 metrics.summary()
