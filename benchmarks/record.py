@@ -22,7 +22,11 @@ def provenance(commit: str = "") -> dict[str, Any]:
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     else:
         hardware = f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores"
-    command = shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])  # pyrefly: ignore
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name if spec else Path(sys.argv[0]).stem
+    world = os.environ.get("WORLD_SIZE")
+    launcher = ["torchrun", "--nproc-per-node", world] if world else ["python"]
+    command = shlex.join([*launcher, "-m", module, *_arguments()])
     return {
         "hardware": hardware,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "nccl": _nccl()},
@@ -37,6 +41,17 @@ def write(name: str, result: dict[str, Any], folder: Path | None = None, commit:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**provenance(commit), **result}, indent=1) + "\n")
     return path
+
+
+def _arguments() -> list[str]:
+    """The command line without what only says where the result goes."""
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word in ("--out", "--commit"):
+            next(words, None)
+        else:
+            kept.append(word)
+    return kept
 
 
 def _commit() -> str:
