@@ -195,6 +195,12 @@ class Engine:
         self.executor.assert_clean()
         self.sharded.assert_clean()
 
+    def abort(self) -> None:
+        """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
+        self.executor.abort()
+        self.sharded.abort()
+        self.lanes.abort()
+
     def close(self) -> None:
         """Give the process groups back."""
         self.groups.destroy()

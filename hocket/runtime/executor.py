@@ -67,6 +67,10 @@ class Executor:
         self._rehearse = lanes.needs_rehearsal
         self._values: list[Any] = [None] * len(self._list)
 
+    def follow(self, order: Sequence[int]) -> None:
+        """Issue the ops in another legal order from the next step on. On a GPU after the rehearsal only."""
+        self._ops = [self._list[p] for p in order]
+
     def annotate(self) -> None:
         """Show every op under its name in profiler traces, from now on. Costs a few microseconds per op."""
         position = {c.position: replace(c, run=_named(str(c.op), c.run)) for c in self._list}
@@ -98,9 +102,6 @@ class Executor:
                 if self._rehearse:
                     lanes.settle()
             lanes.end()
-        except BaseException:
-            self.abort()
-            raise
         finally:
             recorder.end()
         if self._rehearse:  # from now on lanes run side by side

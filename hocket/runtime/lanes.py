@@ -46,6 +46,9 @@ class Lanes(Protocol):
     def end(self) -> None:
         """Order the caller's following work behind the compute lane and leave the lanes."""
 
+    def abort(self) -> None:
+        """Leave the lanes after an interrupted step."""
+
     def completed(self, lane: Lane, position: int) -> bool:
         """Whether the op is known to be done (for reports; never waits)."""
 
@@ -86,6 +89,10 @@ class CpuLanes:
     def end(self) -> None:
         for lane in LANES:
             self.wait(lane, 1 << 60)
+
+    def abort(self) -> None:
+        for queue in self._pending.values():
+            queue.clear()
 
     def completed(self, lane: Lane, position: int) -> bool:
         return self._done[lane] >= position
@@ -139,6 +146,11 @@ class CudaLanes:
     def end(self) -> None:
         torch.cuda.set_stream(self._outer)
         self._outer.wait_stream(self._streams["compute"])
+
+    def abort(self) -> None:
+        torch.cuda.set_stream(self._outer)
+        for stream in self._streams.values():
+            self._outer.wait_stream(stream)
 
     def completed(self, lane: Lane, position: int) -> bool:
         event = self._events.get(position)

@@ -3,9 +3,10 @@
 import pytest
 
 from hocket.config import PlanConfig
+from hocket.plan.connect import clocks
 from hocket.plan.layer import MERGED, at_once
 from hocket.plan.lower import build_program, defer_past_send
-from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.ops import LANES, Layout, Op, Program
 from hocket.plan.shard import Sharding
 
 MOE4 = Layout(("moe",) * 4, ep=2)
@@ -156,3 +157,39 @@ def test_tied_head_shares_the_embedding_unit() -> None:
     assert reduces == ["reduce embed m0 c0 s0", "reduce embed m1 c0 s0"]
     with pytest.raises(ValueError, match="tied embeddings need one virtual stage"):
         Layout(("dense", "dense"), pp=2, tied=True)
+
+
+@pytest.mark.parametrize("order", sorted(MERGED))
+def test_every_all_to_all_of_a_merged_step_may_run_beside_compute(order: str) -> None:
+    """Neither comes before the other: not in their lanes, and not through anything that they wait for."""
+    program = build(Layout(("moe",) * 4, ep=2), 4, layer_order=order)
+    ops = list(program.ranks[0])
+    known = clocks(ops, [list(op.deps) for op in ops])
+    compute, a2a = LANES.index("compute"), LANES.index("a2a")
+    first = position(program, "fwd attn m1")
+    last = max(i for i, op in enumerate(ops) if op.verb == "fwd" and op.part == "attn")
+    exchanges = [i for i, op in enumerate(ops) if op.lane == "a2a" and first < i < last]
+    assert len(exchanges) > 30
+    for i in exchanges:
+        beside = [
+            str(op)
+            for j, op in enumerate(ops)
+            if op.lane == "compute" and op.verb != "release" and known[i][compute] < j and known[j][a2a] < i
+        ]
+        assert beside, f"{ops[i]} runs beside nothing"
+
+
+def test_gathers_and_reduces_run_beside_compute() -> None:
+    program = build(Layout(("dense",) * 6), 3, merge="off")
+    ops = list(program.ranks[0])
+    known = clocks(ops, [list(op.deps) for op in ops])
+    compute = LANES.index("compute")
+    exposed = []
+    for i, op in enumerate(ops):
+        if op.lane in ("gather", "reduce") and op.part == "dense":
+            lane = LANES.index(op.lane)
+            if not any(o.lane == "compute" and known[i][compute] < j and known[j][lane] < i for j, o in enumerate(ops)):
+                exposed.append(str(op))
+    assert exposed == [], (
+        "only the first gather and the last reduce of a step may be exposed, and embed and head are those"
+    )

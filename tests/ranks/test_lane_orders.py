@@ -1,0 +1,132 @@
+"""The order in which lanes are served changes nothing, and a step leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.plan.linearize import linearize
+from hocket.runtime import island
+from hocket.runtime.actions import Microbatch
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import config
+from tests.reference import random_batches
+
+SEEDS = 50
+EVERYTHING = config(
+    dict(layers=4, dense_layers=(0,), shared_ffn=16, aux_loss=0.01),
+    dict(pp=2, dp=2, ep=2),
+    dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+    3,
+    "fp32",
+)
+
+
+def microbatches_of(engine: Engine, c: Config) -> list[Microbatch]:
+    (step,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
+    return [Microbatch(*batches[engine.where.dp]) for batches in step]
+
+
+def train_in_many_orders(rank: int, c: Config) -> tuple[list[int], int]:
+    """Seeds whose step gave other bits than the first one's, and how many different orders there were."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    batch = microbatches_of(engine, c)
+    expected: list[Tensor] = []
+    different, orders = [], set()
+    for seed in range(SEEDS):
+        order = tuple(p for pp, p in linearize(engine.program, seed) if pp == engine.where.pp)
+        orders.add(order)
+        engine.executor.follow(order)
+        engine.init_weights()
+        engine.optimizer.steps = 0
+        for state in engine.optimizer.state.values():
+            state.exp_avg.zero_()
+            state.exp_avg_sq.zero_()
+        loss = engine.train_step(batch, 1e-2).loss
+        engine.assert_clean()
+        got = [loss, *(unit.main.clone() for unit in engine.sharded.units.values())]
+        if not expected:
+            expected = got
+        elif not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
+            different.append(seed)
+    return different, len(orders)
+
+
+def test_every_legal_order_gives_the_same_bits() -> None:
+    for different, orders in run_ranks(train_in_many_orders, 4, EVERYTHING):
+        assert different == []
+        assert orders > SEEDS * 3 // 4, "the seeds must give different orders"
+
+
+def leftovers(rank: int, c: Config) -> tuple[int, int]:
+    """Tensors that islands made and received in a step: how many there were, and how many still live after it."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    batch = microbatches_of(engine, c)
+    seen: list[weakref.ref[Tensor]] = []
+    forward, backward = island.Island.forward, island.Island.backward
+
+    def watch(values: Any) -> None:
+        flat = values if isinstance(values, tuple | list) else (values,)
+        seen.extend(weakref.ref(value) for value in flat if isinstance(value, Tensor))
+
+    def watched_forward(self: island.Island, fn: Any, *inputs: Any) -> Any:
+        result = forward(self, fn, *inputs)
+        watch(inputs)
+        watch(result)
+        return result
+
+    def watched_backward(self: island.Island, *grads: Any) -> Any:
+        result = backward(self, *grads)
+        watch(grads)
+        watch(result)
+        return result
+
+    island.Island.forward, island.Island.backward = watched_forward, watched_backward  # type: ignore[method-assign]
+    engine.train_step(batch, 1e-2)
+    engine.assert_clean()
+    engine.executor.actions.losses, engine.executor.actions.microbatches = [], ()
+    del batch
+    gc.collect()
+    return len(seen), sum(ref() is not None for ref in seen)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_a_step_leaves_no_tensor_behind(strategy: str) -> None:
+    plan = dict(chunks=2, merge="on", strategy=strategy)
+    c = config(dict(layers=4, shared_ffn=16), dict(pp=2, dp=2, ep=2), plan, 3, "bf16")
+    for seen, alive in run_ranks(leftovers, 4, c):
+        assert seen > 100
+        assert alive == 0
+
+
+def interrupted(rank: int, c: Config) -> bool:
+    """A step that fails half-way, then a step that must equal that of an undisturbed engine."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    batch = microbatches_of(engine, c)
+    engine.init_weights()
+    expected = engine.train_step(batch, 1e-2).loss.clone()
+    weights = [unit.main.clone() for unit in engine.sharded.units.values()]
+    engine.init_weights()
+    engine.optimizer.steps = 0
+    for state in engine.optimizer.state.values():
+        state.exp_avg.zero_()
+        state.exp_avg_sq.zero_()
+    with pytest.raises(IndexError):
+        engine.executor.run(batch[:1])  # the plan asks for the second microbatch, and there is none
+    engine.abort()
+    loss = engine.train_step(batch, 1e-2).loss
+    engine.assert_clean()
+    again = [unit.main for unit in engine.sharded.units.values()]
+    return torch.equal(loss, expected) and all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+
+
+def test_a_failed_step_can_be_abandoned() -> None:
+    c = config(dict(layers=3), {}, dict(merge="on"), 2, "fp32")
+    assert run_ranks(interrupted, 1, c) == [True]
