@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hocket.engine import Engine
+from hocket.fsdp.optim import PieceState
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
@@ -18,6 +20,7 @@ from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams
 from hocket.train.flat_shard import Range
 from hocket.train.metrics import Metrics, StepResult
+from hocket.train.profiling import ProfileWindow
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
 
@@ -40,6 +43,7 @@ class Trainer:
         if restored is not None:
             self.step, self.position = restored.step, restored.position
             engine.optimizer.steps = restored.step
+            engine.sharded.refresh()
         watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
         try:
             with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
@@ -59,9 +63,13 @@ class Trainer:
     def _loop(self, metrics: Metrics, stop: StopRequest) -> int:
         train = self.settings.train
         saved = evaluated = self.step
+        window = ProfileWindow(train.profile, Path(self.settings.run.folder), self.rank, self.engine.executor)
         while self.step < train.steps:
+            window.before(self.step + 1)
             result, signal = self._step(stop)
             metrics.step(result)
+            if path := window.after(self.step):
+                metrics.say(f"trace    {path}")
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate())
                 evaluated = self.step
@@ -109,19 +117,20 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _state(self) -> Mapping[str, list[Range]]:
-        """This rank's part of everything that a checkpoint holds."""
-        weights, first, second = [], [], []
-        for unit in self.engine.sharded.units.values():
-            for p in unit.pieces():
-                weights.append(Range(p.name, p.shape, p.lo, p.hi, p.main))
-        for name, state in self.engine.optimizer.state.items():
-            p = state.piece
-            first.append(Range(name, p.shape, p.lo, p.hi, state.exp_avg))
-            second.append(Range(name, p.shape, p.lo, p.hi, state.exp_avg_sq))
-        biases = [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.biases().items()]
-        return {"weight": weights, "exp_avg": first, "exp_avg_sq": second, "bias": biases}
+        """What this rank adds to a checkpoint, by kind."""
+        states = self.engine.optimizer.state.values()
 
-    def _save(self) -> Any:
+        def ranges(of: Callable[[PieceState], Tensor]) -> list[Range]:
+            return [Range(s.piece.name, s.piece.shape, s.piece.lo, s.piece.hi, of(s)) for s in states]
+
+        return {
+            "weight": ranges(lambda s: s.piece.main),
+            "exp_avg": ranges(lambda s: s.exp_avg),
+            "exp_avg_sq": ranges(lambda s: s.exp_avg_sq),
+            "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.biases().items()],
+        }
+
+    def _save(self) -> Path:
         return save(self.settings, self.step, self.position, self._state())
 
     def _report(self) -> str:
