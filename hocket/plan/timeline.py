@@ -22,8 +22,13 @@ _FORWARD = {
 }  # fmt: skip
 _LEGEND = (
     "I embed  A attn  D dispatch  E experts  M mlp  C combine  U unpermute  H head: forward; small letters: backward\n"
-    "w weight gradient  > activation received  < gradient received  g gather  r reduce  S step  ! exposed  · nothing"
+    "w weight gradient  > activation received  < gradient received  g gather  r reduce  S step  · nothing\n"
+    "compute shows what fills half of a character's time, communication what fills a tenth, ' what fills less of it\n"
+    "! exposed for half of a character's time, : for a tenth"
 )
+_MUCH, _SOME = 0.5, 0.1
+"""Shares of a character's time. Communication ops are short and stand apart: of a lane that is busy for a third of
+every character one would see nothing, if half were asked for."""
 
 
 def letter(op: Op) -> str:
@@ -70,7 +75,7 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
     """One row per rank and lane, `width` characters wide, and a legend.
 
     A character stands for a stretch of time and shows the op that runs longest in it, `·` if the lane rests for more
-    than half of it.
+    than half of it. On a communication lane a tenth is enough, and `'` stands for less.
     """
     left = len(f"rank {len(program.ranks) - 1} ")
     gutter = left + 10
@@ -81,10 +86,14 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
         for n, lane in enumerate(_lanes(ops)):
             marks = [(letter(op), s.start, s.end) for op, s in zip(ops, spans, strict=True) if op.lane == lane]
             name = f"rank {rank}" if n == 0 else ""
-            lines.append(f"{name:{left}}{lane:10}{_text_row(marks, columns, step)}")
+            busy = _text_row(marks, columns, step)
+            enough, little = (_MUCH, "·") if lane == "compute" else (_SOME, "'")
+            row = "".join(mark if share > enough else little if share else "·" for mark, share in busy)
+            lines.append(f"{name:{left}}{lane:10}{row}")
             if lane == "compute":
-                marks = [("!", start, end) for start, end in exposed_spans(ops, spans)]
-                lines.append(f"{'':{left}}{'exposed':10}{_text_row(marks, columns, step, ' ')}")
+                exposed = _text_row([("!", *span) for span in exposed_spans(ops, spans)], columns, step)
+                row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in exposed)
+                lines.append(f"{'':{left}}{'exposed':10}{row}")
     return "\n".join([*lines, f"one character is {duration(step)}", _LEGEND])
 
 
@@ -94,13 +103,14 @@ def _lanes(ops: Iterable[Op]) -> list[Lane]:
     return [lane for lane in LANES if lane in used]
 
 
-def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float, rest: str = "·") -> str:
+def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float) -> list[tuple[str, float]]:
+    """For every character of a row: the mark that fills most of its time, and the share that all marks fill."""
     time_of: list[dict[str, float]] = [defaultdict(float) for _ in range(columns)]
     for mark, start, end in marks:
         first, last = float(start) / step, float(end) / step
         for column in range(min(floor(first), columns - 1), min(floor(last), columns - 1) + 1):
             time_of[column][mark] += max(0.0, min(last, column + 1) - max(first, column))
-    return "".join(max(t, key=t.__getitem__) if sum(t.values()) > 0.5 else rest for t in time_of)
+    return [(max(t, key=t.__getitem__) if t else "", sum(t.values())) for t in time_of]
 
 
 # ------------------------------------------------------------------------------------------------------------ picture

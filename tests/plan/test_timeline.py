@@ -84,6 +84,21 @@ def test_text_shows_what_runs_longest_in_a_column_and_rest_where_rest_is_longer(
     assert row == "rank 0 compute   ·A········"  # a column is 3 s: attn fills 1 s and 3 s of two, the step 1 s
 
 
+@pytest.mark.parametrize(
+    ("seconds", "exposed", "gather"), [(0.5, " ", "'"), (2, ":", "g"), (6, "!", "g")], ids=["little", "some", "much"]
+)
+def test_text_shows_communication_that_is_short_beside_a_character(seconds: float, exposed: str, gather: str) -> None:
+    """Ten times a gather and the compute that waits for it, 10 s together: a character stands for 10 s."""
+    ops: list[Op] = []
+    for n in range(10):
+        ops.append(Op("gather", "dense", n, 0, 0, "gather", deps=(len(ops) - 1,) if n else ()))
+        ops.append(Op("fwd", "attn", n, 0, 0, deps=(len(ops) - 1,)))
+    built = Program(Layout(kinds=("dense",)), 10, (tuple(ops),))
+    timeline = simulate(built, Table({("gather", "dense"): seconds, ("fwd", "attn"): 10 - seconds}))
+    rows = [line[17:] for line in text_timeline(timeline, built, width=27).splitlines()[1:4]]
+    assert rows == ["AAAAAAAAAA" if seconds < 5 else "··········", 10 * exposed, 10 * gather]
+
+
 @pytest.mark.parametrize("width", [40, 100, 173])
 def test_text_rows_have_the_asked_width_and_name_every_lane(width: int) -> None:
     timeline, built = real()
@@ -100,8 +115,8 @@ def test_letters_tell_forward_from_backward_and_parts_apart() -> None:
     _, built = real()
     shown = {letter(op) for _, _, op in built if op.verb not in ("send", "release")}
     assert shown == set("ADEMCUH") | {"I"} | set("ademcuh") | {"i", "w", "g", "r", "S", ">", "<"}
-    legend = text_timeline(*real()).splitlines()[-2:]
-    assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", "·"))
+    legend = text_timeline(*real()).splitlines()[-4:]
+    assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", ":", "·", "'"))
 
 
 def test_exposed_spans_add_up_to_the_exposed_time() -> None:
