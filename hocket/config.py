@@ -7,6 +7,11 @@ from typing import Literal
 
 Switch = Literal["auto", "on", "off"]
 
+Purpose = Literal[
+    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
+]
+"""What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -155,6 +160,12 @@ class TrainConfig:
     """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
     transport: Literal["auto", "gloo", "nccl", "null", "slow"] = "auto"
     """How collectives move bytes; null pretends to (wrong results, for bounds), slow imitates a network."""
+    slow_latency: float = 0.0
+    """Seconds that the slow transport adds to every operation."""
+    slow_bandwidth: float = 0.0
+    """Bytes per second and rank of the network that the slow transport imitates; 0 means no limit."""
+    slow_groups: tuple[Purpose, ...] = ()
+    """Purposes of the groups that the slow transport slows; empty means all but control."""
     eval_every: int = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: int = 4

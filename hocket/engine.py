@@ -6,6 +6,7 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,15 +20,16 @@ from hocket.model.init import init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import balance_bias
+from hocket.parallel.mesh import PURPOSES
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.check import assert_valid
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.actions import Actions, Activation, Microbatch
-from hocket.runtime.comm import CommOptions, Groups, make_groups
+from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
-from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import Recorder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,7 +69,7 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         self.program = build_program(self.layout, config.train.microbatches, config.plan, sharding_of(config))
         assert_valid(self.program)
-        options = CommOptions(timeout=config.train.hang_timeout)
+        options = self._comm_options()
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
         self.groups = groups or make_groups(self.mesh, rank, device, transport, options)
@@ -82,6 +84,15 @@ class Engine:
         self._loads: dict[int, Tensor] = {}
         self.executor = self._executor(self.program, self._finish_step, keep_records)
         self._validation: Executor | None = None
+
+    def _comm_options(self) -> CommOptions:
+        train = self.config.train
+        if train.transport != "slow":
+            return CommOptions(timeout=train.hang_timeout)
+        purposes = train.slow_groups or tuple(purpose for purpose in PURPOSES if purpose != "control")
+        link = Link(train.slow_latency, train.slow_bandwidth or math.inf)
+        spin = spinner(self.device) if self.device.type == "cuda" else None
+        return CommOptions(timeout=train.hang_timeout, links=dict.fromkeys(purposes, link), spin=spin)
 
     def _chunk(self, chunk: int) -> Chunk:
         pp, layout = self.where.pp, self.layout

@@ -28,6 +28,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("train.keep", "train.log_every", "train.hang_timeout"), (1, ANY)),
     **dict.fromkeys(("train.min_lr", "train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
+    **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
     "train.betas": (0, 0.999999),
     "run.port": (0, 65535),
 }

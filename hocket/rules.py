@@ -331,6 +331,20 @@ RULES: tuple[Rule, ...] = (
         "train.transport = nccl, or train.device = cpu",
     ),
     Rule(
+        ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
+        lambda c, h: c.train.transport == "slow" and not (c.train.slow_latency or c.train.slow_bandwidth),
+        "the slow transport imitates a network, and nothing says which",
+        "train.slow_latency (seconds) or train.slow_bandwidth (bytes per second)",
+    ),
+    Rule(
+        ("train.slow_latency", "train.slow_bandwidth", "train.slow_groups", "train.transport"),
+        lambda c, h: (
+            c.train.transport != "slow" and bool(c.train.slow_latency or c.train.slow_bandwidth or c.train.slow_groups)
+        ),
+        "no effect: train.transport = {train.transport} imitates no network",
+        "train.transport = slow, or leave these settings out",
+    ),
+    Rule(
         ("train.profile", "train.steps"),
         lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
         "the profiled window is given by its first step and its number of steps",

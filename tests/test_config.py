@@ -201,6 +201,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
     (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
+    (TINY, {"train__transport": "slow"}, "train.transport", "nothing says which"),
+    (TINY, {"train__slow_latency": 0.01}, "train.slow_latency", "imitates no network"),
     (TINY, {"train__profile": (3,)}, "train.profile", "first step and its number of steps"),
     (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
     (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),

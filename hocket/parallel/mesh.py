@@ -7,16 +7,11 @@ ranks are neighbours, so that the all-to-all stays inside a host where it can.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
-Purpose = Literal[
-    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
-]
-"""What a group is for. Every purpose has process groups of its own, so no two lanes share one."""
+from hocket.config import Purpose
 
-PURPOSES: tuple[Purpose, ...] = (
-    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control",
-)  # fmt: skip
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 """All purposes, in the order in which every rank creates their groups."""
 
 

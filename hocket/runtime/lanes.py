@@ -11,13 +11,26 @@ lane, because a queue is in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from hocket.plan.ops import LANES, Lane
 from hocket.runtime.comm import Pending
+
+
+def spinner(device: torch.device) -> Callable[[float], None]:
+    """A function that keeps the current CUDA stream busy for so many seconds. Takes a moment to be calibrated."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 20_000_000
+    with torch.cuda.device(device):
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    per_second = cycles / (start.elapsed_time(end) / 1e3)
+    return lambda seconds: torch.cuda._sleep(int(seconds * per_second))
 
 
 class Lanes(Protocol):

@@ -97,6 +97,11 @@ class Metrics:
         self.say(f"corpus   {corpus}")
         self.say(f"ranks    {s.world} = pp {s.mesh.pp} x dp {s.mesh.dp}, ep {s.mesh.ep} inside dp, on {s.train.device}")
         self.say(f"steps    {steps}, {self.tokens_per_step:,} tokens each")
+        if s.train.transport == "null":
+            self.say("NO COMMUNICATION: the null transport measures time. Losses mean nothing, nothing is saved.")
+        if s.train.transport == "slow":
+            limit = f"{s.train.slow_bandwidth:.3g} bytes/s" if s.train.slow_bandwidth else "no limit"
+            self.say(f"network  emulated: {s.train.slow_latency:g} s per operation, {limit}")
         if s.train.device == "cuda":
             what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
             self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
@@ -107,9 +112,12 @@ class Metrics:
             return
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
-        record = {**asdict(result), "tokens_per_second": speed}
+        record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
+        mark = {"null": "no communication: ", "slow": "emulated network: "}.get(self.settings.train.transport, "")
+        if mark:
+            record["transport"] = self.settings.train.transport
         text = (
-            f"step {result.step:>{len(str(self.settings.train.steps))}}  loss {result.loss:.4f}  "
+            f"{mark}step {result.step:>{len(str(self.settings.train.steps))}}  loss {result.loss:.4f}  "
             f"grad {result.grad_norm:.3g}  lr {result.lr:.2e}  {speed:,.0f} tok/s"
         )
         if self.settings.train.device == "cuda":

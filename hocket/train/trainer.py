@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +63,8 @@ class Trainer:
 
     def _loop(self, metrics: Metrics, stop: StopRequest) -> int:
         train = self.settings.train
+        if train.transport == "null":  # what it computes is no training
+            train = dataclasses.replace(train, eval_batches=0, save_every=0)
         saved = evaluated = self.step
         window = ProfileWindow(train.profile, Path(self.settings.run.folder), self.rank, self.engine.executor)
         while self.step < train.steps:
@@ -77,12 +80,12 @@ class Trainer:
                 self._save()
                 saved = self.step
             if signal:
-                if saved != self.step:
+                if saved != self.step and train.transport != "null":
                     metrics.say(f"stopped by signal {signal}; saved in {self._save()}")
                 return signal
         if train.eval_batches and evaluated != self.step:
             metrics.validation(self.step, self._evaluate())
-        if saved != self.step:
+        if saved != self.step and train.transport != "null":
             self._save()
         return 0
 

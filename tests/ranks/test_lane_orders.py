@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from hocket.plan.linearize import linearize
 from hocket.runtime import island
 from hocket.runtime.actions import Microbatch
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config
+from tests.ranks.test_parity import assert_parity, config
 from tests.reference import random_batches
 
 SEEDS = 50
@@ -130,3 +132,20 @@ def interrupted(rank: int, c: Config) -> bool:
 def test_a_failed_step_can_be_abandoned() -> None:
     c = config(dict(layers=3), {}, dict(merge="on"), 2, "fp32")
     assert run_ranks(interrupted, 1, c) == [True]
+
+
+def timed_step(rank: int, c: Config) -> float:
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    batch = microbatches_of(engine, c)
+    started = time.perf_counter()
+    engine.train_step(batch, 1e-2)
+    return time.perf_counter() - started
+
+
+def test_the_slow_transport_takes_its_time_and_changes_nothing_else() -> None:
+    fast = config(dict(layers=2), dict(dp=2, ep=2), dict(merge="on"), 2, "fp32")
+    slow = replace(fast, train=replace(fast.train, transport="slow", slow_latency=0.02, slow_groups=("a2a",)))
+    exchanges = 2 * 2 * 4
+    assert min(run_ranks(timed_step, 2, slow)) > exchanges * 0.02 / 2  # at most two are under way at once
+    assert_parity(slow)
