@@ -46,7 +46,7 @@ types: $(READY) ## Check types
 test-gpu: $(READY) ## Run the tests that need GPUs
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-parity: $(READY) ## Compare planned and sequential steps over the whole matrix of settings (long)
+parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 0" takes all
 	@$(PY) -m pytest -m full $(ARGS)
 
 bench-plan: $(READY) ## Measure how long planning and checking take as plans grow

@@ -172,10 +172,17 @@ def test_every_pair_of_features(case: dict[str, Any]) -> None:
     assert_parity(matrix_config(case))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "matrix_case" in metafunc.fixturenames:
+        count = metafunc.config.getoption("--parity-cases")
+        cases = all_cases(VALUES, legal)
+        chosen = random.Random(0).sample(cases, count) if count else cases
+        metafunc.parametrize("matrix_case", chosen, ids=name_of)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", random.Random(0).sample(list(all_cases(VALUES, legal)), 2000), ids=name_of)
-def test_matrix(case: dict[str, Any]) -> None:
-    assert_parity(matrix_config(case))
+def test_matrix(matrix_case: dict[str, Any]) -> None:
+    assert_parity(matrix_config(matrix_case))
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {

@@ -1,0 +1,49 @@
+"""Run the tests that need GPUs and keep their outcome as a result file.
+
+    python -m benchmarks.gpu_tests
+
+Exits with pytest's status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from benchmarks.record import ROOT, write
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """passed, failed or skipped."""
+    kinds = {child.tag for child in case}
+    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        status = subprocess.run([*command, "tests"], cwd=ROOT).returncode
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    tests = {
+        f"{case.get('classname')}::{case.get('name')}": {
+            "outcome": outcome(case),
+            "seconds": float(case.get("time") or 0),
+        }
+        for case in cases
+    }
+    counts = {kind: sum(test["outcome"] == kind for test in tests.values()) for kind in ("passed", "failed", "skipped")}
+    print(write("gpu_tests", {**counts, "tests": tests}, options.out, options.commit))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
