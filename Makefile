@@ -14,7 +14,7 @@ READY := .venv/ready$(subst /,-,$(HOCKET_PYTHON))
 tool = if $(PY) -c "import $(1)" 2>/dev/null; then $(PY) -m $(1) $(2); else echo "skipped: $(1) is not installed here"; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint types test-gpu parity bench-plan lock clean
+.PHONY: help setup train test lint types test-gpu parity bench-plan docs-tables lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the wh
 
 bench-plan: $(READY) ## Measure how long planning and checking take as plans grow
 	@$(PY) -m benchmarks.plan_scaling $(ARGS)
+
+docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README and docs
+	@$(PY) -m benchmarks.tables
 
 lock: ## Renew requirements/lock.txt (needs uv)
 	uv pip compile --python-platform linux --python-version 3.11 --generate-hashes --upgrade \

@@ -1,0 +1,215 @@
+"""Writes every table, plan excerpt and plan picture of the documents.
+
+    python -m benchmarks.tables
+
+Nothing measured or planned is typed by hand: what stands between two markers in README.md or docs/ is made from
+benchmarks/results/*.json, or from the plan that a command prints. `tests/test_docs.py` fails when they differ.
+
+    <!-- table:step_time --> ... <!-- /table -->                      a table of results, with where it comes from
+    <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
+    <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hocket.cli import Plan, parse, resolve_for_plan
+from hocket.plan.cost import HARDWARE
+from hocket.plan.ops import Program
+from hocket.plan.simulate import Timeline
+from hocket.plan.text import to_text
+from hocket.plan.timeline import svg_timeline
+from hocket.planning import hardware_of, predict, program_of, report
+from hocket.recipes import recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+WIDTH = 100
+"""Characters of a terminal in a document."""
+
+PICTURES = {"docs/pictures/tiny-plan.svg": "tiny"}
+"""Picture of a predicted step -> the words behind `hocket plan`."""
+
+CONTENDERS = {
+    "sequential": "--plan.order sequential --plan.merge off --plan.defer_wgrad off --plan.p2p_defer_layers 0",
+    "interleaved": "--plan.merge off --plan.defer_wgrad off --plan.p2p_defer_layers 0",
+    "merged": "",
+    "merged, defer all": "--plan.p2p_defer_layers -1 --plan.p2p_defer_parts all",
+}
+"""Plans of benchmarks/step_time.py -> the settings that make them."""
+
+Result = Mapping[str, Any]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def step_time(result: Result) -> str:
+    peak = next(hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in result["hardware"])
+    rows = []
+    for name, row in result["contenders"].items():
+        flops = row["tflops_per_gpu"]
+        ratios = [row[key] for key in ("speed_up_over_sequential", "speed_up_over_interleaved", "fraction_of_bound")]
+        cells = [name, f"{1e3 * row['seconds']:,.0f} ms", f"{flops:.0f} ({1e12 * flops / peak:.0%})"]
+        rows.append([*cells, *(f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in ratios)])
+    head = ["plan", "step", "TFLOP/s per GPU (MFU)", "speed-up over sequential", "over interleaved", "share of bound"]
+    return table(head, rows)
+
+
+def predicted(result: Result) -> str:
+    """The same steps as the simulator sees them, on the same mesh."""
+    config, found = result["config"], result["contenders"]
+    _same_work(config)
+    mesh = " ".join(f"--mesh.{axis} {size}" for axis, size in config["mesh"].items())
+    rows = []
+    for name, changes in CONTENDERS.items():
+        _, timeline, _ = planned(f"{config['run']['name']} {mesh} {changes}")
+        step, use = float(timeline.makespan), timeline.ranks[0]
+        measured = found[name]["seconds"]
+        shares = [float(use.busy) / step, float(use.exposed_total) / step, float(use.idle) / step]
+        cells = [name, f"{1e3 * step:,.0f} ms", f"{1e3 * measured:,.0f} ms", f"{measured / step:.2f}"]
+        rows.append([*cells, *(f"{share:.0%}" for share in shares)])
+    head = ["plan", "predicted", "measured", "ratio", "predicted compute", "exposed", "idle (rank 0)"]
+    return table(head, rows)
+
+
+def _same_work(config: Result) -> None:
+    """Assert that a recipe still is what was measured under its name."""
+    now = json.loads(json.dumps(dataclasses.asdict(recipe(config["run"]["name"]))))
+    changed = [name for name, value in config["model"].items() if now["model"].get(name) != value]
+    for section, name in (("train", "microbatches"), ("train", "sequences"), ("data", "sequence_length")):
+        changed += [name] if now[section][name] != config[section][name] else []
+    assert not changed, f"the recipe {config['run']['name']} has changed since it was measured: {changed}"
+
+
+def overlap_trace(result: Result) -> str:
+    pp, dp = result["config"]["mesh"]["pp"], result["config"]["mesh"]["dp"]
+    stages = [result["ranks"][p * dp : (p + 1) * dp] for p in range(pp)]
+    rows = []
+    for lane in [lane for lane in result["ranks"][0]["lanes"] if lane != "other"]:
+        cells = [lane]
+        for ranks in stages:
+            found = [rank["lanes"][lane] for rank in ranks]
+            busy, hidden = (sum(row[key] for row in found) / dp for key in ("busy_ms", "hidden_ms"))
+            cells += [f"{busy:,.0f} ms", "" if lane == "compute" else f"{hidden / busy:.0%}"]
+        rows.append(cells)
+    steps = [sum(rank["step_ms"] for rank in ranks) / dp for ranks in stages]
+    rows.append(["whole step", *(cell for step in steps for cell in (f"{step:,.0f} ms", ""))])
+    head = ["lane", *(cell for p in range(pp) for cell in (f"busy, pipeline rank {p}", "of it beside compute"))]
+    return table(head, rows)
+
+
+def executor_cost(result: Result) -> str:
+    rows = [
+        [name, f"{row['ops']:,}", f"{row['microseconds_per_op']:.2f} µs", f"{row['worst']:.2f} µs"]
+        for name, row in result.items()
+        if name in ("cpu", "cuda")
+    ]
+    return table(["lanes", "ops", "host time per op", "slowest step"], rows)
+
+
+def plan_scaling(result: Result) -> str:
+    rows = [
+        [
+            row["size"],
+            f"{row['ops']:,}",
+            f"{row['build_s']:.2f} s",
+            f"{row['check_s']:.2f} s",
+            f"{row['us_per_op']:.0f} µs",
+            f"{row['peak_mib']:.0f} MiB",
+        ]
+        for row in result["rows"]
+    ]
+    return table(["pp x chunks x microbatches x layers", "ops", "plan", "check", "per op", "peak memory"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "step_time": ("step_time", step_time),
+    "predicted": ("step_time", predicted),
+    "overlap_trace": ("overlap_trace", overlap_trace),
+    "executor_cost": ("executor_cost_gpu", executor_cost),
+    "plan_scaling": ("plan_scaling", plan_scaling),
+}
+"""Table -> the result file it is made from, and its maker."""
+
+
+def origin(result: Result) -> str:
+    """Hardware, versions, commit and command of a result, as the line under its table."""
+    versions = result["versions"]
+    nccl = "" if versions["nccl"] == "none" else f", NCCL {versions['nccl']}"
+    where = f"{result['hardware']}, Python {versions['python']}, torch {versions['torch']}{nccl}"
+    return f"{where}, commit `{result['commit']}`: `{result['command']}`"
+
+
+def make_table(name: str) -> str:
+    file, make = TABLES[name]
+    result = json.loads((RESULTS / f"{file}.json").read_text())
+    return f"{make(result)}\n\n{origin(result)}"
+
+
+def planned(words: str) -> tuple[Program, Timeline, str]:
+    """The program, prediction and report of `hocket plan WORDS`."""
+    name, *flags = shlex.split(words)
+    options, origins = parse("plan", name, flags)
+    assert isinstance(options, Plan)
+    settings = resolve_for_plan(options.config, origins)
+    program, hardware = program_of(settings), hardware_of(settings, options.hardware)
+    return program, predict(settings, program, hardware), report(settings, hardware, WIDTH, options.ops)
+
+
+def make_plan(words: str) -> str:
+    return f"```\n$ hocket plan {words}\n{planned(words)[2]}\n```"
+
+
+def make_ops(words: str) -> str:
+    """The lines of one rank from one op to another. Raises ValueError if there are no such ops."""
+    rank, first, last, command = (word.strip() for word in words.split(";"))
+    lines = to_text(planned(command)[0]).split(f"\nrank {rank}\n")[1].split("\n\n")[0].splitlines()
+    starts = [[i for i, line in enumerate(lines) if line.split(maxsplit=1)[1].startswith(op)] for op in (first, last)]
+    if not all(starts):
+        raise ValueError(f"rank {rank} of `hocket plan {command}` has no op {first if starts[1] else last}")
+    shown = "\n".join(line.rstrip() for line in lines[starts[0][0] : starts[1][0] + 1])
+    return f"```\n$ hocket plan {command} --ops -1      # rank {rank}\n{shown}\n```"
+
+
+MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops}
+_MARKED = re.compile(r"(<!-- (table|plan|ops):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+
+
+def renew(text: str) -> str:
+    """A document with everything between markers made anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}{MAKERS[found[2]](found[3])}\n{found[4]}", text)
+
+
+def picture(words: str) -> str:
+    program, timeline, _ = planned(words)
+    return svg_timeline(timeline, program)
+
+
+def main() -> None:
+    for path in DOCS:
+        text = path.read_text(encoding="utf-8")
+        if (new := renew(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            print(f"renewed {path.relative_to(ROOT)}")
+    for name, words in PICTURES.items():
+        path, new = ROOT / name, picture(words)
+        if not path.exists() or path.read_text(encoding="utf-8") != new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(new, encoding="utf-8")
+            print(f"drew {name}")
+
+
+if __name__ == "__main__":
+    main()
