@@ -56,6 +56,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
+        *_misfits(timeline, hardware),
         "",
         "PROGRAM",
         *text[:cut],
@@ -85,6 +86,15 @@ def _heading(settings: Settings, program: Program) -> Iterator[str]:
     yield "CHOICES"
     yield from (f"  {decision}" for decision in settings.decisions)
     yield from (f"  note: {note}" for note in program.notes)
+
+
+def _misfits(timeline: Timeline, hardware: Hardware) -> Iterator[str]:
+    for rank, use in enumerate(timeline.ranks):
+        if hardware.memory and use.peak_bytes > hardware.memory:
+            yield (
+                f"DOES NOT FIT: rank {rank} needs {use.peak_bytes / 2**30:.0f} GiB of the {hardware.memory / 2**30:.0f} "
+                f"GiB of one {hardware.name}; shorter sequences, fewer train.sequences or more ranks need less"
+            )
 
 
 def _numbers(numbers: dict[str, Any]) -> Iterator[str]:

@@ -58,7 +58,7 @@ def llama3_8b() -> Config:
 
 def mixtral_8x7b() -> Config:
     """Mixtral 8x7B (47B, 13B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    return large("mixtral_8x7b", families.mixtral_8x7b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+    return large("mixtral_8x7b", families.mixtral_8x7b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4), 2048)
 
 
 def qwen3_30b_a3b() -> Config:
@@ -71,13 +71,13 @@ def moonlight_16b() -> Config:
     return large("moonlight_16b", families.moonlight_16b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
 
 
-def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig) -> Config:
-    """What the recipes of published models have in common: sequences of 4,096 tokens, bf16, 8 microbatches."""
+def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
+    """What the recipes of published models have in common: bf16, 8 microbatches of one sequence of `length` tokens."""
     return Config(
         model=model,
         mesh=mesh,
         plan=plan,
-        data=DataConfig(sequence_length=4096),
+        data=DataConfig(sequence_length=length),
         train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, dtype="bf16", save_every=500),
         run=RunConfig(name=name),
     )

@@ -18,7 +18,8 @@ from hocket import config as config_module
 from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, TrainConfig
 from hocket.leaves import BOUNDS, leaf, leaves
 from hocket.plan.check import assert_valid
-from hocket.planning import program_of
+from hocket.plan.cost import H200
+from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES, recipe
 from hocket.resolve import Settings, replace_leaf, resolve
 from hocket.rules import RULES, Host
@@ -328,3 +329,10 @@ def test_what_the_rules_let_pass_has_a_valid_program(config):
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(TINY.model, "hidden", 1)  # noqa: B010  (a plain assignment is already a type error)
+
+
+def test_every_recipe_fits_on_the_gpus_that_it_is_for():
+    for name in RECIPES:
+        settings = resolve(recipe(name), Host(gpus=8, gpu="NVIDIA H200"))
+        timeline = predict(settings, program_of(settings), H200)
+        assert max(use.peak_bytes for use in timeline.ranks) < H200.memory, name

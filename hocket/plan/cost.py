@@ -57,6 +57,8 @@ class Hardware:
     links: Mapping[Kind, Link]
     host_gap: float
     """Least seconds from one compute op to the next, however small: the host's own cost."""
+    memory: int = 0
+    """Bytes that one rank can use; 0 means not known."""
 
 
 H200 = Hardware(
@@ -74,6 +76,7 @@ H200 = Hardware(
         "reduce": Link(58e-6, 321e9),
     },
     host_gap=50e-6,
+    memory=139 * 2**30,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
 4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
