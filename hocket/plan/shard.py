@@ -120,20 +120,21 @@ def _page(
     following = _next_visits(visits)
     resident: dict[UnitName, int] = {}  # unit -> its slot
     last_visit: dict[UnitName, int] = {}  # unit -> index of its latest visit so far
+    last_reader: dict[UnitName, int] = {}  # not always in its latest visit: visits of one unit may be nested
     free = deque(range(slots))
     turns: dict[UnitName, int] = defaultdict(int)
 
     def release(unit: UnitName) -> int:
         slot = resident.pop(unit)
         name, chunk, layer = unit
-        behind[visits[last_visit[unit]].end].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
+        behind[last_reader[unit]].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
         return slot
 
     for k, visit in enumerate(visits):
         if visit.unit not in resident:
             issued_at = visits[max(0, k - prefetch)].start
             if not free:
-                idle = [u for u in resident if visits[last_visit[u]].end < issued_at]
+                idle = [u for u in resident if last_reader[u] < issued_at]
                 assert idle, "fewer slots than _slots_needed asked for"
                 free.append(release(max(idle, key=lambda u: following[last_visit[u]])))
             slot = free.popleft()
@@ -142,6 +143,7 @@ def _page(
             turns[visit.unit] += 1
             resident[visit.unit] = slot
         last_visit[visit.unit] = k
+        last_reader[visit.unit] = max(visit.end, last_reader.get(visit.unit, -1))
     for unit in list(resident):
         release(unit)
 

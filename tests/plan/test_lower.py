@@ -1,8 +1,11 @@
 """The lowering passes: where ops land in the list, what they wait for, when values are dropped."""
 
+from itertools import product
+
 import pytest
 
 from hocket.config import PlanConfig
+from hocket.plan.check import check
 from hocket.plan.connect import clocks
 from hocket.plan.layer import MERGED, at_once
 from hocket.plan.lower import build_program, defer_past_send
@@ -102,6 +105,15 @@ def test_gathers_share_the_two_halves_of_the_middle_layer() -> None:
     passes = 2 * 2 * 3
     assert len(gathers) < passes
     assert program.weight_slots["dense"] == 3
+
+
+@pytest.mark.parametrize("order", MERGED)
+@pytest.mark.parametrize("prefetch", range(4))
+def test_weights_stay_for_both_halves_of_the_middle_layer(order: str, prefetch: int) -> None:
+    """One half may begin before the other and end after it: the unit stays until both have read it."""
+    for kinds in product(("dense", "moe"), repeat=3):
+        program = build(Layout(kinds, ep=2), 4, layer_order=order, prefetch=prefetch)
+        assert check(program) == []
 
 
 def test_last_layer_keeps_its_weights_for_the_backward() -> None:
