@@ -1,0 +1,148 @@
+"""The documents say what is: tables, excerpts, commands, settings, files, links and words are checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from benchmarks.tables import CONTENDERS, DOCS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
+from hocket.cli import COMMANDS, parse
+from hocket.config import Config
+from hocket.leaves import leaves
+from hocket.plan.ops import LANES, UNITS, Part, Verb
+from hocket.recipes import RECIPES
+
+PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"})
+STALE = "run `make docs-tables`, and read again what the text around it says"
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def code(text: str) -> Iterator[str]:
+    """Inline code, and every line of a block that a reader may type."""
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for block in re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL):
+        lines = block.splitlines()
+        typed = [line for line in lines if line.startswith("$ ")] or lines  # behind a prompt, the rest is output
+        for line in typed:
+            yield line.strip().removeprefix("$ ").split(" #")[0].strip()
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every command line, without variables and `python -m` in front."""
+    for line in code(text):
+        line = re.sub(r"^([A-Z_]+=\S+\s+)+", "", line)
+        line = re.sub(r"^(srun|torchrun)\b.*?(?=-m )", "python ", line)
+        line = re.sub(r"^\S*python\d?(\.\d+)?\s+-m (hocket|benchmarks|pytest)", r"\2", line)
+        if re.match(r"(hocket|make|benchmarks\.\w+)( |$)", line):
+            yield shlex.split(line)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name)
+def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text == renew(text), STALE
+    opened = re.findall(r"^<!-- (table|plan|ops):", text, flags=re.MULTILINE)
+    assert opened == re.findall(r"^<!-- /(table|plan|ops) -->$", text, flags=re.MULTILINE)
+
+
+def test_every_result_is_shown() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCS)
+    assert {file for file, _ in TABLES.values()} == {path.stem for path in RESULTS.glob("*.json")}
+    assert [table for table in TABLES if f"<!-- table:{table} -->" not in text] == []
+
+
+def test_a_changed_figure_would_be_noticed() -> None:
+    text = read("docs/benchmarks.md")
+    row = next(line for line in text.splitlines() if line.startswith("| merged |"))
+    assert renew(text.replace(row, row.replace("ms", "s"))) == renew(text)
+    assert text.replace(row, row.replace("ms", "s")) != renew(text)
+    with pytest.raises(ValueError, match="has no op fwd attn m9"):
+        make_ops("0; fwd attn m9; step all; tiny")
+
+
+@pytest.mark.parametrize("path", PICTURES)
+def test_pictures_are_up_to_date(path: str) -> None:
+    assert read(path) == picture(PICTURES[path]), STALE
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Also links to a heading, and pictures."""
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        page = path.parent / file if file else path
+        assert page.exists(), f"{name(path)} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in anchors, f"{name(path)} links to {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_commands_exist(path: Path) -> None:
+    """Targets of the Makefile, commands with all their settings, benchmarks."""
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    for words in commands(path.read_text(encoding="utf-8")):
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+        elif words[0] == "hocket":
+            check_hocket(words[1:])
+        else:
+            assert importlib.util.find_spec(words[0]), words
+
+
+def check_hocket(words: list[str]) -> None:
+    if not words or words == ["recipes"] or words[1:] in ([], ["RECIPE"]):
+        assert not words or words[0] in (*COMMANDS, "recipes"), words
+        return
+    command, recipe, *flags = words
+    if "--help" in flags:
+        assert command in COMMANDS, words
+        return
+    parse(command, "tiny" if recipe == "RECIPE" else recipe, flags)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_settings_and_files_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    known = set(leaves(Config()))
+    sections = "|".join({leaf.split(".")[0] for leaf in known})
+    for words in code(text):
+        for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})\.[a-z_]+)\b(?![(/])", words):
+            assert setting in known or setting.endswith((".py", ".svg", ".html")), f"{name(path)}: {setting}"
+        if re.fullmatch(r"[\w./-]+\.(py|md|json|svg|toml|txt)", words) and "/" in words:
+            places = [ROOT / words, ROOT / "hocket" / words, path.parent / words]
+            made = words.startswith(("runs/", "checkpoints/", "logs/", "traces/"))
+            assert made or any(place.exists() for place in places), f"{name(path)}: {words}"
+
+
+def test_concepts_explains_every_word_of_a_plan() -> None:
+    text = read("docs/concepts.md")
+    words = {*get_args(Verb), *get_args(Part), *LANES, *UNITS}
+    assert [word for word in sorted(words) if f"`{word}`" not in text] == []
+
+
+def test_every_recipe_is_named() -> None:
+    text = read("docs/first-run.md")
+    assert [recipe for recipe in RECIPES if f"`{recipe}`" not in text] == []
+
+
+def test_contenders_are_those_of_the_benchmark() -> None:
+    source = read("benchmarks/step_time.py")
+    assert [plan for plan in CONTENDERS if f'"{plan}": ' not in source] == []
