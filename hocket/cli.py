@@ -5,6 +5,7 @@ Nothing here imports torch before a run is known to make sense, so that help and
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import tyro
 
@@ -63,9 +64,9 @@ class Plan:
 
 
 COMMANDS: dict[str, type[Train] | type[Plan]] = {"train": Train, "plan": Plan}
-FLAGS: dict[str, dict[str, type]] = {
-    "train": {"gpus": int},
-    "plan": {"gpus": int, "hardware": str, "ops": int, "json": bool, "svg": str, "html": str},
+FLAGS: dict[str, dict[str, Any]] = {
+    name: {flag: hint for flag, hint in get_type_hints(command).items() if flag != "config"}
+    for name, command in COMMANDS.items()
 }
 """Flags of the commands themselves, with the types of their values."""
 
@@ -73,6 +74,8 @@ FLAGS: dict[str, dict[str, type]] = {
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 the run failed, 2 the command or its settings make no sense."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = run(words)
     except ValueError as error:
@@ -127,12 +130,17 @@ def parse(command: str, name: str, words: list[str]) -> tuple[Train | Plan, dict
     )
     if options.gpus:
         pp = options.config.mesh.pp
+        if "mesh.dp" in origins:
+            raise ValueError(
+                f"gpus = {options.gpus} (command line, --gpus): sets mesh.dp, and {origins['mesh.dp']} does too; "
+                "fix: leave one of them out"
+            )
         if options.gpus < 0 or options.gpus % pp:
             reason, fix = f"cannot be split over mesh.pp = {pp}", "a multiple of mesh.pp, or change mesh.pp"
             raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
         config = replace_leaf(options.config, "mesh.dp", options.gpus // pp)
         options = replace(options, config=config)
-        origins.setdefault("mesh.dp", "command line, --gpus")
+        origins["mesh.dp"] = "command line, --gpus"
     return options, {"": f"recipe {name}", **origins}
 
 
@@ -142,6 +150,10 @@ def plan(options: Plan, origins: dict[str, str]) -> int:
     from hocket.plan.check import assert_valid
     from hocket.plan.timeline import html_timeline, svg_timeline
 
+    if options.ops < -1:
+        raise ValueError(f"ops = {options.ops} (command line, --ops): out of range; fix: 0 or more, or -1 for all")
+    if options.svg and options.svg == options.html:
+        raise ValueError(f"svg = {options.svg} (command line, --svg): --html names it too; fix: two names")
     settings = resolve_for_plan(options.config, origins)
     assert_valid(planning.program_of(settings))
     hardware = planning.hardware_of(settings, options.hardware)
@@ -173,4 +185,4 @@ def write(target: str, text: str) -> None:
         raise ValueError(
             f"{target} (command line): cannot be written ({error.strerror}); fix: name a file in an existing folder"
         ) from None
-    print(f"wrote {target}")
+    print(f"wrote {target}", file=sys.stderr)  # the output proper may be JSON

@@ -57,30 +57,33 @@ def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
         address = env.get("MASTER_ADDR") or _missing("MASTER_ADDR", "torchrun")
         return _checked(Worker(rank, world, local_rank, local_world, address, master_port))
     # A batch script without srun has SLURM_PROCID = 0 as well; with one task it starts its own workers.
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1") or 1) > 1:
+    if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "srun", "1") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         rank, world, local_rank = (_number(env, name, "srun") for name in names)
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
         nodes = nodes or _missing("SLURM_JOB_NODELIST", "srun")
         tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
         job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
-        local_world = tasks_here(tasks, int(env.get("SLURM_NODEID", "0") or 0))
-        address, master_port = env.get("MASTER_ADDR") or first_host(nodes), port or int(env.get("MASTER_PORT") or 0)
+        local_world = tasks_here(tasks, _number(env, "SLURM_NODEID", "srun", "0"))
+        address = env.get("MASTER_ADDR") or first_host(nodes)
+        master_port = port or _number(env, "MASTER_PORT", "srun", "0")
         return _checked(Worker(rank, world, local_rank, local_world, address, master_port or 20000 + job % 20000))
     return None
 
 
-def _number(env: Mapping[str, str], name: str, starter: str) -> int:
-    text = env.get(name, "")
+def _number(env: Mapping[str, str], name: str, starter: str, default: str = "") -> int:
+    text = env.get(name) or default
     if not re.fullmatch(r"\d+", text):
         _missing(name, starter, text)
     return int(text)
 
 
 def _missing(name: str, starter: str, text: str = "") -> str:
+    reason = "not a number" if text else "workers need it"
+    without = "SLURM_PROCID" if starter == "srun" else "RANK and WORLD_SIZE"
     raise ValueError(
-        f"{name} = {text or '(not set)'} (environment): workers need it; "
-        f"fix: start them with {starter}, or unset RANK and WORLD_SIZE to run without"
+        f"{name} = {text or '(not set)'} (environment): {reason}; "
+        f"fix: start workers with {starter}, or unset {without} to run without"
     )
 
 
@@ -91,6 +94,8 @@ def _checked(worker: Worker) -> Worker:
             f"LOCAL_RANK = {worker.local_rank}, LOCAL_WORLD_SIZE = {worker.local_world}; "
             "fix: start workers with torchrun or srun"
         )
+    if worker.port > 65535:
+        raise ValueError(f"MASTER_PORT = {worker.port} (environment): out of range; fix: at most 65535")
     return worker
 
 
@@ -111,6 +116,8 @@ def tasks_here(tasks: str, node: int) -> int:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
+    if not counts:
+        _missing("SLURM_TASKS_PER_NODE", "srun", tasks)
     return counts[min(node, len(counts) - 1)]
 
 
@@ -128,7 +135,11 @@ def prepare(env: MutableMapping[str, str], local_world: int) -> list[str]:
     if env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
         value = env["CUDA_DEVICE_MAX_CONNECTIONS"]
         notes.append(f"CUDA_DEVICE_MAX_CONNECTIONS = {value} (environment) is kept; below 32 less overlaps")
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
+    threads = env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
+    if not re.fullmatch(r"\d*[1-9]\d*", threads):
+        raise ValueError(
+            f"OMP_NUM_THREADS = {threads} (environment): not a number of threads; fix: 1 or more, or unset it"
+        )
     return notes
 
 

@@ -15,17 +15,21 @@ from hocket.leaves import describe, leaf, leaves
 from hocket.resolve import stop_if
 
 
-def given(arguments: Sequence[str], config: Config, others: Mapping[str, type]) -> dict[str, str]:
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> dict[str, str]:
     """Dotted name -> flag as typed, for every setting among command-line arguments.
 
     `others` are the flags of the command itself with the type of their value (bool: none). Raises ValueError for
-    unknown flags, wrong values, and words that belong to no flag.
+    unknown flags, flags given twice, wrong values, and words that belong to no flag.
     """
     known = set(leaves(config))
     found: dict[str, str] = {}
     problems: list[str] = []
+    seen: set[str] = set()
     for flag, words in _split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
+        if name in seen:
+            problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
+        seen.add(name)
         if name in others:
             problems += _check_other(flag, words, others[name])
         elif name in known:
@@ -71,7 +75,7 @@ def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[s
     return [f"{name} = {shown} (command line, {flag}): not {wanted}; fix: {fix}"]
 
 
-def _check_other(flag: str, words: Sequence[str], kind: type) -> list[str]:
+def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:
     if kind is bool:
         return [f"{flag} (command line): takes no value; fix: leave out {' '.join(words)}"] if words else []
     if _parses(words, kind):

@@ -52,6 +52,11 @@ def has_experts(c: Config) -> bool:
     return "moe" in c.model.kinds()
 
 
+def width(c: Config) -> int:
+    """Bytes of one element of the compute dtype."""
+    return 2 if c.train.dtype == "bf16" else 4
+
+
 def stages(c: Config) -> int:
     return c.mesh.pp * c.plan.chunks
 
@@ -82,6 +87,15 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: 0 < c.model.experts < c.model.top_k,
         "a token cannot choose {model.top_k} of {model.experts} experts",
         "model.top_k at most model.experts",
+    ),
+    *(
+        Rule(
+            (setting, "train.dtype"),
+            lambda c, h, name=name: has_experts(c) and getattr(c.model, name) * width(c) % 16 != 0,
+            "products of experts need rows of a multiple of 16 bytes, and {train.dtype} has {width} per element",
+            "a multiple of {unit}",
+        )
+        for setting, name in (("model.hidden", "hidden"), ("model.expert_ffn", "expert_ffn"))
     ),
     Rule(
         ("model.dense_layers", "model.layers"),
@@ -358,7 +372,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("run.name",),
-        lambda c, h: not c.run.name.strip() or "/" in c.run.name,
+        lambda c, h: not c.run.name.strip() or "/" in c.run.name or c.run.name in (".", ".."),
         "a run's name is a folder's name",
         "a name without slashes, or run.folder for another place",
     ),
@@ -396,5 +410,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         world=world,
         local_world=host.local_workers or world,
         stages=stages(config),
+        width=width(config),
+        unit=16 // width(config),
         last_layer=config.model.layers - 1,
     )

@@ -107,6 +107,9 @@ MISTAKES = [
     (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of int values"),
     (["--gpus", "x"], "--gpus = x", "a whole number"),
     (["--gpus", "3"], "gpus = 3", "mesh.pp = 2"),
+    (["--gpus", "4", "--mesh.dp", "4"], "gpus = 4", "leave one of them out"),
+    (["--config", "x"], "--config", "--help lists all settings"),
+    (["--data.paths", "a", "--data.paths", "b"], "--data.paths", "given twice; fix: give it once"),
     (["stray"], "stray", "--train.steps 50"),
 ]
 
@@ -156,11 +159,32 @@ def test_a_plan_as_json_and_pictures(capsys, tmp_path):
     assert numbers["predicted"]["step_seconds"] > 0
     assert {"plan.order"} <= {choice["setting"] for choice in numbers["choices"]}
     svg, html = tmp_path / "p.svg", tmp_path / "p.html"
-    code, out, _ = command(capsys, "plan", "tiny", "--svg", str(svg), "--html", str(html))
+    code, out, err = command(capsys, "plan", "tiny", "--svg", str(svg), "--html", str(html), "--json")
     assert code == 0
-    assert out.splitlines() == [f"wrote {svg}", f"wrote {html}"]
+    assert err.splitlines() == [f"wrote {svg}", f"wrote {html}"]
+    assert json.loads(out) == numbers
     assert svg.read_text().startswith("<svg")
     assert "</html>" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--ops", "-2"], ["ops = -2", "-1 for all"]),
+        (["--hardware", "h20"], ["--hardware = h20", "one of auto, h200, laptop"]),
+        (["--svg", "p", "--html", "p"], ["svg = p", "--html names it too"]),
+    ],
+)
+def test_a_bad_flag_of_plan_is_one_line(capsys, words, parts):
+    code, out, err = command(capsys, "plan", "tiny", *words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert all(part in err for part in [*parts, "fix: "])
+
+
+def test_a_terminal_without_some_characters_still_gets_a_plan(tmp_path):
+    ended = hocket(tmp_path, "plan", "tiny", PYTHONIOENCODING="ascii")
+    assert ended.code == 0
+    assert "rank 0 compute" in ended.out
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
@@ -212,8 +236,21 @@ def test_incomplete_variables_are_named(name):
 def test_contradicting_variables_are_refused():
     with pytest.raises(ValueError, match="contradicts"):
         find_worker({**TORCHRUN, "RANK": "8"})
-    with pytest.raises(ValueError, match="RANK = x"):
-        find_worker({**TORCHRUN, "RANK": "x"})
+    with pytest.raises(ValueError, match="MASTER_PORT = 70000"):
+        find_worker({**TORCHRUN, "MASTER_PORT": "70000"})
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_TASKS_PER_NODE", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(name):
+    env = TORCHRUN if name == "RANK" else SLURM
+    with pytest.raises(ValueError, match=rf"{name} = x \(environment\): not a number; fix:"):
+        find_worker({**env, name: "x"})
+
+
+@pytest.mark.parametrize("threads", ["0", "many", "-1", ""])
+def test_a_bad_number_of_threads_is_named(threads):
+    with pytest.raises(ValueError, match=rf"OMP_NUM_THREADS = {threads} \(environment\).*fix:"):
+        prepare({"OMP_NUM_THREADS": threads}, 1)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
     (DENSE, {"model__head_dim": 31}, "model.head_dim", "rotary"),
     (TINY, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),
+    (TINY, {"model__hidden": 34}, "model.hidden", "of 16 bytes, and fp32 has 4 per element; fix: a multiple of 4"),
+    (changed(TINY, train__dtype="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
     (TINY, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
@@ -207,11 +209,13 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"train__profile": (3,)}, "train.profile", "first step and its number of steps"),
     (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
     (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),
+    (TINY, {"run__name": ".."}, "run.name", "a folder's name"),
     (TINY, {"run__resume": ""}, "run.resume", "empty path"),
     # Values that are impossible by themselves
     (TINY, {"train__steps": 0}, "train.steps", "out of range; fix: at least 1"),
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
     (TINY, {"train__lr": float("nan")}, "train.lr", "out of range"),
+    (TINY, {"train__hang_timeout": float("inf")}, "train.hang_timeout", "out of range"),
     (TINY, {"train__betas": (0.9, 1.0)}, "train.betas", "out of range"),
     (TINY, {"model__hidden": "wide"}, "model.hidden", "not a whole number"),
     (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),
