@@ -124,7 +124,7 @@ def test_settings_and_files_exist(path: Path) -> None:
     known = set(leaves(Config()))
     sections = "|".join({leaf.split(".")[0] for leaf in known})
     for words in code(text):
-        for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})\.[a-z_]+)\b(?![(/])", words):
+        for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})\.[a-z0-9_]+)\b(?![(/])", words):
             assert setting in known or setting.endswith((".py", ".svg", ".html")), f"{name(path)}: {setting}"
         if re.fullmatch(r"[\w./-]+\.(py|md|json|svg|toml|txt)", words) and "/" in words:
             places = [ROOT / words, ROOT / "hocket" / words, path.parent / words]
