@@ -61,7 +61,7 @@ def check_corpus(settings: Settings) -> None:
     """Find missing paths and too little text now, not once all workers are up. Tokenises if nobody has yet."""
     from hocket.train.corpus import open_corpus
 
-    corpus = open_corpus(settings.data, settings.origins)
+    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)

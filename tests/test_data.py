@@ -140,6 +140,47 @@ def test_a_crash_while_tokenising_leaves_nothing_half_done(tmp_path, monkeypatch
     assert open_corpus(data, {}).documents == 2
 
 
+def test_a_full_disk_is_one_message_and_is_left_as_it_was(tmp_path, monkeypatch):
+    write(tmp_path / "text", a="x", b="y")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(corpus_module.os, "fsync", full)
+    with pytest.raises(ValueError, match=r"data.cache = .*cannot be written \(No space left on device\); fix:"):
+        open_corpus(data, {})
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    monkeypatch.undo()
+    assert open_corpus(data, {}).documents == 2
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "meta.json"])
+def test_a_damaged_cache_is_named(tmp_path, name):
+    write(tmp_path / "text", a="some text", b="y")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    open_corpus(data, {})
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"data.cache = .*corpus-.* is damaged; fix: delete it"):
+        open_corpus(data, {})
+
+
+def test_what_has_no_end_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        with pytest.raises(ValueError, match=rf"{path} is not a file.*; fix:"):
+            open_corpus(data_in(tmp_path, path), {})
+
+
+def test_what_a_run_writes_is_not_its_text(tmp_path):
+    write(tmp_path, a="some text", runs__tiny__metrics="1")
+    data = data_in(tmp_path, str(tmp_path / "runs" / ".."))
+    assert open_corpus(data, {}, without=tmp_path / "runs").documents == 1
+    write(tmp_path, runs__tiny__more="2")
+    assert open_corpus(data, {}, without=tmp_path / "runs").documents == 1
+
+
 def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
     tokens = np.array([1, 1, 1, 2, 2, 3, 1, 3], dtype=np.uint8)
     corpus = Corpus(tokens, vocab=4, documents=1, skipped=0, train_tokens=6)

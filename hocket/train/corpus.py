@@ -24,14 +24,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
 
 import numpy as np
 
 from hocket.config import DataConfig
 from hocket.leaves import problem
-from hocket.train.tokenizer import load_tokenizer
+from hocket.train.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever what is cached changes its meaning."""
 
 
@@ -85,11 +87,11 @@ def count(tokens: np.ndarray, vocab: int) -> np.ndarray:
     return total
 
 
-def find_files(paths: tuple[str, ...], origins: Mapping[str, str]) -> list[Path]:
+def find_files(paths: tuple[str, ...], origins: Mapping[str, str], without: Path | None = None) -> list[Path]:
     """The files that `data.paths` means, sorted and each once. Empty `paths` mean Python's own library.
 
-    A folder stands for all files below it whose path has no hidden part. Raises ValueError for a path that does not
-    exist, a pattern that matches nothing, and a folder without files.
+    A folder stands for all files below it whose path has no hidden part, except those below `without`. Raises
+    ValueError for a path that does not exist, a pattern that matches nothing, and a folder without files.
     """
     if not paths:
         return standard_library()
@@ -101,6 +103,7 @@ def find_files(paths: tuple[str, ...], origins: Mapping[str, str]) -> list[Path]
             fix = "name existing files, folders or glob patterns"
             raise ValueError(problem("data.paths", given, origins, reason, fix))
         files = [file for match in matches for file in _files_below(match)]
+        files = [file for file in files if without is None or without.resolve() not in file.resolve().parents]
         if not files:
             raise ValueError(
                 problem("data.paths", given, origins, "no files in it", "name a folder that holds text files")
@@ -129,27 +132,37 @@ def standard_library() -> list[Path]:
     return sorted(files)
 
 
-def open_corpus(data: DataConfig, origins: Mapping[str, str], timeout: float = 600.0) -> Corpus:
+def open_corpus(
+    data: DataConfig, origins: Mapping[str, str], timeout: float = 600.0, *, without: Path | None = None
+) -> Corpus:
     """The corpus of a configuration, from the cache or tokenised now.
 
+    `without` is the folder of the run: what it writes there is not its text, and would be another for every rank.
     Waits at most `timeout` seconds for another process that is tokenising. Raises ValueError for a missing path, an
-    empty corpus, a missing tokenizer.
+    empty corpus, a missing tokenizer, a cache that cannot be written.
     """
-    files = find_files(data.paths, origins)
+    files = find_files(data.paths, origins, without)
     folder = Path(data.cache) / f"corpus-{_key(files, data)}"
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(folder.with_suffix(".lock"), timeout):
+                if not folder.exists():
+                    _write(files, data, origins, folder)
         except OSError as error:
-            reason = f"cannot be created ({error.strerror})"
-            raise ValueError(
-                problem("data.cache", data.cache, origins, reason, "name a folder you can write to")
-            ) from None
-        with _lock(folder.with_suffix(".lock"), timeout):
-            if not folder.exists():
-                _write(files, data, origins, folder)
-    meta = json.loads((folder / "meta.json").read_text())
-    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+            reason, fix = f"cannot be written ({error.strerror})", "name a folder with room that you can write to"
+            raise ValueError(problem("data.cache", data.cache, origins, reason, fix)) from None
+    return _load(folder, data, origins)
+
+
+def _load(folder: Path, data: DataConfig, origins: Mapping[str, str]) -> Corpus:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+        if len(tokens) != meta["tokens"]:
+            raise ValueError("cut off")
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
     kept = round(len(tokens) * data.validation)
     return Corpus(tokens, meta["vocab"], meta["documents"], meta["skipped"], len(tokens) - kept)
 
@@ -163,6 +176,8 @@ def _key(files: list[Path], data: DataConfig) -> str:
             stat = file.stat()
         except OSError as error:
             raise _unreadable(file, error) from None
+        if not S_ISREG(stat.st_mode):  # a pipe or a device may have no end
+            raise ValueError(f"data: {file} is not a file that can be read again; fix: name files, folders or patterns")
         digest.update(f"\n{file}\t{stat.st_size}\t{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return digest.hexdigest()[:20]
 
@@ -189,11 +204,26 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
 def _write(files: list[Path], data: DataConfig, origins: Mapping[str, str], folder: Path) -> None:
     """Tokenise into `folder`, which appears only once it is complete."""
     tokenizer = load_tokenizer(data.tokenizer, origins)
-    dtype = np.min_scalar_type(tokenizer.vocab - 1)
-    order = np.random.default_rng(data.seed).permutation(len(files))
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
+    try:
+        meta = _fill(temporary, files, data, tokenizer)
+    except OSError:  # such as a full disk: leave it emptier
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if not meta["documents"]:
+        shutil.rmtree(temporary)
+        binary = f" ({meta['skipped']} of them binary)" if meta["skipped"] else ""
+        reason = f"the corpus is empty: no text in {len(files)} files{binary}"
+        raise ValueError(problem("data.paths", data.paths, origins, reason, "name files that hold text"))
+    temporary.rename(folder)
+
+
+def _fill(temporary: Path, files: list[Path], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the tokens and what there is to know about them, which is also returned."""
+    dtype = np.min_scalar_type(tokenizer.vocab - 1)
+    order = np.random.default_rng(data.seed).permutation(len(files))
     documents = skipped = 0
     with (temporary / "tokens.bin").open("wb") as out:
         for index in order:
@@ -206,14 +236,10 @@ def _write(files: list[Path], data: DataConfig, origins: Mapping[str, str], fold
                 out.write(np.array([tokenizer.separator], dtype=dtype).tobytes())
         out.flush()
         os.fsync(out.fileno())
-    if not documents:
-        shutil.rmtree(temporary)
-        binary = f" ({skipped} of them binary)" if skipped else ""
-        reason = f"the corpus is empty: no text in {len(files)} files{binary}"
-        raise ValueError(problem("data.paths", data.paths, origins, reason, "name files that hold text"))
-    meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, "documents": documents, "skipped": skipped}
+        length = out.tell() // dtype.itemsize
+    meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, "documents": documents, "skipped": skipped, "tokens": length}
     (temporary / "meta.json").write_text(json.dumps(meta))
-    temporary.rename(folder)
+    return meta
 
 
 def _read(file: Path) -> bytes:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.fsdp.optim import PieceState
+from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
@@ -31,10 +32,23 @@ class Trainer:
 
     def __init__(self, settings: Settings, rank: int, device: torch.device) -> None:
         self.settings, self.rank, self.device = settings, rank, device
-        self.corpus = open_corpus(settings.data, settings.origins)
+        self.corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
         self.train_stream, self.validation_stream = make_streams(self.corpus, settings)
         self.engine = Engine(settings, rank, device)
+        self._require_same_text()
         self.step = self.position = 0
+
+    def _require_same_text(self) -> None:
+        """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
+        corpus, control = self.corpus, self.engine.groups.control
+        mine = torch.tensor([len(corpus.train), len(corpus.validation), corpus.documents], device=self.device)
+        least, most = mine.clone(), mine.clone()
+        control.all_reduce(least, "min").wait()
+        control.all_reduce(most, "max").wait()
+        if not torch.equal(least, most):
+            reason = f"ranks find different text: this one {corpus}"
+            fix = "the same files on all hosts, and files that do not change"
+            raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def run(self) -> int:
         """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
