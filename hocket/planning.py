@@ -91,8 +91,9 @@ def _heading(settings: Settings, program: Program) -> Iterator[str]:
 def _misfits(timeline: Timeline, hardware: Hardware) -> Iterator[str]:
     for rank, use in enumerate(timeline.ranks):
         if hardware.memory and use.peak_bytes > hardware.memory:
+            needed, there = (f"{size / 2**30:.0f}" for size in (use.peak_bytes, hardware.memory))
             yield (
-                f"DOES NOT FIT: rank {rank} needs {use.peak_bytes / 2**30:.0f} GiB of the {hardware.memory / 2**30:.0f} "
+                f"DOES NOT FIT: rank {rank} needs {needed} GiB of the {there} "
                 f"GiB of one {hardware.name}; shorter sequences, fewer train.sequences or more ranks need less"
             )
 

@@ -1,6 +1,7 @@
 """The lowering passes: where ops land in the list, what they wait for, when values are dropped."""
 
 from itertools import product
+from typing import Literal
 
 import pytest
 
@@ -111,7 +112,8 @@ def test_gathers_share_the_two_halves_of_the_middle_layer() -> None:
 @pytest.mark.parametrize("prefetch", range(4))
 def test_weights_stay_for_both_halves_of_the_middle_layer(order: str, prefetch: int) -> None:
     """One half may begin before the other and end after it: the unit stays until both have read it."""
-    for kinds in product(("dense", "moe"), repeat=3):
+    names: tuple[Literal["dense", "moe"], ...] = ("dense", "moe")
+    for kinds in product(names, repeat=3):
         program = build(Layout(kinds, ep=2), 4, layer_order=order, prefetch=prefetch)
         assert check(program) == []
 
