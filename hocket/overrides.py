@@ -19,20 +19,19 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
     """Dotted name -> flag as typed, for every setting among command-line arguments.
 
     `others` are the flags of the command itself with the type of their value (bool: none). Raises ValueError for
-    unknown flags, flags given twice, wrong values, and words that belong to no flag.
+    unknown flags, lists given twice, wrong values, and words that belong to no flag. Of other settings given twice
+    the last one counts.
     """
     known = set(leaves(config))
     found: dict[str, str] = {}
     problems: list[str] = []
-    seen: set[str] = set()
     for flag, words in _split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
-        if name in seen:
-            problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
-        seen.add(name)
         if name in others:
             problems += _check_other(flag, words, others[name])
         elif name in known:
+            if name in found and isinstance(leaf(config, name), tuple):  # the last one counts, or do both?
+                problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
             found[name] = f"command line, {flag}"
             problems += _check(name, flag, words, config)
         else:

@@ -59,7 +59,7 @@ SETTINGS = [
     (["--data.paths", "binary"], ["data.paths = binary", "(1 of them binary)"]),
     (["--data.paths", "short.txt"], ["data.paths = short.txt", "training split", "a batch takes 8"]),
     (["--data.tokenizer", "none.json"], ["data.tokenizer = none.json", "cannot be read"]),
-    (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be created"]),
+    (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be written"]),
     (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be created"]),
     (["--run.resume", "no/such"], ["run.resume = no/such", "no/such does not exist"]),
 ]

@@ -174,11 +174,13 @@ def test_what_has_no_end_is_no_text(tmp_path):
 
 
 def test_what_a_run_writes_is_not_its_text(tmp_path):
-    write(tmp_path, a="some text", runs__tiny__metrics="1")
-    data = data_in(tmp_path, str(tmp_path / "runs" / ".."))
-    assert open_corpus(data, {}, without=tmp_path / "runs").documents == 1
-    write(tmp_path, runs__tiny__more="2")
-    assert open_corpus(data, {}, without=tmp_path / "runs").documents == 1
+    here = tmp_path / "here"
+    write(here, a="some text", runs__tiny__metrics="1")
+    data = data_in(tmp_path, str(here / "runs" / ".."))
+    assert open_corpus(data, {}, without=here / "runs").documents == 1
+    write(here, runs__tiny__more="2")
+    assert open_corpus(data, {}, without=here / "runs").documents == 1
+    assert open_corpus(data, {}).documents == 3
 
 
 def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
