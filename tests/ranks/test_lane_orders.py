@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.plan.linearize import linearize
+from hocket.plan.ops import Op
 from hocket.runtime import island
 from hocket.runtime.actions import Microbatch
 from tests.helpers.ranks import run_ranks
@@ -106,6 +109,49 @@ def test_a_step_leaves_no_tensor_behind(strategy: str) -> None:
     for seen, alive in run_ranks(leftovers, 4, c):
         assert seen > 100
         assert alive == 0
+
+
+class Dropped(list[Any]):
+    """An executor's values, which notes what still holds a value of a communication lane after the plan dropped it."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        super().__init__([None] * len(ops))
+        self.ops, self.dropped, self.held = ops, 0, set[str]()
+
+    def __setitem__(self, position: Any, value: Any) -> None:
+        old, owner = self[position], self.ops[position]
+        super().__setitem__(position, value)
+        if isinstance(old, Tensor) and value is None and owner.lane != "compute":
+            memory = StorageWeakRef(old.untyped_storage())
+            del old
+            self.dropped += 1
+            deadline = time.monotonic() + 1  # gloo's thread lets go of a finished collective a moment later
+            while not self.held and not memory.expired() and time.monotonic() < deadline:
+                time.sleep(1e-4)
+            if not memory.expired():
+                self.held.add(str(owner))
+
+
+def dropped_values(rank: int, c: Config) -> tuple[int, set[str]]:
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    values = Dropped(engine.program.ranks[engine.where.pp])
+    engine.executor._values = values
+    for seed in (None, 0, 1, 2):
+        engine.executor.follow([p for pp, p in linearize(engine.program, seed) if pp == engine.where.pp])
+        engine.train_step(microbatches_of(engine, c), 1e-2)
+    return values.dropped, values.held
+
+
+@pytest.mark.parametrize("dense", [(), (0, 1, 2, 3), (0, 3)])
+@pytest.mark.parametrize("defer", ["on", "off"])
+def test_what_a_communication_lane_drops_is_free(dense: tuple[int, ...], defer: str) -> None:
+    """On a GPU the lane uses such memory again at once, so nobody may have kept it: no graph and no queue."""
+    plan = dict(chunks=2, merge="on", defer_wgrad=defer, p2p_defer_layers=-1 if defer == "on" else 0)
+    c = config(dict(layers=4, dense_layers=dense, shared_ffn=16), dict(pp=2, dp=2, ep=2), plan, 3, "fp32")
+    for dropped, held in run_ranks(dropped_values, 4, c):
+        assert dropped >= 3
+        assert held == set()
 
 
 def interrupted(rank: int, c: Config) -> bool:
