@@ -97,7 +97,7 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
     """Everything that each op must come after, by position; fills `readers` with who reads each value."""
     where: dict[Key, int] = {}
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
-    released: dict[tuple, int] = {}  # weight slot, or unit -> its latest release
+    released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
     slot_reduced: dict[tuple[str, int], int] = {}  # gradient slot -> its latest reduce
     last_reader: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
@@ -120,12 +120,13 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
         elif op.verb == "recv" and computed >= 0:  # see Note: [A receive is not posted early]
             need.append(computed)
         elif op.verb == "gather":
-            # The slot's former tenant has left, and the unit itself has left its former slot.
-            need += [released[place] for place in ((op.part, op.slot), _unit(op)) if place in released]
+            # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
+            if (op.part, op.slot) in released:
+                need.append(released[op.part, op.slot])
             gathered[_unit(op)] = i
         elif op.verb == "release":
             need.append(last_reader[_unit(op)])
-            released[op.part, op.slot] = released[_unit(op)] = i
+            released[op.part, op.slot] = i
         elif op.verb == "reduce":
             need.append(written[_unit(op), op.microbatch])
             slot_reduced[op.part, op.slot] = i
