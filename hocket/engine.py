@@ -167,11 +167,12 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
+        assert len(microbatches) == self.program.microbatches
         if self._validation is None:
-            program = build_forward(self.layout, len(microbatches), self.config.plan, sharding_of(self.config))
+            program = build_forward(self.program, self.config.plan, sharding_of(self.config))
+            assert_valid(program, forward_only=True)
             self._validation = self._executor(program, None, 64)
         losses = self._validation.run(microbatches)
-        self._validation.actions.loads.clear()
         return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
 
     def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
@@ -191,10 +192,13 @@ class Engine:
         return {f"layers.{n}.router.bias": layer.router.bias for n, layer in layers if layer.router.bias is not None}
 
     @property
+    def _executors(self) -> list[Executor]:
+        return [self.executor, *([self._validation] if self._validation else [])]
+
+    @property
     def current_recorder(self) -> Recorder | None:
         """The recorder of the executor that runs right now."""
-        executors = [self.executor, *([self._validation] if self._validation else [])]
-        return next((e.recorder for e in executors if e.recorder.active), None)
+        return next((e.recorder for e in self._executors if e.recorder.active), None)
 
     def report(self, rank: int) -> str:
         """What this rank is doing, for a report of a hang."""
@@ -203,12 +207,14 @@ class Engine:
 
     def assert_clean(self) -> None:
         """After a step nothing may be left: no value, island, lease, slot or pending collective."""
-        self.executor.assert_clean()
+        for executor in self._executors:
+            executor.assert_clean()
         self.sharded.assert_clean()
 
     def abort(self) -> None:
         """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
-        self.executor.abort()
+        for executor in self._executors:
+            executor.abort()
         self.sharded.abort()
         self.lanes.abort()
 

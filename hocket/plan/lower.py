@@ -13,6 +13,7 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -47,14 +48,22 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
     return _finish(layout, microbatches, order, ranks, sharding, plan, tuple(notes))
 
 
-def build_forward(layout: Layout, microbatches: int, plan: PlanConfig, sharding: Sharding) -> Program:
-    """The Program of a validation: forwards alone. Its last op, `step all`, only joins the lanes."""
+def build_forward(beside: Program, plan: PlanConfig, sharding: Sharding) -> Program:
+    """The Program of a validation: forwards alone, in the weight slots of the training program `beside`.
+
+    Its gathers run ahead as far as these slots allow. Its last op, `step all`, only joins the lanes.
+    """
+    layout, microbatches = beside.layout, beside.microbatches
     order = forward_only(layout.pp, layout.chunks, microbatches)
     ranks = []
     for rank, steps in enumerate(order):
         per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
         ranks.append(insert_p2p(per_step, steps, layout, rank))
-    return _finish(layout, microbatches, order, ranks, sharding, plan, ())
+    for prefetch in reversed(range(plan.prefetch + 1)):
+        program = _finish(layout, microbatches, order, ranks, sharding, replace(plan, prefetch=prefetch), ())
+        if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
+            return program
+    raise AssertionError("without prefetch one slot of each class is enough")
 
 
 def _finish(

@@ -90,6 +90,7 @@ class Actions:
         self._routings.clear()
         self._splits.clear()
         self._written.clear()
+        self.loads.clear()
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -115,8 +116,9 @@ class Actions:
             return result
         *sides, routing = result
         self._routings[_place(op)] = routing
-        load = self.loads.get(op.layer)
-        self.loads[op.layer] = routing.counts_E.clone() if load is None else load.add_(routing.counts_E)
+        if self.training:
+            load = self.loads.get(op.layer)
+            self.loads[op.layer] = routing.counts_E.clone() if load is None else load.add_(routing.counts_E)
         return sides
 
     def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:

@@ -37,7 +37,7 @@ def test_random_programs_are_valid() -> None:
 
 def test_forward_only_programs_are_valid() -> None:
     for case in sample(30, seed=2):
-        program = build_forward(case.layout, case.microbatches, case.plan, case.sharding)
+        program = build_forward(case.build(), case.plan, case.sharding)
         assert not check(program, forward_only=True), case
         assert 4 in numbers(program), "without a word that it is one, it lacks its backward"
 

@@ -144,7 +144,7 @@ def test_right_in_any_legal_order(case: Case) -> None:
 @given(cases())
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_forward_alone_is_right_too(case: Case) -> None:
-    program = build_forward(case.layout, case.microbatches, case.plan, case.sharding)
+    program = build_forward(case.build(), case.plan, case.sharding)
     assert check(program, forward_only=True) == []
     for seed in (None, 1):
         dry_run(program, seed, forward_only=True)

@@ -159,20 +159,26 @@ def interrupted(rank: int, c: Config) -> bool:
     engine = Engine(c, rank, torch.device("cpu"))
     batch = microbatches_of(engine, c)
     engine.init_weights()
-    expected = engine.train_step(batch, 1e-2).loss.clone()
+    result = engine.train_step(batch, 1e-2)
+    expected, loads = result.loss.clone(), {n: load.tolist() for n, load in result.loads.items()}
     weights = [unit.main.clone() for unit in engine.sharded.units.values()]
     engine.init_weights()
     engine.optimizer.steps = 0
     for state in engine.optimizer.state.values():
         state.exp_avg.zero_()
         state.exp_avg_sq.zero_()
-    with pytest.raises(IndexError):
-        engine.executor.run(batch[:1])  # the plan asks for the second microbatch, and there is none
-    engine.abort()
-    loss = engine.train_step(batch, 1e-2).loss
+    engine.evaluate(batch)
+    assert engine._validation is not None
+    for executor in (engine._validation, engine.executor):
+        with pytest.raises(IndexError):
+            executor.run(batch[:1])  # the plan asks for the second microbatch, and there is none
+        engine.abort()
+        engine.assert_clean()
+    result = engine.train_step(batch, 1e-2)
     engine.assert_clean()
+    assert {n: load.tolist() for n, load in result.loads.items()} == loads
     again = [unit.main for unit in engine.sharded.units.values()]
-    return torch.equal(loss, expected) and all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    return torch.equal(result.loss, expected) and all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
 
 
 def test_a_failed_step_can_be_abandoned() -> None:
