@@ -1,5 +1,7 @@
 """The lowering passes: where ops land in the list, what they wait for, when values are dropped."""
 
+import random
+from collections import defaultdict
 from itertools import product
 from typing import Literal
 
@@ -11,7 +13,7 @@ from hocket.plan.connect import clocks
 from hocket.plan.layer import MERGED, at_once
 from hocket.plan.lower import build_program, defer_past_send
 from hocket.plan.ops import LANES, Layout, Op, Program
-from hocket.plan.shard import Sharding
+from hocket.plan.shard import Sharding, Visit, _page
 
 MOE4 = Layout(("moe",) * 4, ep=2)
 
@@ -74,6 +76,15 @@ def test_sends_and_receives_alternate_one_step_ahead() -> None:
     assert ops[0].verb == "recv" or any(op.verb == "recv" for op in ops[:3])
 
 
+def test_a_receive_is_posted_two_steps_ahead_at_most() -> None:
+    """Where the next forward is three steps away, its receive waits for the step in between to end."""
+    program = build(Layout(("dense",) * 4, pp=2, chunks=2), 2, order="sequential", merge="off")
+    ops = [name for name in names(program, 1, ("fwd", "bwd", "recv")) if "mlp" not in name and "head" not in name]
+    assert ops[ops.index("fwd attn m0 c1 l3") : ops.index("fwd attn m1 c0 l1")] == [
+        "fwd attn m0 c1 l3", "bwd attn m0 c1 l3", "recv grad m0 c0", "recv act m1 c0", "bwd attn m0 c0 l1",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("parts", ["attn", "all"])
 @pytest.mark.parametrize("layers", [0, 1, 2, 4, -1])
 def test_deferral_past_the_send(layers: int, parts: str) -> None:
@@ -106,6 +117,16 @@ def test_gathers_share_the_two_halves_of_the_middle_layer() -> None:
     passes = 2 * 2 * 3
     assert len(gathers) < passes
     assert program.weight_slots["dense"] == 3
+
+
+@pytest.mark.parametrize("prefetch", range(5))
+def test_gathers_run_so_many_layer_passes_ahead(prefetch: int) -> None:
+    program = build(Layout(("dense",) * 6), 1, merge="off", prefetch=prefetch)
+    ops = [op for op in program.ranks[0] if op.verb == "gather" or (op.verb, op.part) == ("fwd", "attn")]
+    for layer in range(6):
+        gather = next(i for i, op in enumerate(ops) if (op.verb, op.part, op.layer) == ("gather", "dense", layer))
+        reader = next(op.layer for op in ops[gather:] if op.verb == "fwd")
+        assert reader == max(0, layer - prefetch)
 
 
 @pytest.mark.parametrize("order", MERGED)
@@ -207,3 +228,27 @@ def test_gathers_and_reduces_run_beside_compute() -> None:
     assert exposed == [], (
         "only the first gather and the last reduce of a step may be exposed, and embed and head are those"
     )
+
+
+def fewest_gathers(layers: tuple[int, ...], slots: int) -> int:
+    """By trying every choice: how often something must be gathered so that each visit finds its unit."""
+    states = {frozenset[int](): 0}
+    for layer in layers:
+        after: dict[frozenset[int], int] = {}
+        for held, count in states.items():
+            gone = [frozenset()] if layer in held or len(held) < slots else [frozenset({u}) for u in held]
+            for unit in gone:
+                now = held - unit | {layer}
+                after[now] = min(after.get(now, len(layers)), count + (layer not in held))
+        states = after
+    return min(states.values())
+
+
+def test_gathers_are_the_fewest_possible() -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        slots, layers = draw.randint(1, 4), tuple(draw.choices(range(6), k=14))
+        visits = [Visit(("dense", 0, layer), i, i) for i, layer in enumerate(layers)]
+        before: dict[int, list[Op]] = defaultdict(list)
+        _page(visits, slots, 0, before, defaultdict(list))
+        assert sum(map(len, before.values())) == fewest_gathers(layers, slots)
