@@ -30,7 +30,7 @@ from hocket.runtime.actions import Actions, Activation, Microbatch
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
-from hocket.runtime.recorder import Recorder
+from hocket.runtime.recorder import MARGIN, Recorder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,11 +88,11 @@ class Engine:
     def _comm_options(self) -> CommOptions:
         train = self.config.train
         if train.transport != "slow":
-            return CommOptions(timeout=train.hang_timeout)
+            return CommOptions(timeout=train.hang_timeout + MARGIN)
         purposes = train.slow_groups or tuple(purpose for purpose in PURPOSES if purpose != "control")
         link = Link(train.slow_latency, train.slow_bandwidth or math.inf)
         spin = spinner(self.device) if self.device.type == "cuda" else None
-        return CommOptions(timeout=train.hang_timeout, links=dict.fromkeys(purposes, link), spin=spin)
+        return CommOptions(timeout=train.hang_timeout + MARGIN, links=dict.fromkeys(purposes, link), spin=spin)
 
     def _chunk(self, chunk: int) -> Chunk:
         pp, layout = self.where.pp, self.layout
@@ -184,7 +184,10 @@ class Engine:
         largest = torch.tensor([load, float(signal)], device=self.device)
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()
-        return float(total), float(largest[0]), int(largest[1])
+        agreed = float(total), float(largest[0]), int(largest[1])
+        for executor in filter(None, (self.executor, self._validation)):
+            executor.recorder.end()
+        return agreed
 
     def biases(self) -> dict[str, Tensor]:
         """The balance biases of this rank's routers by name: live tensors, fp32 [E]."""

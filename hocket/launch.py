@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -28,15 +30,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
 from hocket.leaves import problem
 from hocket.resolve import Settings, resolve
+from hocket.runtime.recorder import HANG_EXIT_CODE, HANG_HEADLINE
 
-GRACE = 2.0
+GRACE = 2.5
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
+LOCK_WAIT = 2.0
+"""Seconds in which the workers of a run that was just killed are gone."""
 TAIL = 15
 """Lines of a failed worker's log that are shown."""
 
@@ -54,7 +59,8 @@ def train(config: Config, origins: Mapping[str, str]) -> int:
         end_now(outcome(settings, worker))
     for note in notes:
         sys.stderr.write(f"hocket: {note}\n")
-    return start_workers(settings)
+    with run_folder(settings):
+        return start_workers(settings)
 
 
 def check_corpus(settings: Settings) -> None:
@@ -65,6 +71,37 @@ def check_corpus(settings: Settings) -> None:
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)
+
+
+@contextlib.contextmanager
+def run_folder(settings: Settings) -> Iterator[Path]:
+    """Make the run's folder and hold it, so that no second run writes there. Forked workers hold it too.
+
+    The system lets go of it when the last of them has ended. Raises ValueError if it cannot be written or is held.
+    """
+    folder = Path(settings.run.folder)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        reason, fix = f"cannot be written ({error.strerror})", "name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+    with lock:
+        deadline = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    reason, fix = "another run is writing there", "another run.name, or end that run"
+                    raise ValueError(
+                        problem("run.folder", settings.run.folder, settings.origins, reason, fix)
+                    ) from None
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        yield folder
 
 
 # ------------------------------------------------------------------------------------------------------------- worker
@@ -86,10 +123,14 @@ def be_worker(settings: Settings, worker: Worker) -> int:
         torch.cuda.set_device(device)
     try:
         join_world(device.type == "cuda", settings.train.hang_timeout)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
             raise ValueError(port_in_use(settings, worker.port)) from None
-        raise
+        raise ValueError(
+            f"MASTER_ADDR = {worker.address}, port {worker.port} (environment): rank {worker.rank} of {worker.world} "
+            f"did not meet the others within {settings.train.hang_timeout:g} s; fix: start all of them, with an "
+            "address that all can reach"
+        ) from None
     Trainer(settings, worker.rank, device).run()
     leave_world()
     return 0
@@ -98,7 +139,9 @@ def be_worker(settings: Settings, worker: Worker) -> int:
 def outcome(settings: Settings, worker: Worker) -> int:
     """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
     try:
-        return be_worker(settings, worker)
+        # One of the ranks is enough to hold the folder.
+        with run_folder(settings) if worker.rank == 0 else contextlib.nullcontext():
+            return be_worker(settings, worker)
     except ValueError as error:
         sys.stderr.write(f"hocket: {error}\n")
         return 2
@@ -138,8 +181,8 @@ class Child:
         assert self.status is not None
         return os.waitstatus_to_exitcode(self.status)
 
-    def last_words(self) -> dict[str, str]:
-        """What the worker said through the pipe: {kind, text}, or nothing."""
+    def last_words(self) -> dict[str, Any]:
+        """What the worker said through the pipe: {kind, text, time}, or nothing."""
         text = b""
         while select.select([self.pipe], [], [], 0)[0] and (block := os.read(self.pipe, 65536)):
             text += block
@@ -150,11 +193,6 @@ def start_workers(settings: Settings) -> int:
     """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
     port = free_port(settings)
     logs = Path(settings.run.folder) / "logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason, fix = f"cannot be created ({error.strerror})", "name a folder you can write to"
-        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
     # See Note: [Workers are forked]
     import hocket.train.trainer  # noqa: F401
 
@@ -212,13 +250,19 @@ def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent:
             os.dup2(file, 1)
         code = be_worker(settings, worker)
     except ValueError as error:
-        traceback.print_exc()
         say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))
         code = 2
+        log_error()
     except BaseException as error:
-        traceback.print_exc()
         say(pipe, "crash", f"{type(error).__name__}: {error}")
+        log_error()
     end_now(code)
+
+
+def log_error() -> None:
+    """Print the traceback of the exception at hand into the log, if the disk has room for it."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
 
 
 def end_now(code: int) -> NoReturn:
@@ -231,7 +275,7 @@ def end_now(code: int) -> NoReturn:
 
 def say(pipe: int, kind: str, text: str) -> None:
     """Tell the parent why this worker fails. Short enough for a pipe without a reader, which holds 64 KiB."""
-    os.write(pipe, json.dumps({"kind": kind, "text": text[:8000]}).encode())
+    os.write(pipe, json.dumps({"kind": kind, "text": text[:8000], "time": time.monotonic()}).encode())
 
 
 def die_with(parent: int) -> None:
@@ -274,6 +318,10 @@ def watch(children: list[Child], asked: list[int]) -> int:
             break
         if all(child.status == 0 for child in children):
             return 0
+        if len(asked) > 1:  # workers that wait inside a collective cannot answer a signal
+            kill(children)
+            sys.stderr.write("hocket: ended without saving\n")
+            return 128 + asked[0]
         time.sleep(0.02)
     if asked and any(child.status and child.code in ended_by(asked) for child in children):
         sys.stderr.write("hocket: ended without saving\n")
@@ -285,7 +333,10 @@ def watch(children: list[Child], asked: list[int]) -> int:
         for child in children:
             child.poll()
         time.sleep(0.02)
+    silent = [child for child in children if child.status is None]
     kill(children)
+    if any(child.code == HANG_EXIT_CODE for child in children):
+        return explain_hang(children, silent)
     return explain(children)
 
 
@@ -305,6 +356,27 @@ def kill(children: list[Child]) -> None:
             child.status = 0  # not a failure of its own
 
 
+def explain_hang(children: list[Child], silent: list[Child]) -> int:
+    """Say what every rank waited for, and which ones did not say. Returns the exit code."""
+    reports = {child.rank: report_of_hang(child) for child in children if child.code == HANG_EXIT_CODE}
+    still = "".join(f"; rank {child.rank} (process {child.pid}) said nothing and was ended" for child in silent)
+    waited = f"{'ranks' if len(reports) > 1 else 'rank'} {', '.join(map(str, reports))} waited"
+    sys.stderr.write(
+        f"{reports[min(reports)][0]}: {waited}{still}. "
+        f"fix: see {children[0].log.parent}, or raise train.hang_timeout; "
+        "the same command continues from the last checkpoint\n"
+    )
+    sys.stderr.writelines(f"  | {line}\n" for _, *lines in reports.values() for line in lines)
+    return 1
+
+
+def report_of_hang(child: Child) -> list[str]:
+    """The lines of a watchdog's report, headline first."""
+    lines = child.log.read_text(errors="replace").splitlines()
+    start = max((i for i, line in enumerate(lines) if line.startswith(HANG_HEADLINE)), default=None)
+    return [HANG_HEADLINE, f"rank {child.rank}: its report is missing"] if start is None else lines[start:]
+
+
 def explain(children: list[Child]) -> int:
     """Say in one message why the run failed, and return the exit code."""
     failed = [child for child in children if child.status]
@@ -313,8 +385,8 @@ def explain(children: list[Child]) -> int:
         if words[child.rank].get("kind") == "user":
             sys.stderr.write(f"hocket: {words[child.rank]['text']}\n")
             return 2
-    # A signal is the cause before an exception, which may only tell that somebody else has gone.
-    cause = min(failed, key=lambda child: child.code >= 0)
+    # A signal is the cause before an exception, which may only tell that somebody else has gone; so may a later one.
+    cause = min(failed, key=lambda child: (child.code >= 0, words[child.rank].get("time", math.inf)))
     if cause.code < 0:
         name = signal.Signals(-cause.code).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hocket.launch import Child, explain
 from tests.helpers.command import (
     ALONE,
     SMALL,
@@ -60,7 +64,9 @@ SETTINGS = [
     (["--data.paths", "short.txt"], ["data.paths = short.txt", "training split", "a batch takes 8"]),
     (["--data.tokenizer", "none.json"], ["data.tokenizer = none.json", "cannot be read"]),
     (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be written"]),
-    (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be created"]),
+    (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be written"]),
+    (["--run.folder", "taken"], ["run.folder = taken", "cannot be written"]),
+    (["--model.hidden", "18"], ["model.hidden = 18", "a multiple of 4"]),
     (["--run.resume", "no/such"], ["run.resume = no/such", "no/such does not exist"]),
 ]
 
@@ -68,6 +74,8 @@ SETTINGS = [
 @pytest.mark.parametrize(("words", "parts"), SETTINGS)
 def test_a_bad_setting_is_one_message(tmp_path, words, parts):
     (tmp_path / "nothing").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "logs").write_text("not a folder")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary").write_bytes(b"\0\1")
     (tmp_path / "short.txt").write_text("hello")
@@ -142,6 +150,89 @@ def test_a_killed_worker_ends_the_run_and_all_others(tmp_path, number):
     assert "fix: see runs/tiny/logs/rank2.log" in first
     assert sum(line.startswith("hocket:") for line in ended.err.splitlines()) == 1
     assert not any(map(alive, workers))
+
+
+def running(folder: Path, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run of four ranks that has done a step, and its workers."""
+    text = text_in(folder)
+    process = start(folder, "train", *SMALL, "--data.paths", text, "--train.steps", "100000", *words)
+    wait_for(lambda: (folder / "runs/tiny/metrics.jsonl").exists(), "a first step")
+    return process, sorted(children_of(process.pid))
+
+
+def test_a_hang_is_reported_by_every_rank_that_waits(tmp_path):
+    process, workers = running(tmp_path, "--train.hang_timeout", "2")
+    os.kill(workers[2], signal.SIGSTOP)
+    ended = finish(process, timeout=30)
+    first, *lines = ended.err.splitlines()
+    assert ended.code == 1, ended
+    assert first.startswith("hocket: no progress for 2 s: ranks 0, 1, 3 waited")
+    assert f"rank 2 (process {workers[2]}) said nothing and was ended. fix: see runs/tiny/logs" in first
+    for rank in (0, 1, 3):
+        assert any(line.startswith(f"  | rank {rank}: stuck for ") for line in lines)
+    assert sum(line.startswith("  |   last completed: ") for line in lines) == 3
+    assert any(line.startswith("  |   waits for op ") for line in lines)
+    assert not any(map(alive, workers))
+
+
+def test_a_second_signal_ends_even_workers_that_cannot_answer(tmp_path):
+    process, workers = running(tmp_path)
+    os.kill(workers[2], signal.SIGSTOP)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, timeout=10)
+    assert ended.code == 130
+    assert ended.err.splitlines()[-1] == "hocket: ended without saving"
+    assert not any(map(alive, workers))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    process, _ = running(tmp_path, *ALONE)
+    before = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
+    second = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--run.resume", "off")
+    one_message(second, "run.folder = runs/tiny", "another run is writing there")
+    assert (tmp_path / "runs/tiny/metrics.jsonl").read_text().startswith(before)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).code == 0
+
+
+def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path):
+    wild = ["--train.lr", "1e20", "--train.warmup", "0", "--train.save_every", "1", "--train.steps", "9"]
+    ended = run_of_one(tmp_path, *wild)
+    one_message(ended, "train.lr = 1e+20 (command line, --train.lr): step 2 has loss nan")
+    records = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["loss"] is None) for r in records] == [(1, False), (2, True)]
+    assert [p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_a_run_without_communication_saves_nothing(tmp_path):
+    words = ["--mesh.dp", "2", "--train.transport", "null", "--train.save_every", "1"]
+    ended = run_of_one(tmp_path, *words)
+    assert ended.code == 0, ended
+    assert "NO COMMUNICATION" in ended.out
+    assert not list(tmp_path.glob("runs/tiny/checkpoints/*"))
+
+
+def test_the_cause_is_told_from_its_consequences(capsys, tmp_path):
+    children = []
+    for rank, (when, text) in enumerate([(3.0, "Connection closed by peer"), (2.0, "the cause"), (4.0, "too")]):
+        read, write = os.pipe()
+        os.write(write, json.dumps({"kind": "crash", "text": text, "time": when}).encode())
+        os.close(write)
+        children.append(Child(rank, 100 + rank, read, tmp_path / "none", status=1 << 8))
+    assert explain(children) == 1
+    assert "rank 1 (process 101) failed with the cause" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_meet_say_so(tmp_path):
+    worker = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    words = [*ALONE[:2], "--mesh.dp", "2", "--train.hang_timeout", "1", "--data.paths", text_in(tmp_path)]
+    ended = hocket(tmp_path, "train", *SMALL, *words, **worker)
+    assert ended.code == 2
+    assert "hocket: MASTER_ADDR = 127.0.0.1, port 9 (environment): rank 1 of 2 did not meet" in ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_tracebacks_are_for_those_who_ask(tmp_path):

@@ -147,6 +147,14 @@ def damage(path: Path, how: str) -> None:
         case "other format":
             meta = json.loads((path / "meta.json").read_text())
             (path / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+        case "no step" | "no config":
+            meta = json.loads((path / "meta.json").read_text())
+            del meta[how.removeprefix("no ")]
+            (path / "meta.json").write_text(json.dumps(meta))
+        case "step in words" | "no files":
+            meta = json.loads((path / "meta.json").read_text())
+            wrong = {"step": "five"} if how == "step in words" else {"files": {}}
+            (path / "meta.json").write_text(json.dumps({**meta, **wrong}))
 
 
 DAMAGES = {
@@ -157,6 +165,10 @@ DAMAGES = {
     "broken meta": "cannot be read",
     "meta of something else": "cannot be read",
     "other format": "format 99",
+    "no step": "cannot be read",
+    "no config": "cannot be read",
+    "step in words": "cannot be read",
+    "no files": "cannot be read",
 }
 
 
@@ -194,12 +206,14 @@ def test_auto_falls_back_to_the_one_before_and_says_so_on_every_rank(tmp_path):
 def test_a_half_written_checkpoint_is_never_seen(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1])
     monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(ValueError, match="No space left"):
+    with pytest.raises(ValueError, match=r"run.folder = .*cannot be written: .*No space left.*; fix: make room"):
         save_steps(0, tmp_path, [2])
     monkeypatch.undo()
     assert load_and_compare(0, tmp_path)[0] == 1
-    save_steps(0, tmp_path, [2])
-    assert load_and_compare(0, tmp_path)[0] == 2
+    assert (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
+    save_steps(0, tmp_path, [3])
+    assert load_and_compare(0, tmp_path)[0] == 3
+    assert not (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
 
 
 def test_a_checkpoint_of_another_model_lists_the_differences(tmp_path, monkeypatch):
@@ -254,6 +268,17 @@ def test_starting_over_keeps_the_checkpoints_of_the_earlier_run(tmp_path):
     assert (tmp_path / "checkpoints.old" / "step-00000005").is_dir()
     save_steps(0, tmp_path, [1])
     assert load_and_compare(0, tmp_path)[0] == 1
+
+
+def test_going_on_from_another_run_keeps_what_was_measured_here(tmp_path):
+    save_steps(0, tmp_path / "a", [5])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").write_text("here\n")
+    resume = str(tmp_path / "a" / "checkpoints" / "latest")
+    restored = checkpoint.restore(settings_in(tmp_path / "b", resume=resume), groups(None))
+    assert restored is not None
+    assert (tmp_path / "b" / "metrics.jsonl.old").read_text() == "here\n"
+    assert not (tmp_path / "b" / "metrics.jsonl").exists()
 
 
 def test_going_back_to_an_earlier_step_puts_later_ones_aside(tmp_path):

@@ -79,7 +79,10 @@ class Executor:
 
     @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head."""
+        """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head.
+
+        On a GPU the ops may still be running then: the recorder stays active, and who waits for them ends it.
+        """
         actions, lanes, values, recorder = self.actions, self._lanes, self._values, self.recorder
         actions.microbatches, actions.losses = microbatches, []
         recorder.begin()
@@ -102,8 +105,9 @@ class Executor:
                 if self._rehearse:
                     lanes.settle()
             lanes.end()
-        finally:
+        except BaseException:
             recorder.end()
+            raise
         if self._rehearse:  # from now on lanes run side by side
             self._rehearse, self._ops = False, self._list
         return actions.losses

@@ -7,6 +7,7 @@ hangs would otherwise hang all others without a word.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,6 +19,16 @@ from hocket.plan.ops import Op
 
 HANG_EXIT_CODE = 75
 """Exit status of a rank that the watchdog ended."""
+
+HANG_HEADLINE = "hocket: no progress"
+"""How the report of a hang begins."""
+
+LINGER = 2.0
+"""Seconds between a rank's report and its end. Others hang with it and look once a second: an end would break their
+connections, and they would tell of that instead."""
+
+MARGIN = 10.0
+"""Seconds by which collectives wait longer than the watchdog, which knows more about a hang than they do."""
 
 
 class Recorder:
@@ -37,7 +48,7 @@ class Recorder:
         self.last_progress, self.active = time.monotonic(), True
 
     def end(self) -> None:
-        """The step is over, whatever its outcome."""
+        """The step is over: nobody waits for what it issued."""
         self.active = False
 
     def issue(self, position: int) -> None:
@@ -77,8 +88,10 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._limit / 4)):
             recorder = self._recorder()
             if recorder is not None and recorder.active and time.monotonic() - recorder.last_progress > self._limit:
-                sys.stderr.write(f"hocket: no progress for {self._limit:g} s\n{self._report()}\n")
-                sys.stderr.flush()
+                with contextlib.suppress(OSError):  # a full disk is no reason to go on
+                    sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._report()}\n")
+                    sys.stderr.flush()
+                time.sleep(LINGER)
                 os._exit(HANG_EXIT_CODE)
 
     def close(self) -> None:

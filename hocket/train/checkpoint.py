@@ -80,7 +80,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, extra: Ma
     _together(lambda: _prepare(temporary, settings) if rank == 0 else None)
     _together(lambda: _require_shared(temporary, settings))
     writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
-    _together(lambda: _quietly(dcp.save, _state(groups), storage_writer=writer))
+    _together(lambda: _quietly(dcp.save, _state(groups), storage_writer=writer), settings)
     mine = [temporary / ".metadata"] if rank == 0 else []
     mine += sorted(temporary.glob(f"__{rank}_*"))
     sums = {name: entry for part in _gather({f.name: _checksum(f) for f in mine}) for name, entry in part.items()}
@@ -89,7 +89,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, extra: Ma
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": _config(settings), "files": sums,
     }  # fmt: skip
-    _together(lambda: _publish(temporary, final, meta, settings.train.keep) if rank == 0 else None)
+    _together(lambda: _publish(temporary, final, meta, settings.train.keep) if rank == 0 else None, settings)
     return final
 
 
@@ -132,6 +132,13 @@ def damage_of(path: Path) -> str:
     try:
         meta = json.loads((path / "meta.json").read_text())
         files = sorted(meta["files"].items())
+        if not (
+            _is_whole(meta["step"])
+            and _is_whole(meta["position"])
+            and meta["config"].keys()
+            and ".metadata" in meta["files"]
+        ):
+            raise ValueError("incomplete")
         if meta["format"] != FORMAT:
             found = f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
         # The ranks share the work of reading everything once.
@@ -145,9 +152,13 @@ def damage_of(path: Path) -> str:
                 found = f"the checksum of {file} is wrong"
     except FileNotFoundError:
         found = f"{path} is not a checkpoint: it has no meta.json" if path.exists() else f"{path} does not exist"
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         found = f"{path / 'meta.json'} cannot be read"
     return next((text for text in _gather(found) if text), "")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
@@ -155,6 +166,8 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     folder = checkpoints_of(settings)
     if restored is None or restored.path.resolve().parent != folder.resolve():
         set_aside(folder)
+        if restored is not None:  # another run's: what was measured here does not belong to it
+            set_aside(Path(settings.run.folder) / "metrics.jsonl")
         return
     current = restored.path.resolve()
     for path in _newest_first(folder):
@@ -241,7 +254,8 @@ def _quietly(call: Callable[..., object], *args: object, **options: object) -> N
 
 def _prepare(temporary: Path, settings: Settings) -> None:
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for unfinished in temporary.parent.glob("step-*.tmp"):  # of a save that was interrupted
+            shutil.rmtree(unfinished, ignore_errors=True)
         temporary.mkdir(parents=True)
     except OSError as error:
         reason, fix = f"{temporary} cannot be created ({error.strerror})", "name a folder you can write to"
@@ -321,8 +335,18 @@ def _gather(value: T) -> list[T]:
     return values
 
 
-def _together(action: Callable[[], object]) -> None:
-    """Run an action on every rank; an error of any rank is raised on all of them, so that none waits in vain."""
+def _failed(what: str, writing: Settings | None) -> str:
+    if writing is None:
+        return f"checkpoint: {what}"
+    reason, fix = f"a checkpoint cannot be written: {what}", "make room there, or name another folder"
+    return problem("run.folder", writing.run.folder, writing.origins, reason, fix)
+
+
+def _together(action: Callable[[], object], writing: Settings | None = None) -> None:
+    """Run an action on every rank; an error of any rank is raised on all of them, so that none waits in vain.
+
+    `writing` are the settings of the run whose checkpoint the action writes, for the message.
+    """
     failure = ""
     try:
         action()
@@ -330,9 +354,9 @@ def _together(action: Callable[[], object]) -> None:
         failure = str(error)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        failure = f"checkpoint: {type(cause).__name__}: {cause}"
+        failure = _failed(f"{type(cause).__name__}: {cause}", writing)
     except OSError as error:
-        failure = f"checkpoint: {error}"
+        failure = _failed(str(error), writing)
     # The lowest rank's words, so that all ranks say the same.
     first = next((text for text in _gather(failure) if text), "")
     if first:

@@ -169,7 +169,8 @@ class Metrics:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps(record) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            self._file.write(json.dumps(finite) + "\n")  # JSON has no number for the others
 
 
 def peak_flops(gpu: str) -> float:

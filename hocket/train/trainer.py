@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,6 +86,8 @@ class Trainer:
             window.before(self.step + 1)
             result, signal = self._step(stop)
             metrics.step(result)
+            if train.transport != "null":
+                self._require_finite(result)
             if path := window.after(self.step):
                 metrics.say(f"trace    {path}")
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
@@ -102,6 +105,14 @@ class Trainer:
         if saved != self.step and train.transport != "null":
             self._save()
         return 0
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Raise ValueError, on every rank, if the step has spoiled the weights. They must not replace good ones."""
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            lr = self.settings.train.lr
+            reason = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
+            fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
+            raise ValueError(problem("train.lr", lr, self.settings.origins, reason, fix))
 
     def _step(self, stop: StopRequest) -> tuple[StepResult, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""
