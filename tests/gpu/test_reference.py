@@ -1,0 +1,73 @@
+"""On GPUs a planned step computes what the plain sequential step computes on a CPU, up to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from hocket.config import Config
+from hocket.engine import DTYPES, Engine
+from hocket.model.init import init_tensor
+from hocket.runtime.actions import Microbatch
+from tests.gpu.test_parity import BASE
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import adamw, whole
+from tests.reference import Batch, Reference, random_batches
+
+TOLERANCE = {"fp32": 2e-4, "bf16": 6e-2}
+"""Largest norm of the difference over the norm, by compute dtype."""
+
+
+def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str, Any]:
+    """One rank's losses and gradients of one step from weights that were drawn on the CPU."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    engine = Engine(config, rank, device)
+    experts = config.model.experts // config.mesh.ep
+    shapes = {w.name: w.shape for unit in engine.sharded.units.values() for w in unit.weights}
+    first = engine.where.ep * experts
+    engine.sharded.load(lambda name: init_tensor(name, shapes[name], config.model, 0, first_expert=first).to(device))
+    for layer in engine.moe_layers().values():
+        layer.router.bias = torch.zeros(config.model.experts, device=device)
+    out: dict[str, Any] = {}
+
+    def keep(lr: float | None = None) -> torch.Tensor:
+        units = engine.sharded.units.values()
+        pieces = [p for unit in units for p in unit.pieces()]
+        out["grads"] = [(p.name, p.shape, p.lo, p.hi, p.grad.cpu()) for p in pieces]
+        return torch.zeros((), device=device)
+
+    engine.optimizer.step = keep  # type: ignore[method-assign]
+    mine = [Microbatch(*(half.to(device) for half in batch[engine.where.dp])) for batch in batches]
+    for _ in range(2):  # the rehearsal, and a step whose lanes overlap
+        for unit in engine.sharded.units.values():
+            unit.main_grad.zero_()
+        engine.train_step(mine, 0.0)
+    torch.cuda.synchronize()
+    out["losses"] = [float(loss) for loss in engine.executor.actions.losses]
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_are_those_of_the_plain_step(dtype: Any) -> None:
+    torch.set_num_threads(8)
+    train = dataclasses.replace(BASE.train, dtype=dtype, microbatches=3)
+    data = dataclasses.replace(BASE.data, sequence_length=64)
+    config = dataclasses.replace(BASE, mesh=dataclasses.replace(BASE.mesh, dp=2), train=train, data=data)
+    batches = random_batches(config.model, 1, 3, 2, (config.train.sequences, 64))
+    reference = Reference(config.model, 2, 2, DTYPES["fp32"], 0, 1.0, adamw).run(batches)
+    ranks = run_ranks(gradients, 4, config, batches[0], backend="nccl", timeout=150)
+    losses = sorted(loss for result in ranks for loss in result["losses"])
+    expected = sorted(loss for microbatch in reference.losses[0] for loss in microbatch)
+    assert losses == pytest.approx(expected, rel=TOLERANCE[dtype] / 2)
+    grads = whole([piece for result in ranks for piece in result["grads"]])
+    errors = {name: float((grads[name] - g).norm() / g.norm()) for name, g in reference.grads[0].items()}
+    wrong = {name: round(error, 5) for name, error in errors.items() if not error < TOLERANCE[dtype]}
+    assert not wrong, wrong
