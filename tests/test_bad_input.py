@@ -226,6 +226,28 @@ def test_the_cause_is_told_from_its_consequences(capsys, tmp_path):
     assert "rank 1 (process 101) failed with the cause" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path):
+    words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.steps", "30"]
+    process = start(tmp_path, "train", *words)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=40) == 0
+    assert (tmp_path / "runs/tiny/checkpoints/step-00000030").is_dir()
+
+
+def test_ranks_that_find_different_text_are_refused(tmp_path):
+    text_in(tmp_path)
+    (tmp_path / "one.txt").write_text("other text " * 300)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths"]
+    ranks = [start(tmp_path, "train", *words, path, RANK=str(i), **place) for i, path in enumerate(["text", "one.txt"])]
+    for process, path in zip(ranks, ["text", "one.txt"], strict=True):
+        one_message(finish(process), f"data.paths = {path}", "ranks find different text: this one")
+
+
 def test_ranks_that_do_not_meet_say_so(tmp_path):
     worker = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     words = [*ALONE[:2], "--mesh.dp", "2", "--train.hang_timeout", "1", "--data.paths", text_in(tmp_path)]

@@ -100,6 +100,7 @@ def restore(settings: Settings, groups: Groups) -> Restored | None:
     renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
     damaged, or belongs to another model.
     """
+    _together(lambda: _remove_unfinished(checkpoints_of(settings)) if _rank() == 0 else None)
     restored = None if settings.run.resume == "off" else _find_and_load(settings, groups)
     _together(lambda: _set_others_aside(settings, restored) if _rank() == 0 else None)
     return restored
@@ -254,12 +255,17 @@ def _quietly(call: Callable[..., object], *args: object, **options: object) -> N
 
 def _prepare(temporary: Path, settings: Settings) -> None:
     try:
-        for unfinished in temporary.parent.glob("step-*.tmp"):  # of a save that was interrupted
-            shutil.rmtree(unfinished, ignore_errors=True)
+        _remove_unfinished(temporary.parent)
         temporary.mkdir(parents=True)
     except OSError as error:
         reason, fix = f"{temporary} cannot be created ({error.strerror})", "name a folder you can write to"
         raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Give back the room of saves that were interrupted. Nobody else writes here: a run holds its folder."""
+    for unfinished in folder.glob("step-*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _require_shared(temporary: Path, settings: Settings) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -44,6 +45,15 @@ class StepResult:
     """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
 
 
+class PatientConsole(Console):
+    """A console whose reader may leave: the run goes on without a word, and metrics.jsonl has it all."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Metrics:
     """The report of one run. `entropy` is the corpus's unigram entropy in nats per token.
 
@@ -54,7 +64,7 @@ class Metrics:
         self, settings: Settings, entropy: float, done: int = 0, rank: int = 0, console: Console | None = None
     ) -> None:
         self.settings, self.entropy, self.quiet = settings, entropy, rank != 0
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or PatientConsole(highlight=False, soft_wrap=True)
         self.tokens_per_step = settings.batch * settings.data.sequence_length
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
         self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
