@@ -16,7 +16,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.fsdp.context import ShardedModel
 from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
-from hocket.model.init import init_tensor
+from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import balance_bias
@@ -129,9 +129,8 @@ class Engine:
         self.sharded.load(
             lambda name: init_tensor(name, shapes[name], model, seed, first_expert=first, device=str(self.device))
         )
-        for layer in self.moe_layers().values():
-            if layer.router.bias is not None:
-                layer.router.bias = torch.zeros(model.experts, device=self.device)
+        for chunk in self.chunks:
+            init_biases(chunk, self.device)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """The MoE layers of this rank, by number."""
@@ -209,7 +208,7 @@ class Engine:
         return "" if recorder is None else recorder.report(rank, lambda op, p: self.lanes.completed(op.lane, p))
 
     def assert_clean(self) -> None:
-        """After a step nothing may be left: no value, island, lease, slot or pending collective."""
+        """After a step nothing may be left: no value, island, slot or pending collective."""
         for executor in self._executors:
             executor.assert_clean()
         self.sharded.assert_clean()

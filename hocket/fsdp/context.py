@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.storage import Slots
-from hocket.fsdp.unit import ShardedUnit, Sharding
+from hocket.fsdp.unit import ShardedUnit, UnitSharding
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
@@ -81,7 +81,7 @@ class ShardedModel:
         mesh: Mesh,
         program: Program,
         numbers: tuple[torch.dtype, torch.device],
-    ) -> Sharding:
+    ) -> UnitSharding:
         """Allocate the slots of a class of units, as long as its largest unit on this rank."""
         dtype, device = numbers
         experts = kind == "experts"
@@ -93,7 +93,7 @@ class ShardedModel:
             assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
             self.weight_slots[kind] = Slots(f"{kind} weight", count, length, dtype, device)
         self.grad_slots[kind] = Slots(f"{kind} gradient", program.grad_slots.get(kind, 0), length, dtype, device)
-        return Sharding(
+        return UnitSharding(
             gather=gather,
             reduce=reduce,
             weight_slots=self.weight_slots.get(kind),
@@ -119,13 +119,9 @@ class ShardedModel:
             unit.load(find)
 
     def refresh(self) -> None:
-        """After the optimizer: cast all weights to the compute dtype; their version grows."""
+        """After the optimizer: cast all weights to the compute dtype; none may be gathered."""
         for unit in self.units.values():
             unit.refresh()
-
-    def zero_grads(self) -> None:
-        for unit in self.units.values():
-            unit.main_grad.zero_()
 
     def stats(self) -> Stats:
         """What was communicated since the start, and what is allocated."""
@@ -142,7 +138,7 @@ class ShardedModel:
         )
 
     def assert_clean(self) -> None:
-        """Assert that a step left nothing behind: no lease, no slot in use, nothing under way."""
+        """Assert that a step left nothing behind: no slot in use, nothing under way."""
         for unit in self.units.values():
             unit.assert_idle()
         for slots in (*self.weight_slots.values(), *self.grad_slots.values()):
@@ -150,7 +146,7 @@ class ShardedModel:
             assert not held, f"{slots.name} slots still in use: {held}"
 
     def abort(self) -> None:
-        """After an exception inside a step: forget leases and gradients, so that a new step can begin.
+        """After an exception inside a step: forget gathered weights and gradients, so that a new step can begin.
 
         Weights and optimizer state stay. Peers must abort the same step; collectives under way are not recalled.
         """

@@ -2,8 +2,8 @@
 
 A unit owns three shards of its flat layout: `main` (fp32, what the optimizer updates), `weight` (compute dtype, what
 is gathered; the same tensor if compute is fp32) and `main_grad` (fp32). Its full weights and gradients exist only in
-slots, for as long as the plan says. There are no phases: the state of a unit is how many leases readers hold on its
-gathered weights, and at which version they were gathered, so any number of microbatches may be inside.
+slots, for as long as the plan says. There are no phases: the state of a unit is the slot that holds its gathered
+weights, if one does, and the gradient slots it writes, so any number of microbatches may be inside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hocket.runtime.weights import Weight
 
 
 @dataclass(frozen=True)
-class Sharding:
+class UnitSharding:
     """What all units of one class share."""
 
     gather: Group
@@ -57,7 +57,7 @@ class Piece:
 class ShardedUnit:
     """One unit of one layer on one rank."""
 
-    def __init__(self, kind: UnitKind, layer: int, weights: Sequence[Weight], sharding: Sharding) -> None:
+    def __init__(self, kind: UnitKind, layer: int, weights: Sequence[Weight], sharding: UnitSharding) -> None:
         self.kind, self.layer, self.weights, self.sharding = kind, layer, tuple(weights), sharding
         group = sharding.gather
         self.rank = group.rank
@@ -65,10 +65,8 @@ class ShardedUnit:
         self.main = torch.zeros(self.layout.shard, device=sharding.device)
         self.main_grad = torch.zeros_like(self.main)
         self.weight = self.main if sharding.dtype == torch.float32 else self.main.to(sharding.dtype)
-        self.version = 0
-        self.leases = 0
         self.slot = -1
-        self.gathered_version = -1
+        """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
         self._weight_views: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -105,16 +103,16 @@ class ShardedUnit:
         self.refresh()
 
     def refresh(self) -> None:
-        """Cast the optimizer's weights to the compute dtype. What is gathered from now on has a new version."""
+        """Cast the optimizer's weights to the compute dtype."""
+        assert self.slot < 0, f"{self} is updated while its old weights are gathered in slot {self.slot}"
         if self.weight is not self.main:
             self.weight.copy_(self.main)
-        self.version += 1
 
     def gather(self, slot: int) -> Pending:
-        """Gather the weights into a slot and take the first lease. The values may be read after the wait."""
+        """Gather the weights into a slot. The values may be read after the wait."""
         slots = self.sharding.weight_slots
         assert slots is not None, f"{self} is held whole and never gathered"
-        assert self.leases == 0, f"{self} is gathered into slot {slot} while it is still leased in slot {self.slot}"
+        assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
         slots.claim(slot, self)
         if slot not in self._weight_views:
             flat = slots.buffers[slot][: self.layout.total]
@@ -123,34 +121,17 @@ class ShardedUnit:
         self.gathering = self.sharding.gather.all_gather(flat, self.weight)
         for weight, view in zip(self.weights, views, strict=True):
             weight.value = view
-        self.slot, self.leases, self.gathered_version = slot, 1, self.version
+        self.slot = slot
         return self.gathering
 
-    def acquire(self) -> None:
-        """Take one more lease on weights that are already gathered."""
-        self.assert_readable()
-        self.leases += 1
-
     def release(self) -> None:
-        """Give a lease back; with the last one the slot is free and the values are gone."""
-        assert self.leases > 0, f"{self} is released but not gathered"
-        self.leases -= 1
-        if self.leases:
-            return
+        """Give the slot back: the values are gone."""
+        assert self.slot >= 0, f"{self} is released but not gathered"
         assert self.sharding.weight_slots is not None
         self.sharding.weight_slots.free(self.slot)
         self.slot = -1
         for weight in self.weights:
             weight.value = None
-
-    def assert_readable(self) -> None:
-        """Assert that the weights are here, and not those of before the last optimizer step."""
-        if self.whole:
-            return
-        assert self.leases > 0, f"{self} is read while it is not gathered"
-        assert self.gathered_version == self.version, (
-            f"{self} is read at version {self.gathered_version}, but the weights are at version {self.version}"
-        )
 
     # Gradients
 
@@ -211,18 +192,17 @@ class ShardedUnit:
         return self.main.nbytes + self.main_grad.nbytes + (0 if shared else self.weight.nbytes)
 
     def assert_idle(self) -> None:
-        """Assert that no lease, no gradient slot and no collective of this unit is left."""
-        assert self.leases == 0, f"{self} still has {self.leases} leases"
+        """Assert that no slot and no collective of this unit is left."""
+        assert self.slot < 0, f"{self} was never released from slot {self.slot}"
         assert self.gathering.done, f"the gather of {self} was never waited for"
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"
         held = [i for i, holder in enumerate(self.sharding.grad_slots.holders) if holder is self]
         assert not held, f"{self} wrote gradients into slots {held} that were never reduced"
 
     def abort(self) -> None:
-        """Forget leases, gathers and gradients of an interrupted step."""
+        """Forget gathered weights and gradients of an interrupted step."""
         self.gathering = Pending()
         self.reducing.clear()
-        if self.leases:
-            self.leases = 1
+        if self.slot >= 0:
             self.release()
         self.main_grad.zero_()

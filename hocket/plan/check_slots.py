@@ -10,13 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hocket.plan.facts import Facts, Violation, has_place
-from hocket.plan.ops import Op
-from hocket.plan.values import UnitName, unit_read, unit_written
-
-
-def _unit(op: Op) -> UnitName:
-    assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
-    return (op.part, op.chunk, op.layer)
+from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
 
 
 @dataclass(slots=True)
@@ -39,7 +33,7 @@ class _WeightSlots:
 
     def gather(self, i: int) -> Iterator[Violation]:
         facts, op = self.facts, self.facts.ops[i]
-        unit, slot = _unit(op), (op.part, op.slot)
+        unit, slot = unit_moved(op), (op.part, op.slot)
         count = facts.program.weight_slots.get(op.part, 0)
         if not 0 <= op.slot < count:
             yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
@@ -60,7 +54,7 @@ class _WeightSlots:
 
     def release(self, i: int) -> Iterator[Violation]:
         facts, op = self.facts, self.facts.ops[i]
-        unit, slot = _unit(op), (op.part, op.slot)
+        unit, slot = unit_moved(op), (op.part, op.slot)
         lease = self.resident.pop(unit, None)
         gathered = None if lease is None else facts.ops[lease.gather]
         if lease is None or gathered is None or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
@@ -151,7 +145,7 @@ class _GradientSlots:
 
     def reduce(self, i: int) -> Iterator[Violation]:
         facts, op = self.facts, self.facts.ops[i]
-        unit = _unit(op)
+        unit = unit_moved(op)
         slot = (op.part, op.slot)
         gradient = self.used.get(slot)
         if gradient is None or gradient.owner != (unit, op.microbatch):

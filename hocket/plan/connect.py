@@ -31,7 +31,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from hocket.plan.ops import LANES, Key, Layout, Op
-from hocket.plan.values import UnitName, follows, reads, unit_read, unit_written
+from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
 
 Clock = list[int]
 """For every lane, the position of the latest op on it that is known to be done."""
@@ -123,12 +123,12 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
             if (op.part, op.slot) in released:
                 need.append(released[op.part, op.slot])
-            gathered[_unit(op)] = i
+            gathered[unit_moved(op)] = i
         elif op.verb == "release":
-            need.append(last_reader[_unit(op)])
+            need.append(last_reader[unit_moved(op)])
             released[op.part, op.slot] = i
         elif op.verb == "reduce":
-            need.append(written[_unit(op), op.microbatch])
+            need.append(written[unit_moved(op), op.microbatch])
             slot_reduced[op.part, op.slot] = i
         elif op.verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
@@ -137,11 +137,6 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
         where[op.key] = i
         needs.append(need)
     return needs
-
-
-def _unit(op: Op) -> UnitName:
-    assert op.part in ("embed", "dense", "experts", "head")
-    return (op.part, op.chunk, op.layer)
 
 
 def _latest_per_lane(ops: list[Op], position: int, needed: list[int]) -> list[int]:

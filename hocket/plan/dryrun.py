@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from hocket.plan.linearize import linearize
 from hocket.plan.ops import Key, Layout, Op, Program
-from hocket.plan.values import UnitName, reads, unit_read, unit_written
+from hocket.plan.values import UnitName, reads, unit_moved, unit_read, unit_written
 
 __all__ = ["dry_run", "linearize", "reference"]
 
@@ -97,11 +97,11 @@ class _Rank:
             case "recv":
                 self.values[op.key] = self._take(self.mail, (self.rank, op.key), op, "what was sent for")
             case "gather":
-                unit = _unit(op)
+                unit = unit_moved(op)
                 self.weights[op.part, op.slot] = unit
                 self.resident[unit] = op.slot
             case "release":
-                self._take(self.resident, _unit(op), op, "the weights of")
+                self._take(self.resident, unit_moved(op), op, "the weights of")
             case "reduce":
                 self._reduce(op)
         for p in op.frees:
@@ -164,11 +164,6 @@ class _Rank:
                 raise ValueError(
                     f"dry run, rank {self.rank}: {len(left)} {name} left behind, such as {next(iter(left))}"
                 )
-
-
-def _unit(op: Op) -> UnitName:
-    assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
-    return (op.part, op.chunk, op.layer)
 
 
 def _arguments(op: Op, layout: Layout) -> int:

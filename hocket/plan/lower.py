@@ -127,7 +127,7 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
     """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
 
     Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
-    alone, backward first. The head's backward comes first, its forward and the embedding's backward last:
+    alone. The head's backward comes first, its forward and the embedding's backward last:
     they hide the sends.
     """
     ops: StepOps = []

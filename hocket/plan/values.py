@@ -152,6 +152,12 @@ def unit_read(op: Op, layout: Layout) -> UnitName | None:
     return _unit_of(op, layout)
 
 
+def unit_moved(op: Op) -> UnitName:
+    """The unit that a gather, release or reduce works on."""
+    assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
+    return (op.part, op.chunk, op.layer)
+
+
 def unit_written(op: Op, layout: Layout) -> UnitName | None:
     """The unit whose gradient slot a wgrad writes."""
     return _unit_of(op, layout) if op.verb == "wgrad" else None

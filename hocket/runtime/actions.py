@@ -19,7 +19,7 @@ from hocket.fsdp.unit import ShardedUnit
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Routing, Splits, exchange_counts
 from hocket.plan.ops import Layout, Op
-from hocket.plan.values import UnitName, unit_written
+from hocket.plan.values import UnitName, unit_moved, unit_written
 from hocket.runtime.comm import Groups, Pending
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
@@ -212,18 +212,16 @@ class Actions:
         island.queue.drain(lambda weight: views[weight], written)
 
     def reduce(self, op: Op) -> CommResult:
-        unit = self._unit(op)
-        unit.zero_missing(op.slot, self._written.pop(((op.part, op.chunk, op.layer), op.slot)))  # pyrefly: ignore
+        name = unit_moved(op)
+        unit = self._units[name]
+        unit.zero_missing(op.slot, self._written.pop((name, op.slot)))
         return None, unit.reduce(op.slot)
 
     def gather(self, op: Op) -> CommResult:
-        return None, self._unit(op).gather(op.slot)
+        return None, self._units[unit_moved(op)].gather(op.slot)
 
     def release(self, op: Op) -> None:
-        self._unit(op).release()
-
-    def _unit(self, op: Op) -> ShardedUnit:
-        return self._units[op.part, op.chunk, op.layer]  # pyrefly: ignore
+        self._units[unit_moved(op)].release()
 
     def step(self, op: Op) -> None:
         if self._on_step is not None:

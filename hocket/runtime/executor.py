@@ -118,7 +118,7 @@ class Executor:
         self.actions.discard()
 
     def assert_clean(self) -> None:
-        """After a step no value, island, routing, lease or slot may be left."""
+        """After a step no value, island or routing may be left."""
         left = [self._ops[i].op for i, c in enumerate(self._ops) if self._values[c.position] is not None]
         assert not left, f"values left after the step: {[str(op) for op in left[:5]]}"
         self.actions.assert_clean()
