@@ -134,12 +134,24 @@ def plan_scaling(result: Result) -> str:
     return table(["pp x chunks x microbatches x layers", "ops", "plan", "check", "per op", "peak memory"], rows)
 
 
+def gpu_tests(result: Result) -> str:
+    files: dict[str, list[str]] = {}
+    for name, test in result["tests"].items():
+        files.setdefault(name.split("::")[0].replace(".", "/") + ".py", []).append(test["outcome"])
+    rows = [[f"`{file}`", *(str(found.count(kind)) for kind in OUTCOMES)] for file, found in sorted(files.items())]
+    note = f"\n\n{result['note']}" if "note" in result else ""
+    return table(["tests", *OUTCOMES], rows) + note
+
+
+OUTCOMES = ("passed", "failed", "skipped")
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_time": ("step_time", step_time),
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "gpu_tests": ("gpu_tests", gpu_tests),
 }
 """Table -> the result file it is made from, and its maker."""
 
