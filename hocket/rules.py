@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hocket.config import Config
 from hocket.leaves import line
-from hocket.plan.pipeline import warmup
+from hocket.plan.pipeline import smallest_group, warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def stages(c: Config) -> int:
 
 def merges(c: Config, rank: int) -> bool:
     """Whether a pipeline rank has forwards left to merge after its warm-up."""
-    group = c.plan.group or (-(-3 * c.mesh.pp // 2) if c.plan.stride == 3 else c.mesh.pp)
+    group = c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
     total = c.train.microbatches * c.plan.chunks
     return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group, rank, True, c.plan.stride) < total
 

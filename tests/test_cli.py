@@ -308,6 +308,9 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     assert "step 3  loss" in ended.out
     assert "unigram entropy" in ended.out
     assert len(losses(tmp_path)) == 3
+    records = map(json.loads, (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    rates = [record["lr"] for record in records if "loss" in record]
+    assert rates == pytest.approx([4e-3 * step / 15 for step in (1, 2, 3)]), "the warm-up of tiny, from its first step"
     assert (tmp_path / "runs/tiny/checkpoints/latest/meta.json").exists()
     again = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3")
     assert "nothing to do" in again.out

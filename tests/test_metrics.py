@@ -14,7 +14,7 @@ from hocket.config import TrainConfig
 from hocket.recipes import recipe
 from hocket.resolve import Settings, replace_leaf, resolve
 from hocket.rules import Host
-from hocket.train.metrics import Metrics, StepResult, peak_flops
+from hocket.train.metrics import Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
 
 
@@ -29,7 +29,7 @@ def report(settings: Settings, steps: range, done: int = 0, rank: int = 0, termi
     with Metrics(settings, 3.0, done, rank, console) as metrics:
         metrics.header(1000, 500, "some text")
         for step in steps:
-            metrics.step(StepResult(step, 5.0 - step, 0.5, 1e-3, 0.25, 1.5))
+            metrics.step(StepRecord(step, 5.0 - step, 0.5, 1e-3, 0.25, 1.5))
         metrics.validation(steps.stop - 1, 2.5)
         metrics.summary()
     return out.getvalue()

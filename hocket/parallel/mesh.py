@@ -52,14 +52,6 @@ class Mesh:
     def edp(self) -> int:
         return self.dp // self.ep
 
-    def check_world(self, world: int) -> None:
-        """Raise ValueError unless the mesh has exactly `world` ranks."""
-        if world != self.world:
-            raise ValueError(
-                f"mesh.pp={self.pp} x mesh.dp={self.dp} needs {self.world} ranks, but {world} were started: "
-                f"start {self.world} processes or change mesh.pp or mesh.dp"
-            )
-
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
@@ -100,8 +92,3 @@ class Mesh:
                 return tuple((self.rank(p, d), self.rank((p + 1) % self.pp, d)) for p in edges for d in range(self.dp))
             case "control":
                 return (tuple(range(self.world)),)
-
-    def group_of(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
-        """Members of the one group of `purpose` that holds `rank`. Not for the pipeline, where a rank has two edges."""
-        assert purpose not in ("pp_fwd", "pp_bwd"), "a rank is on two ring edges"
-        return next(group for group in self.groups(purpose) if rank in group)

@@ -59,6 +59,11 @@ def groups(microbatches: int, group: int) -> list[int]:
     return [share + 1] * extra + [share] * (count - extra)
 
 
+def smallest_group(pp: int, stride: int) -> int:
+    """The fewest microbatches of a group for which there is a legal order."""
+    return -(-3 * pp // 2) if stride == 3 else pp
+
+
 def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge: bool, stride: int = 2) -> int:
     """Forward-only steps at the start of a rank.
 
@@ -84,7 +89,7 @@ def one_f_one_b(
 
     Raises ValueError for a group or a stride for which no legal order exists.
     """
-    group = group or max(pp, -(-3 * pp // 2) if stride == 3 else pp)
+    group = group or smallest_group(pp, stride)
     if microbatches < 1:
         raise ValueError(f"microbatches must be at least 1, got {microbatches}")
     if group < pp:

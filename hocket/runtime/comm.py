@@ -30,22 +30,9 @@ __all__ = [
     "join_world",
     "leave_world",
     "make_groups",
-    "require_multicast_off",
 ]
 
 TransportName = Literal["gloo", "nccl", "null", "slow"]
-
-_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-
-def require_multicast_off(env: Mapping[str, str]) -> None:
-    """Raise ValueError unless NVLink multicast is switched off in `env`. Call before anything touches NCCL."""
-    for name, value in _MULTICAST_OFF.items():
-        if env.get(name) != value:
-            shown = env.get(name, "unset")
-            raise ValueError(
-                f"environment variable {name} is {shown}: NVLink multicast must be off, set {name}={value}"
-            )
 
 
 def join_world(gpus: bool, timeout: float) -> None:

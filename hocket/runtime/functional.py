@@ -77,6 +77,8 @@ def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     """`torch._grouped_mm` of rows and stacked weights, or one product per expert where there is no kernel."""
+    if not x_RD.shape[0]:  # no launch takes a matrix without rows
+        return x_RD @ w_EDF[0]
     if _has_grouped_kernel(x_RD):
         return torch._grouped_mm(x_RD, w_EDF, offs=offsets_E)
     parts = [x_RD[lo:hi] @ w_EDF[e] for e, (lo, hi) in enumerate(_bounds(offsets_E))]
@@ -85,6 +87,9 @@ def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
 
 def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor) -> None:
     """Write `x[rows of e].T @ g[rows of e]` to `out[e]` for every expert."""
+    if not x_RD.shape[0]:
+        out_EDF.zero_()
+        return
     if _has_grouped_kernel(x_RD):
         out_EDF.copy_(torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E))
         return
@@ -93,8 +98,8 @@ def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor
 
 
 def _has_grouped_kernel(x_RD: Tensor) -> bool:
-    """CUDA has a kernel for bf16 alone, and none of its launches takes a matrix without rows."""
-    return x_RD.device.type == "cpu" or (x_RD.dtype is torch.bfloat16 and x_RD.shape[0] > 0)
+    """CUDA has a kernel for bf16 alone."""
+    return x_RD.device.type == "cpu" or x_RD.dtype is torch.bfloat16
 
 
 def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:

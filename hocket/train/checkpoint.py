@@ -56,8 +56,6 @@ class Restored:
     """Steps done."""
     position: int
     """Sequences consumed."""
-    extra: Mapping[str, Any]
-    """What the caller had added to it."""
     notes: tuple[str, ...]
     """Remarks for the user: checkpoints passed over, settings that have changed since."""
 
@@ -67,11 +65,10 @@ def checkpoints_of(settings: Settings) -> Path:
     return Path(settings.run.folder) / "checkpoints"
 
 
-def save(settings: Settings, step: int, position: int, groups: Groups, extra: Mapping[str, Any] | None = None) -> Path:
+def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
-    `extra` is anything that JSON can hold. Raises ValueError if the folder cannot be written or the ranks' hosts do
-    not share it.
+    Raises ValueError if the folder cannot be written or the ranks' hosts do not share it.
     """
     folder = checkpoints_of(settings)
     final = folder / f"step-{step:08d}"
@@ -85,7 +82,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, extra: Ma
     mine += sorted(temporary.glob(f"__{rank}_*"))
     sums = {name: entry for part in _gather({f.name: _checksum(f) for f in mine}) for name, entry in part.items()}
     meta = {
-        "format": FORMAT, "step": step, "position": position, "world": settings.world, "extra": dict(extra or {}),
+        "format": FORMAT, "step": step, "position": position, "world": settings.world,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": _config(settings), "files": sums,
     }  # fmt: skip
@@ -202,7 +199,7 @@ def _load(path: Path, settings: Settings, groups: Groups, notes: list[str]) -> R
     _together(lambda: _quietly(dcp.load, _state(groups), storage_reader=reader))
     relevant = [text for text in changed if text.startswith(("model.", "data."))]
     notes += [f"since the checkpoint was written, {text}" for text in relevant]
-    return Restored(path, meta["step"], meta["position"], meta["extra"], tuple(notes))
+    return Restored(path, meta["step"], meta["position"], tuple(notes))
 
 
 def _config(settings: Settings) -> dict[str, Any]:

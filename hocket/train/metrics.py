@@ -28,7 +28,7 @@ PEAK: Mapping[str, float] = {
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepRecord:
     """One optimizer step, over all ranks."""
 
     step: int
@@ -116,7 +116,7 @@ class Metrics:
             what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
             self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
 
-    def step(self, result: StepResult) -> None:
+    def step(self, result: StepRecord) -> None:
         """Record one step."""
         if self.quiet:
             return

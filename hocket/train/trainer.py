@@ -22,7 +22,7 @@ from hocket.train.checkpoint import restore, save
 from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams
 from hocket.train.flat_shard import Range
-from hocket.train.metrics import Metrics, StepResult
+from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.profiling import ProfileWindow
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
@@ -106,7 +106,7 @@ class Trainer:
             self._save()
         return 0
 
-    def _require_finite(self, result: StepResult) -> None:
+    def _require_finite(self, result: StepRecord) -> None:
         """Raise ValueError, on every rank, if the step has spoiled the weights. They must not replace good ones."""
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             lr = self.settings.train.lr
@@ -114,7 +114,7 @@ class Trainer:
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
             raise ValueError(problem("train.lr", lr, self.settings.origins, reason, fix))
 
-    def _step(self, stop: StopRequest) -> tuple[StepResult, int]:
+    def _step(self, stop: StopRequest) -> tuple[StepRecord, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""
         settings, engine = self.settings, self.engine
         started = time.perf_counter()
@@ -126,7 +126,7 @@ class Trainer:
         self.step += 1
         self.position += settings.batch
         seconds = time.perf_counter() - started
-        return StepResult(self.step, loss, float(result.grad_norm), lr, seconds, worst_load), signal
+        return StepRecord(self.step, loss, float(result.grad_norm), lr, seconds, worst_load), signal
 
     def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
         train, mesh = self.settings.train, self.settings.mesh

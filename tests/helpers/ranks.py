@@ -33,9 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hocket.environment import MULTICAST_OFF
+
 ROOT = Path(__file__).resolve().parents[2]
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""NVLink multicast stays off everywhere; libraries read these variables when they start."""
 
 DUMP_SECONDS = 0.25
 """How long ranks that hang get to write down where they are."""
@@ -106,7 +106,7 @@ def _start(
 def _server_environment() -> Iterator[None]:
     """What the fork server, and so every rank, finds in its environment: only the call that starts it matters."""
     path = os.environ.get("PYTHONPATH")
-    wanted = {**NO_MULTICAST, "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
+    wanted = {**MULTICAST_OFF, "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

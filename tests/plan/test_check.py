@@ -185,6 +185,13 @@ def fewer_slots(program: Program) -> Program:
     return replace(program, weight_slots={**program.weight_slots, "dense": 1})
 
 
+def gathers_miscounted(program: Program) -> Program:
+    """The first residency of a unit, from its gather to its release, counted as the third."""
+    for verb in ("gather", "release"):
+        program = with_op(program, 0, find(program, 0, f"{verb} dense t0 c0 l0"), microbatch=2)
+    return program
+
+
 def released_early(program: Program) -> Program:
     release = find(program, 0, "release dense")
     layer = program.ranks[0][release].layer
@@ -283,6 +290,7 @@ BROKEN = [
     (7, cut("wgrad experts", "reduce experts", rank=1)),
     (7, slot_too_high),
     (7, fewer_slots),
+    (7, gathers_miscounted),
     (7, released_early),
     (7, gradient_slot_taken),
     (7, gradient_in_two_slots),

@@ -134,9 +134,7 @@ def _mistakes(rank):
         a.gather(1)
     with pytest.raises(AssertionError, match="dense of layer 0 was never released from slot 0"):
         model.assert_clean()
-    with pytest.raises(
-        AssertionError, match="layer 0 is updated while its old weights are gathered in slot 0"
-    ):
+    with pytest.raises(AssertionError, match="layer 0 is updated while its old weights are gathered in slot 0"):
         model.refresh()
     a.release()
     model.refresh()
