@@ -360,13 +360,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("train.profile", "train.steps"),
-        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
-        "the profiled window is given by its first step and its number of steps",
+        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or min(c.train.profile) < 1),
+        "the profiled window is given by its first step, counted from 1, and its number of steps",
         "two numbers, such as 10 2",
     ),
     Rule(
         ("train.profile", "train.steps"),
-        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) > c.train.steps,
+        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) - 1 > c.train.steps,
         "the run ends before the profiled window does",
         "a window that ends by train.steps = {train.steps}",
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.fsdp.optim import PieceState
-from hocket.leaves import problem
+from hocket.leaves import problem, show
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
@@ -82,6 +82,10 @@ class Trainer:
             train = dataclasses.replace(train, eval_batches=0, save_every=0)
         saved = evaluated = self.step
         window = ProfileWindow(train.profile, Path(self.settings.run.folder), self.rank, self.engine.executor)
+        if train.profile and train.profile[0] <= self.step:
+            metrics.say(
+                f"note     train.profile = {show(train.profile)}: no effect: the run goes on behind its first step"
+            )
         while self.step < train.steps:
             window.before(self.step + 1)
             result, signal = self._step(stop)
