@@ -119,7 +119,7 @@ class ShardedModel:
             unit.load(find)
 
     def refresh(self) -> None:
-        """After the optimizer: cast all weights to the compute dtype; none may be gathered."""
+        """After the optimizer: cast all weights to the compute dtype; their version grows."""
         for unit in self.units.values():
             unit.refresh()
 

@@ -2,8 +2,9 @@
 
 A unit owns three shards of its flat layout: `main` (fp32, what the optimizer updates), `weight` (compute dtype, what
 is gathered; the same tensor if compute is fp32) and `main_grad` (fp32). Its full weights and gradients exist only in
-slots, for as long as the plan says. There are no phases: the state of a unit is the slot that holds its gathered
-weights, if one does, and the gradient slots it writes, so any number of microbatches may be inside.
+slots, for as long as the plan says. There are no phases: the state of a unit is how many leases readers hold on its
+gathered weights, at which version they were gathered, and which gradient slots it writes. So any number of
+microbatches may be inside, and weights of before the last optimizer step cannot be read by mistake.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ class ShardedUnit:
         self.weight = self.main if sharding.dtype == torch.float32 else self.main.to(sharding.dtype)
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
+        self.leases = 0
+        """Claims on the gathered weights. The slot is free when the last one is given back."""
+        self.version = 0
+        """Grows with every optimizer step."""
+        self.gathered_version = -1
         self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
         self._weight_views: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -103,13 +109,13 @@ class ShardedUnit:
         self.refresh()
 
     def refresh(self) -> None:
-        """Cast the optimizer's weights to the compute dtype."""
-        assert self.slot < 0, f"{self} is updated while its old weights are gathered in slot {self.slot}"
+        """Cast the optimizer's weights to the compute dtype. What is gathered from now on has a new version."""
         if self.weight is not self.main:
             self.weight.copy_(self.main)
+        self.version += 1
 
     def gather(self, slot: int) -> Pending:
-        """Gather the weights into a slot. The values may be read after the wait."""
+        """Gather the weights into a slot and take the first lease. The values may be read after the wait."""
         slots = self.sharding.weight_slots
         assert slots is not None, f"{self} is held whole and never gathered"
         assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
@@ -121,12 +127,29 @@ class ShardedUnit:
         self.gathering = self.sharding.gather.all_gather(flat, self.weight)
         for weight, view in zip(self.weights, views, strict=True):
             weight.value = view
-        self.slot = slot
+        self.slot, self.leases, self.gathered_version = slot, 1, self.version
         return self.gathering
 
+    def acquire(self) -> None:
+        """Take one more lease on weights that are already gathered: they stay until it is given back too."""
+        self.assert_readable()
+        self.leases += 1
+
+    def assert_readable(self) -> None:
+        """Assert that the weights are here, and not those of before the last optimizer step."""
+        if self.whole:
+            return
+        assert self.leases > 0, f"{self} is read while it is not gathered"
+        assert self.gathered_version == self.version, (
+            f"{self} is read at version {self.gathered_version}, but the weights are at version {self.version}"
+        )
+
     def release(self) -> None:
-        """Give the slot back: the values are gone."""
-        assert self.slot >= 0, f"{self} is released but not gathered"
+        """Give a lease back. With the last one the slot is free and the values are gone."""
+        assert self.leases > 0, f"{self} is released but not gathered"
+        self.leases -= 1
+        if self.leases:
+            return
         assert self.sharding.weight_slots is not None
         self.sharding.weight_slots.free(self.slot)
         self.slot = -1
@@ -203,6 +226,7 @@ class ShardedUnit:
         """Forget gathered weights and gradients of an interrupted step."""
         self.gathering = Pending()
         self.reducing.clear()
-        if self.slot >= 0:
+        if self.leases:
+            self.leases = 1
             self.release()
         self.main_grad.zero_()

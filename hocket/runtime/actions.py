@@ -19,7 +19,7 @@ from hocket.fsdp.unit import ShardedUnit
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Routing, Splits, exchange_counts
 from hocket.plan.ops import Layout, Op
-from hocket.plan.values import UnitName, unit_moved, unit_written
+from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.comm import Groups, Pending
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
@@ -73,7 +73,19 @@ class Actions:
         """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
 
     def find(self, op: Op) -> Callable[..., Any]:
-        """The action of an op."""
+        """The action of an op. Ops that read weights first make sure that they may."""
+        read = unit_read(op, self._layout)
+        if read is None:
+            return self._find(op)
+        unit, act = self._units[read], self._find(op)
+
+        def checked(op: Op, *values: Any) -> Any:
+            unit.assert_readable()
+            return act(op, *values)
+
+        return checked
+
+    def _find(self, op: Op) -> Callable[..., Any]:
         name = f"{op.verb}_{op.part}"
         if op.verb in ("wgrad", "send", "recv", "gather", "release", "reduce", "step"):
             name = op.verb

@@ -123,6 +123,8 @@ def test_group_of_one_accumulates_exactly():
 def _mistakes(rank):
     model, _ = build(rank, Mesh(dp=2))
     a, b = model.unit("dense", 0, 0), model.unit("dense", 0, 1)
+    with pytest.raises(AssertionError, match="dense of layer 0 is read while it is not gathered"):
+        a.assert_readable()
     with pytest.raises(AssertionError, match="dense of layer 0 is released but not gathered"):
         a.release()
     a.gather(0).wait()
@@ -134,10 +136,13 @@ def _mistakes(rank):
         a.gather(1)
     with pytest.raises(AssertionError, match="dense of layer 0 was never released from slot 0"):
         model.assert_clean()
-    with pytest.raises(AssertionError, match="layer 0 is updated while its old weights are gathered in slot 0"):
-        model.refresh()
+    a.acquire()
     a.release()
+    a.assert_readable()
     model.refresh()
+    with pytest.raises(AssertionError, match="dense of layer 0 is read at version 0, but the weights are at version 1"):
+        a.assert_readable()
+    a.release()
     with pytest.raises(AssertionError, match=r"attn\.wq is read while it is not gathered"):
         a.weights[1].tensor()
     a.grad_views(0)
