@@ -57,7 +57,7 @@ docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README 
 
 lock: ## Renew requirements/lock.txt (needs uv)
 	uv pip compile --python-platform linux --python-version 3.11 --generate-hashes --upgrade \
-		--default-index https://pypi.org/simple --custom-compile-command "make lock" \
+		--custom-compile-command "make lock" \
 		requirements/lock.in -o requirements/lock.txt
 
 clean: ## Remove what set-up and tests left behind
