@@ -30,7 +30,8 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket recipes                              list the recipes
 
 Every setting of a recipe can be changed, for example --train.steps 50 --plan.merge off --data.paths my/texts
-hocket train RECIPE --help lists them all. HOCKET_DEBUG=1 shows tracebacks."""
+hocket train RECIPE --help lists them all; hocket plan RECIPE --help also has --ops, --svg, --html and --json.
+HOCKET_DEBUG=1 shows tracebacks."""
 
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 

@@ -100,8 +100,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("model.dense_layers", "model.layers"),
         lambda c, h: any(layer >= c.model.layers for layer in c.model.dense_layers),
-        "layers are numbered 0 to {last_layer}",
-        "name only layers that exist",
+        "model.dense_layers names layers that do not exist; they are numbered 0 to {last_layer}",
+        "model.dense_layers with smaller numbers, or more model.layers",
     ),
     Rule(
         ("model.tied", "mesh.pp", "plan.chunks"),
@@ -277,7 +277,7 @@ RULES: tuple[Rule, ...] = (
         ("plan.p2p_defer_parts", "plan.p2p_defer_layers", "plan.defer_wgrad"),
         lambda c, h: c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off",
         "no effect: no weight gradient runs after a send",
-        "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers above 0, or leave it out",
+        "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers not 0, or leave it out",
         only_if_set=True,
     ),
     Rule(
