@@ -46,8 +46,8 @@ TAIL = 15
 """Lines of a failed worker's log that are shown."""
 
 
-def train(config: Config, origins: Mapping[str, str]) -> int:
-    """Train as this process's place demands: as one worker, or as the parent of all. Returns the exit code.
+def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
+    """Train as this process's place demands: as one worker, or as the parent of all. Ends the process.
 
     Raises ValueError for settings that cannot work, before any work starts.
     """
@@ -60,7 +60,8 @@ def train(config: Config, origins: Mapping[str, str]) -> int:
     for note in notes:
         sys.stderr.write(f"hocket: {note}\n")
     with run_folder(settings):
-        return start_workers(settings)
+        code = start_workers(settings)
+    end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
 
 
 def check_corpus(settings: Settings) -> None:
@@ -266,7 +267,7 @@ def log_error() -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End a worker without clean-up: its groups still exist, and what it inherited by forking is its parent's."""
+    """End without clean-up. A worker's groups still exist, and what it inherited by forking is its parent's."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
