@@ -115,7 +115,7 @@ def run(words: list[str]) -> int:
         return plan(options, origins)
     from hocket import launch
 
-    launch.train(options.config, origins)
+    return launch.train(options.config, origins)
 
 
 def parse(command: str, name: str, words: list[str]) -> tuple[Train | Plan, dict[str, str]]:
