@@ -14,7 +14,6 @@ import bisect
 import dataclasses
 import gzip
 import json
-import os
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import write
-from benchmarks.step_time import batch, for_world
+from benchmarks.step_time import batch, for_world, join
 from hocket.engine import Engine
 from hocket.recipes import recipe
 from hocket.runtime.actions import Microbatch
@@ -128,9 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    rank, device = join()
     config = for_world(recipe(options.recipe), dist.get_world_size())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="nccl", dtype="bf16"))
     engine = Engine(config, rank, device)

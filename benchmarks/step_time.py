@@ -47,6 +47,14 @@ def contenders(config: Config) -> dict[str, Config]:
     }
 
 
+def join() -> tuple[int, torch.device]:
+    """Join the ranks that torchrun started. Returns this one's number and GPU."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return dist.get_rank(), device
+
+
 def for_world(config: Config, world: int) -> Config:
     """A recipe on another number of ranks: fewer or more data-parallel ranks."""
     dp = world // config.mesh.pp
@@ -100,9 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    rank, device = join()
 
     config = for_world(recipe(options.recipe), dist.get_world_size())
     changes = {name: getattr(options, name) for name in ("microbatches", "sequences") if getattr(options, name)}

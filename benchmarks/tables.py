@@ -139,8 +139,7 @@ def gpu_tests(result: Result) -> str:
     for name, test in result["tests"].items():
         files.setdefault(name.split("::")[0].replace(".", "/") + ".py", []).append(test["outcome"])
     rows = [[f"`{file}`", *(str(found.count(kind)) for kind in OUTCOMES)] for file, found in sorted(files.items())]
-    note = f"\n\n{result['note']}" if "note" in result else ""
-    return table(["tests", *OUTCOMES], rows) + note
+    return table(["tests", *OUTCOMES], rows)
 
 
 OUTCOMES = ("passed", "failed", "skipped")
@@ -152,6 +151,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "gpu_tests": ("gpu_tests", gpu_tests),
+    "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
 }
 """Table -> the result file it is made from, and its maker."""
 

@@ -18,8 +18,8 @@ from tests.ranks.test_parity import adamw, whole
 from tests.reference import Batch, Reference, random_batches
 
 TOLERANCE = {"fp32": 2e-4, "bf16": 0.15}
-"""Largest norm of the difference over the norm, by compute dtype. In bf16 close routing choices flip: the experts
-between which they flip get other rows."""
+"""Largest norm of the difference over the norm, by compute dtype. Coarse in bf16, where close routing choices may
+flip: the experts between which they flip get other rows."""
 
 
 def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str, Any]:
