@@ -69,10 +69,9 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         self.program = build_program(self.layout, config.train.microbatches, config.plan, sharding_of(config))
         assert_valid(self.program)
-        options = self._comm_options()
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        self.groups = groups or make_groups(self.mesh, rank, device, transport, options)
+        self.groups = groups or make_groups(self.mesh, rank, device, transport, self._comm_options())
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.sharded = ShardedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
@@ -184,7 +183,7 @@ class Engine:
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()
         agreed = float(total), float(largest[0]), int(largest[1])
-        for executor in filter(None, (self.executor, self._validation)):
+        for executor in self._executors:
             executor.recorder.end()
         return agreed
 

@@ -228,7 +228,7 @@ def test_a_missing_tokenizer_file_and_package_are_named(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_file_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra: pip install hocket[text]")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "t.json"))

@@ -174,13 +174,11 @@ def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
     Classes with many units get one more, so that one can be reduced while the next one is written.
     """
     needed: dict[str, int] = {}
-    for unit in UNITS:
-        open_until: list[int] = []
-        for ((name, _, _), _), (first, last) in _grad_spans(ops, layout).items():
-            if name == unit:
-                open_until = [end for end in open_until if end >= first] + [last]
-                spare = 1 if unit in ("dense", "experts") else 0
-                needed[unit] = max(needed.get(unit, 0), len(open_until) + spare)
+    open_until: dict[str, list[int]] = defaultdict(list)
+    for ((unit, _, _), _), (first, last) in _grad_spans(ops, layout).items():
+        open_until[unit] = [end for end in open_until[unit] if end >= first] + [last]
+        spare = 1 if unit in ("dense", "experts") else 0
+        needed[unit] = max(needed.get(unit, 0), len(open_until[unit]) + spare)
     return needed
 
 

@@ -119,8 +119,8 @@ class Executor:
 
     def assert_clean(self) -> None:
         """After a step no value, island or routing may be left."""
-        left = [self._ops[i].op for i, c in enumerate(self._ops) if self._values[c.position] is not None]
-        assert not left, f"values left after the step: {[str(op) for op in left[:5]]}"
+        left = [str(c.op) for c in self._list if self._values[c.position] is not None]
+        assert not left, f"values left after the step: {left[:5]}"
         self.actions.assert_clean()
 
 

@@ -107,7 +107,7 @@ class FlatShard(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"a FlatShard is only for checkpoints; it has no {func}")
+        raise TypeError(f"a FlatShard is only for checkpoints; it has no {func}")
 
     def _chunks(self) -> Iterator[ChunkStorageMetadata]:
         for offsets, (sizes, _) in self.parts.items():

@@ -125,7 +125,10 @@ class Trainer:
         microbatches = self._microbatches(self.train_stream, self.position)
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
-        load = max((float(rows.max() / rows.float().mean()) for rows in result.loads.values()), default=0.0)
+        load = 0.0
+        if result.loads:  # the worst layer's, with one wait for the GPU
+            rows = torch.stack(list(result.loads.values())).float()
+            load = float((rows.amax(1) / rows.mean(1)).max())
         loss, worst_load, signal = engine.agree(result.loss, load, stop.signal)
         self.step += 1
         self.position += settings.batch
@@ -167,7 +170,3 @@ class Trainer:
 
     def _report(self) -> str:
         return self.engine.report(self.rank)
-
-    def close(self) -> None:
-        """Give back groups and memory."""
-        self.engine.close()

@@ -20,6 +20,7 @@ from hocket.plan.linearize import linearize
 from hocket.plan.ops import Op
 from hocket.runtime import island
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import Pending
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import assert_parity, config
 from tests.reference import random_batches
@@ -201,3 +202,26 @@ def test_the_slow_transport_takes_its_time_and_changes_nothing_else() -> None:
     exchanges = 2 * 2 * 4
     assert min(run_ranks(timed_step, 2, slow)) > exchanges * 0.02 / 2  # at most two are under way at once
     assert_parity(slow)
+
+
+def read_old_weights(rank: int, c: Config) -> bool:
+    """The optimizer steps, as it seems, between a gather and its readers."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    unit = engine.sharded.unit("dense", 0, 1)
+    gather = unit.gather
+
+    def gather_and_step(slot: int) -> Pending:
+        pending = gather(slot)
+        unit.version += 1
+        return pending
+
+    unit.gather = gather_and_step  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="dense of layer 1 is read at version 1, but the weights are at version 2"):
+        engine.train_step(microbatches_of(engine, c), 1e-2)
+    return True
+
+
+def test_weights_of_before_the_last_step_are_never_read() -> None:
+    c = config(dict(layers=2), dict(dp=2), dict(merge="off"), 2, "fp32")
+    assert run_ranks(read_old_weights, 2, c) == [True, True]
