@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hocket.cli import Plan, parse, resolve_for_plan
+from hocket.commands.options import parse
+from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.plan.cost import HARDWARE
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
@@ -172,9 +173,7 @@ def make_table(name: str) -> str:
 
 def planned(words: str) -> tuple[Program, Timeline, str]:
     """The program, prediction and report of `hocket plan WORDS`."""
-    name, *flags = shlex.split(words)
-    options, origins = parse("plan", name, flags)
-    assert isinstance(options, Plan)
+    options, origins = parse(Plan, "plan", shlex.split(words))
     settings = resolve_for_plan(options.config, origins)
     program, hardware = program_of(settings), hardware_of(settings, options.hardware)
     return program, predict(settings, program, hardware), report(settings, hardware, WIDTH, options.ops)

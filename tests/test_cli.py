@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from hocket import cli
+from hocket.commands.options import parse
+from hocket.commands.plan import Plan
+from hocket.commands.train import Train
 from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
 from hocket.overrides import given
 from hocket.recipes import RECIPES, recipe
@@ -76,7 +79,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 def test_overrides_reach_the_configuration_and_are_remembered():
     words = ["--model.hidden", "64", "--plan.p2p-defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
-    options, origins = cli.parse("train", "tiny", [*words, "--train.betas", "0.8", "0.9"])
+    options, origins = parse(Train, "train", ["tiny", *words, "--train.betas", "0.8", "0.9"])
     config = options.config
     assert (config.model.hidden, config.plan.p2p_defer_parts, config.data.paths) == (64, "all", ("a", "b"))
     assert (config.model.tied, config.train.betas) == (True, (0.8, 0.9))
@@ -87,7 +90,7 @@ def test_overrides_reach_the_configuration_and_are_remembered():
 
 
 def test_gpus_sets_the_data_parallel_ranks():
-    options, origins = cli.parse("plan", "qwen3_30b_a3b", ["--gpus", "16"])
+    options, origins = parse(Plan, "plan", ["qwen3_30b_a3b", "--gpus", "16"])
     assert options.config.mesh.dp == 8
     assert origins["mesh.dp"] == "command line, --gpus"
 

@@ -12,7 +12,10 @@ from typing import get_args
 import pytest
 
 from benchmarks.tables import CONTENDERS, DOCS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
-from hocket.cli import COMMANDS, parse
+from hocket.cli import COMMANDS
+from hocket.commands.options import parse
+from hocket.commands.plan import Plan
+from hocket.commands.train import Train
 from hocket.config import Config
 from hocket.leaves import leaves
 from hocket.plan.ops import LANES, UNITS, Part, Verb
@@ -107,15 +110,19 @@ def test_commands_exist(path: Path) -> None:
             assert importlib.util.find_spec(words[0]), words
 
 
+KINDS = {"train": Train, "plan": Plan}
+"""Commands that take a recipe -> their options."""
+
+
 def check_hocket(words: list[str]) -> None:
     if not words or words == ["recipes"] or words[1:] in ([], ["RECIPE"]):
-        assert not words or words[0] in (*COMMANDS, "recipes"), words
+        assert not words or words[0] in COMMANDS, words
         return
     command, recipe, *flags = words
     if "--help" in flags:
         assert command in COMMANDS, words
         return
-    parse(command, "tiny" if recipe == "RECIPE" else recipe, flags)
+    parse(KINDS[command], command, ["tiny" if recipe == "RECIPE" else recipe, *flags])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

@@ -1,0 +1,62 @@
+"""`hocket plan`: the step that would run, as text, numbers or a picture."""
+
+from __future__ import annotations
+
+import json as json_module
+import shutil
+from dataclasses import dataclass
+from typing import Literal
+
+from hocket import planning
+from hocket.commands.options import RecipeOptions, parse, write
+from hocket.config import Config
+from hocket.plan.check import assert_valid
+from hocket.plan.timeline import html_timeline, svg_timeline
+from hocket.resolve import Settings, resolve
+from hocket.rules import Host
+
+
+@dataclass(frozen=True)
+class Plan(RecipeOptions):
+    """Show the step that a recipe would run: choices, predicted timeline and memory, and the program."""
+
+    hardware: Literal["auto", "h200", "laptop"] = "auto"
+    """What to predict for; auto takes laptop for fp32 and h200 for bf16."""
+    ops: int = 40
+    """Lines of the program to print; -1 prints all."""
+    json: bool = False
+    """Print choices and predicted numbers as JSON instead."""
+    svg: str = ""
+    """File to draw the predicted timeline into."""
+    html: str = ""
+    """File to write a page with timeline and numbers to."""
+
+
+def run(words: list[str]) -> int:
+    """Print a plan, or write its picture."""
+    options, origins = parse(Plan, "plan", words)
+    if options.ops < -1:
+        raise ValueError(f"ops = {options.ops} (command line, --ops): out of range; fix: 0 or more, or -1 for all")
+    if options.svg and options.svg == options.html:
+        raise ValueError(f"svg = {options.svg} (command line, --svg): --html names it too; fix: two names")
+    settings = resolve_for_plan(options.config, origins)
+    assert_valid(planning.program_of(settings))
+    hardware = planning.hardware_of(settings, options.hardware)
+    for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
+        if target:
+            program = planning.program_of(settings)
+            write(target, draw(planning.predict(settings, program, hardware), program))
+    if options.json:
+        print(json_module.dumps(planning.as_json(settings, hardware), indent=1))
+    elif not (options.svg or options.html):
+        print(planning.report(settings, hardware, shutil.get_terminal_size((120, 40)).columns, options.ops))
+    return 0
+
+
+def resolve_for_plan(config: Config, origins: dict[str, str]) -> Settings:
+    """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
+
+    A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
+    """
+    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.train.dtype == "bf16")
+    return resolve(config, Host(gpus=config.mesh.pp * config.mesh.dp if wants_gpus else 0), origins)
