@@ -1,0 +1,211 @@
+"""What a trace says, as plain values: activities of one rank, and the report about them.
+
+Letters of `docs/reading-a-report.md`: K is the time in which some compute kernel runs on a rank, C the time in which some
+communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \\ K|, compute is
+absent for S - |K|. Times are seconds, on the clock of the trace's first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Kind = Literal["compute", "gather", "reduce", "a2a", "pp", "tp", "control", "other"]
+"""What an activity is for. All but `compute` are communication: weights gathered, gradients reduced, expert
+all-to-alls, pipeline sends and receives, tensor-parallel collectives, agreement between ranks, and communication of
+which the trace does not say what it is for."""
+
+KINDS: tuple[Kind, ...] = ("compute", "gather", "reduce", "a2a", "pp", "tp", "control", "other")
+COMMUNICATION: tuple[Kind, ...] = KINDS[1:]
+
+KernelClass = Literal[
+    "gemm", "grouped gemm", "attention", "norm", "elementwise", "indexing", "reduction", "copy", "optimizer", "other"
+]
+"""What a compute kernel does, from the op that launched it and, where that says nothing, from its name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of one rank: from its first activity to the first of the next step, or to its own last."""
+
+    number: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What ran on one rank's device, one row per kernel, copy or transfer, ascending by start.
+
+    Columns of words (`kind`, `lane`, `name`, `launcher`, `op`, `group`, `kernel_class`) hold indices into `words`;
+    `text(column)` spells them out. On a CPU the rows are the ops of torch and the transfers of gloo.
+    """
+
+    source: str
+    """The file."""
+    rank: int
+    world: int
+    device: str
+    """For example `NVIDIA H200`; `cpu` if no GPU was traced."""
+    words: tuple[str, ...]
+    start: Floats
+    end: Floats
+    lane: Ints
+    """A hocket lane, or `stream 7`."""
+    kind: Ints
+    name: Ints
+    """The kernel's own name."""
+    launcher: Ints
+    """The torch op that launched it, such as `aten::mm` or `nccl:_all_gather_base`; empty if not known."""
+    op: Ints
+    """The plan's op, such as `fwd attn m0 c1 l5`; empty outside hocket."""
+    group: Ints
+    """The process group of a communication, as described when it was made; empty if not known."""
+    kernel_class: Ints
+    """Of a compute kernel; empty for communication."""
+    layer: Ints
+    """Number of the layer, -1 if not known."""
+    step: Ints
+    """Index into `steps`, -1 outside all of them."""
+    bytes: Floats
+    """Bytes that a communication moves over this rank's link (the nccl-tests bus bytes); 0 if not known."""
+    match: Ints
+    """Equal numbers on all ranks of a group for one collective or one send and its receive; -1 if not known."""
+    launched: Floats
+    """When the host launched it; nan if not known."""
+    steps: tuple[Step, ...]
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Process group -> its global ranks."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """What a hocket run says about itself (see `train/profiling.py`): settings, transport, versions. Empty otherwise."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def text(self, column: Ints) -> list[str]:
+        """The words that a column stands for."""
+        return [self.words[i] for i in column]
+
+    def of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
+        """A mask of the rows of these kinds."""
+        wanted = [self.words.index(kind) for kind in kinds if kind in self.words]
+        return np.isin(self.kind, wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One kind of communication, in one step of one rank or one layer of it."""
+
+    count: int
+    seconds: float
+    """Union of its intervals."""
+    waiting: float
+    """Of these, seconds before the last rank of its group had started: a late peer, no transfer. nan if the traces of
+    the group's other ranks were not given."""
+    exposed: float
+    """Of `seconds`, those in which no compute kernel ran."""
+    bytes: float
+    """Bytes over this rank's link; 0 if not known."""
+
+    @property
+    def hidden(self) -> float:
+        """The hidden fraction, 1 if nothing ran."""
+        return 1.0 - self.exposed / self.seconds if self.seconds else 1.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bus bytes per second while it moved data (waiting excluded where known); nan if no bytes are known."""
+        late = 0.0 if np.isnan(self.waiting) else self.waiting
+        return self.bytes / (self.seconds - late) if self.bytes and self.seconds > late else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step of one rank."""
+
+    rank: int
+    step: int
+    seconds: float
+    """S."""
+    compute: float
+    """|K|."""
+    communication: float
+    """|C|."""
+    exposed: float
+    """|C \\ K|."""
+    idle: float
+    """Nothing ran: S - |K u C|."""
+    host_bound: float
+    """Of idle, seconds in which the next kernel to run had not been launched yet: the host was late."""
+    kinds: Mapping[Kind, Share]
+    """Kinds of communication that occur."""
+    exposed_for: Mapping[Kind, float]
+    """Exposed time attributed to one kind each, so that it adds up to `exposed`: where several run at once, to the one
+    that ends last."""
+    layers: Mapping[int, Mapping[Kind, Share]]
+    """Layer -> kind -> share, communication of known layers only."""
+    classes: Mapping[str, float]
+    """Kernel class -> summed kernel seconds (no union)."""
+
+    @property
+    def absent(self) -> float:
+        """S - |K|: seconds without a compute kernel."""
+        return self.seconds - self.compute
+
+    @property
+    def hidden(self) -> float:
+        """|C n K| / |C|, 1 without communication."""
+        return 1.0 - self.exposed / self.communication if self.communication else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRow:
+    """Kernels of one name launched by one op, per step and rank (means)."""
+
+    launcher: str
+    name: str
+    kind: Kind
+    kernel_class: str
+    count: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that can be said about the traces of one run."""
+
+    sources: tuple[str, ...]
+    device: str
+    transport: str
+    """`nccl`, `gloo`, `null`, `slow`; empty outside hocket."""
+    world: int
+    steps: tuple[StepReport, ...]
+    """By step, then rank."""
+    ops: tuple[OpRow, ...]
+    """The costliest first."""
+    notes: tuple[str, ...] = ()
+    """What the reader must know: steps that are missing, ranks not given, clocks that could not be aligned."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the network was imitated."""
+        return self.transport == "slow"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({step.rank for step in self.steps}))
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over steps of the slowest rank's S."""
+        numbers = sorted({step.step for step in self.steps})
+        slowest = [max(s.seconds for s in self.steps if s.step == number) for number in numbers]
+        return float(np.median(slowest)) if slowest else float("nan")
