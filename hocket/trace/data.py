@@ -209,3 +209,95 @@ class Report:
         numbers = sorted({step.step for step in self.steps})
         slowest = [max(s.seconds for s in self.steps if s.step == number) for number in numbers]
         return float(np.median(slowest)) if slowest else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowdown:
+    """The same compute with and without communication: summed kernel seconds of a step, means over ranks and steps."""
+
+    name: str
+    """A kernel class such as `gemm`, a plan op such as `fwd experts`, or the name of a kernel."""
+    seconds: float
+    null: float
+    """Without communication."""
+
+    @property
+    def share(self) -> float:
+        """How much longer it takes: 0.1 is 10 %; nan if it does not run without communication."""
+        return self.seconds / self.null - 1.0 if self.null else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tax:
+    """What communication costs a step: a run against the same run with the null transport."""
+
+    seconds: float
+    """Of a step: median over steps of the slowest rank."""
+    null: float
+    """The same without communication."""
+    parts: Mapping[str, float]
+    """Seconds of the difference by where they show on that rank: `compute` (longer kernels), `exposed`, `host_bound`
+    and `idle` (the rest without any activity). They add up to it; a negative part is shorter than without
+    communication."""
+    classes: tuple[Slowdown, ...]
+    """Kernel classes, the costliest first."""
+    ops: tuple[Slowdown, ...]
+    """Plan ops by verb and part, outside hocket kernels by name; the costliest first."""
+    notes: tuple[str, ...] = ()
+    """What the reader must know, for example that routing differs."""
+
+    @property
+    def share(self) -> float:
+        """The tax: 0.1 means that the step takes 10 % longer than without communication."""
+        return self.seconds / self.null - 1.0
+
+    @property
+    def contention(self) -> Slowdown:
+        """All compute kernels together."""
+        seconds, null = (sum(getattr(row, name) for row in self.classes) for name in ("seconds", "null"))
+        return Slowdown(name="all compute", seconds=seconds, null=null)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpPrediction:
+    """Plan ops of one kind: verb, part and kind of the layer."""
+
+    name: str
+    """For example `fwd experts moe`."""
+    count: float
+    """Ops per rank and step."""
+    predicted: float
+    """Seconds of one op; of communication without waiting for peers where that is known."""
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted; nan if nothing was predicted."""
+        return self.measured / self.predicted if self.predicted else float("nan")
+
+    @property
+    def missed(self) -> float:
+        """Seconds per rank and step that the prediction is short of."""
+        return self.count * (self.measured - self.predicted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A hocket run as predicted and as measured."""
+
+    costs: str
+    """What was predicted from: a name of hardware, or the trace of which costs were measured."""
+    predicted: float
+    """Seconds of the step."""
+    measured: float
+    """Median over steps of the slowest rank."""
+    ops: tuple[OpPrediction, ...]
+    """Those that missed most (absolutely, over the step) first."""
+    explained: Mapping[str, float]
+    """Seconds of measured - predicted by cause, on the slowest rank. They add up to it."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted else float("nan")
