@@ -1,0 +1,132 @@
+"""Who can take part in a benchmark, and what a contender is.
+
+A peer is one function `make(workload, rank, device) -> Contender` in `hocket/bench/peers/`, and one line in
+`CONTENDERS`. It must compute what all others do: weights from `plain.fill`, tokens as they are given, the mean loss
+of a microbatch divided by the number of microbatches, gradients averaged over all data-parallel ranks, AdamW
+(`plain.adamw`) on fp32 main weights without clipping. The default process group exists before `make` is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hocket.config import Config
+
+if TYPE_CHECKING:  # the list of contenders is shown without loading torch
+    import torch
+    from torch import Tensor
+
+    from hocket.bench.workload import Workload
+    from hocket.runtime.actions import Microbatch
+
+
+class Contender(Protocol):
+    """A program that can do the steps of a workload, resident on this rank."""
+
+    settings: Mapping[str, str]
+    """Everything a reader needs to repeat it, beside the workload; printed and stored."""
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """One step. Returns this rank's mean loss, 0-dim, 0 on ranks without the head.
+
+        The host need not wait for the GPU; what it returns when it does is part of the measured time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of memory and groups."""
+        ...
+
+
+Maker = Callable[["Workload", int, "torch.device"], Contender]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a contender before it is built."""
+
+    make: str
+    """Module and function, `hocket.bench.peers.ddp:ddp`; loaded in the workers only."""
+    about: str
+    """One line for the list."""
+    package: str = ""
+    """Distribution and version that it is written for, `megatron-fsdp==0.6.1`; empty needs nothing but torch."""
+    cuda: bool = False
+    """Whether it runs on GPUs only."""
+    pp: Literal["one", "many", "any"] = "one"
+    """Whether it runs without a pipeline (mesh.pp = 1), with one only, or both."""
+    model: Literal["dense", "moe", "any"] = "any"
+    """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1)."""
+    bound: bool = False
+    """Whether it leaves out communication, so that its losses mean nothing."""
+
+
+_PEERS, _OURS = "hocket.bench.peers", "hocket.bench.ours"
+
+CONTENDERS: dict[str, Entry] = {
+    "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
+    "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any"),
+    "hocket_sequential": Entry(f"{_OURS}:sequential", "hocket, one microbatch after the other", pp="any"),
+    "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
+    "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
+    "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel"),
+    "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),
+    "fsdp2_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_fp32", "torch fully_shard, defaults, fp32 reduce"),
+    "fsdp2_tuned": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned", "torch fully_shard, explicit prefetch"),
+    "fsdp2_tuned_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned_fp32", "torch fully_shard, explicit prefetch, fp32 reduce"),
+    "ep_sync": Entry(f"{_PEERS}.fsdp2:ep_sync", "synchronous expert all-to-all beside fully_shard", model="moe"),
+}  # fmt: skip
+"""Every contender by name."""
+
+
+def find(names: Sequence[str]) -> list[Entry]:
+    """The entries of contenders. Raises ValueError for unknown and repeated names."""
+    for position, name in enumerate(names):
+        if name not in CONTENDERS:
+            close = difflib.get_close_matches(name, CONTENDERS, n=1)
+            hint = f"did you mean {close[0]}?" if close else "hocket bench --list shows all"
+            raise ValueError(f"against = {name} (command line): there is no such contender; fix: {hint}")
+        if name in names[:position]:
+            raise ValueError(f"against = {name} (command line): named twice; fix: name it once")
+    return [CONTENDERS[name] for name in names]
+
+
+def why_not(name: str, config: Config) -> str:
+    """Why a contender cannot run this resolved configuration here, and the fix; empty if it can."""
+    entry, problem = CONTENDERS[name], ""
+    moe, pp, ep = "moe" in config.model.kinds(), config.mesh.pp, config.mesh.ep
+    if entry.cuda and config.train.device != "cuda":
+        problem = "needs GPUs; fix: leave it out, or train.device = cuda on a host with GPUs"
+    elif entry.pp == "one" and pp > 1:
+        problem = f"knows no pipeline, and mesh.pp = {pp}; fix: mesh.pp = 1, or leave it out"
+    elif entry.pp == "many" and pp == 1:
+        problem = "needs a pipeline, and mesh.pp = 1; fix: mesh.pp = 2 or more, or leave it out"
+    elif entry.model == "dense" and moe:
+        problem = "knows no MoE layers, and the model has them; fix: model.experts = 0, or leave it out"
+    elif entry.model == "moe" and (not moe or ep == 1):
+        problem = f"needs experts on several ranks, and mesh.ep = {ep}; fix: mesh.ep = 2 or more, or leave it out"
+    elif entry.package:
+        problem = _package_problem(entry.package)
+    return f"against = {name} (command line): {problem}" if problem else ""
+
+
+def _package_problem(requirement: str) -> str:
+    package, _, wanted = requirement.partition("==")
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package {package} is not installed; fix: pip install {requirement}, or leave it out"
+    if wanted and found != wanted:
+        return f"it is written for {requirement}, and {found} is installed; fix: pip install {requirement}"
+    return ""
+
+
+def load(name: str) -> Maker:
+    """The function that builds a contender. Imports its module."""
+    module, _, function = CONTENDERS[name].make.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,66 @@
+"""What every contender does: one optimizer step of a model, over the same tokens on the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hocket.config import Config
+from hocket.parallel.mesh import Mesh
+from hocket.parallel.stages import mesh_of
+from hocket.plan.cost import model_flops_per_token
+from hocket.runtime.actions import Microbatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step, as all contenders must do it. `config` is resolved: no setting is `auto`."""
+
+    config: Config
+    optimizer: bool = True
+    """Whether AdamW is part of the step. Without it a step ends with reduced gradients, which are then dropped."""
+    compile: bool = False
+    """Whether contenders made of the plain stack compile each layer with `torch.compile`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of ranks. Contenders of other names for the axes map them: dp is pure data parallel, ep inside."""
+        return mesh_of(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What computes. Main weights and optimizer state are fp32."""
+        return DTYPES[self.config.train.dtype]
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of one microbatch on one data-parallel rank."""
+        return self.config.train.sequences * self.config.data.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all ranks."""
+        return self.config.mesh.dp * self.config.train.microbatches * self.tokens_per_microbatch
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one step over all ranks: 6 per active weight and token, causal attention at half."""
+        return model_flops_per_token(self.config.model, self.config.data.sequence_length) * self.tokens
+
+
+def batches(workload: Workload, rank: int, seed: int, device: torch.device) -> list[Microbatch]:
+    """The microbatches of step `seed` on a global rank: random tokens, [B, S], the same for all contenders.
+
+    Ranks of one pipeline (equal `dp` coordinate) get the same tokens.
+    """
+    config = workload.config
+    generator = torch.Generator().manual_seed(100_003 * seed + workload.mesh.coordinates(rank).dp)
+    shape = (config.train.sequences, config.data.sequence_length + 1)
+    made = []
+    for _ in range(config.train.microbatches):
+        ids = torch.randint(config.model.vocab, shape, generator=generator)
+        made.append(Microbatch(ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)))
+    return made
