@@ -1,0 +1,156 @@
+"""Builds small Kineto traces by hand: the JSON that the profiler of torch writes, event by event.
+
+    path = (
+        Trace(rank=0, world=2)
+        .group("gather_dense", (0, 1))
+        .annotation("hocket step 1", 0, 100)
+        .kernel("nvjet_sm90", 10, 30, op="aten::mm", plan_op="fwd attn m0 c0 l1")
+        .collective("_allgather_base", "gather_dense", 20, 50, launched=5, sent=512, received=1024)
+        .write(tmp_path / "rank0.json.gz")
+    )
+
+Times are microseconds from the trace's own zero. A kernel is launched when it starts, if `launched` says nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+MAIN = 100
+"""The host thread that ops run on if no other is named."""
+BASE_NS = 1_700_000_000_000_000_000
+
+
+class Trace:
+    """A trace in the making; every method but `document` and `write` returns the trace itself."""
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, *, device: str = "NVIDIA H200", zero: float = 5e9, host: str = ""
+    ) -> None:
+        """`zero` is what the file calls microsecond 0. An empty `device` makes a trace of a CPU."""
+        self.rank, self.world, self.zero = rank, world, zero
+        self.events: list[dict[str, Any]] = []
+        self.groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.top: dict[str, Any] = {
+            "schemaVersion": 1,
+            "deviceProperties": [{"id": 0, "name": device}] if device else [],
+            "baseTimeNanoseconds": BASE_NS,
+        }
+        if host:
+            self.top["host_name"] = host
+        self._external = 0
+        self._correlation = 0
+
+    def group(self, description: str, ranks: Sequence[int], name: str = "") -> Self:
+        """A process group; `name` is the number that torch gives it, by default counted from 1."""
+        self.groups[description] = (name or str(len(self.groups) + 1), tuple(ranks))
+        return self
+
+    def metadata(self, **values: Any) -> Self:
+        """Further top-level keys, such as `hocket=...`."""
+        self.top.update(values)
+        return self
+
+    def event(self, cat: str, name: str, start: float, end: float, tid: int = MAIN, **args: Any) -> Self:
+        """Any complete event."""
+        pid = 0 if cat in ("kernel", "gpu_memcpy", "gpu_memset") else 1000
+        span = {"ts": round(self.zero + start, 3), "dur": round(end - start, 3)}
+        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, **span, "args": args})
+        return self
+
+    def annotation(self, name: str, start: float, end: float, thread: int = MAIN) -> Self:
+        self._external += 1
+        return self.event("user_annotation", name, start, end, thread, **{"External id": self._external})
+
+    def op(self, name: str, start: float, end: float, thread: int = MAIN, **args: Any) -> Self:
+        self._external += 1
+        return self.event("cpu_op", name, start, end, thread, **{"External id": self._external}, **args)
+
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        stream: int = 7,
+        launched: float | None = None,
+        thread: int = MAIN,
+        **more: Any,
+    ) -> Self:
+        """A kernel and its launch.
+
+        `more`: `op`, a torch op put around the launch; `plan_op`, an annotation put around that; `cat`, such as
+        `gpu_memcpy`; `linked=False` leaves the launch away; all else goes into the kernel's args.
+        """
+        at = start if launched is None else launched
+        args = {key: value for key, value in more.items() if key not in ("op", "plan_op", "cat", "linked")}
+        args |= {"device": 0, "stream": stream}
+        if more.get("linked", True):
+            self._correlation += 1
+            args["correlation"] = self._correlation
+            if more.get("plan_op"):
+                self.annotation(more["plan_op"], at - 0.3, at + 0.3, thread)
+            if more.get("op"):
+                self.op(more["op"], at - 0.2, at + 0.2, thread)
+            self.event("cuda_runtime", "cudaLaunchKernel", at, at + 0.1, thread, correlation=self._correlation)
+        return self.event(more.get("cat", "kernel"), name, start, end, stream, **args)
+
+    def collective(
+        self,
+        name: str,
+        group: str,
+        start: float,
+        end: float,
+        *,
+        sent: int = 0,
+        received: int = 0,
+        dtype: str = "BFloat16",
+        **more: Any,
+    ) -> Self:
+        """An NCCL kernel with what torch says about its collective; `more` goes to `kernel`.
+
+        `sent` and `received` are numbers of elements. Streams are 20 and up, one per group.
+        """
+        number, ranks = self.groups[group]
+        about = {
+            "Collective name": name,
+            "In msg nelems": sent,
+            "Out msg nelems": received,
+            "Group size": len(ranks),
+            "dtype": dtype,
+            "Process Group Name": number,
+            "Process Group Description": group,
+            "Process Group Ranks": str(list(ranks)),
+        }
+        more = {"stream": 19 + int(number), "op": f"nccl:{name}", **more}
+        kernel = {"send": "SendRecv", "recv": "SendRecv", "all_to_allv": "SendRecv"}.get(name, name.strip("_"))
+        return self.kernel(f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)", start, end, **{**about, **more})
+
+    def peer_copy(self, start: float, end: float, bytes: int, stream: int = 30, **more: Any) -> Self:
+        """A transfer to another GPU by the copy engine."""
+        return self.kernel(
+            "Memcpy PtoP (Device -> Device)", start, end, stream=stream, cat="gpu_memcpy", bytes=bytes, **more
+        )
+
+    def gloo(self, name: str, op: str, start: float, end: float, launched: float, thread: int = 200) -> Self:
+        """A transfer of gloo, such as `all_to_all`, and the torch op that asked for it, such as `c10d::alltoall_base_`."""
+        self.op(op, launched, launched + 0.5)
+        return self.annotation(f"gloo:{name}", start, end, thread)
+
+    def document(self) -> dict[str, Any]:
+        groups = [
+            {"pg_name": number, "pg_desc": description, "pg_size": len(ranks), "ranks": list(ranks)}
+            for description, (number, ranks) in self.groups.items()
+        ]
+        about: Mapping[str, Any] = {"rank": self.rank, "world_size": self.world, "pg_config": groups}
+        return {**self.top, "distributedInfo": about, "traceEvents": self.events}
+
+    def write(self, path: Path) -> Path:
+        """Write the trace; a name that ends in .gz is compressed."""
+        data = json.dumps(self.document()).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        return path
