@@ -23,10 +23,7 @@ from dataclasses import astuple, dataclass, replace
 
 from hocket.config import MeshConfig, ModelConfig
 from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
-from hocket.plan.simulate import Kind, Time
-
-CostKey = tuple[str, str, str]
-"""(verb, part, kind of the layer): ops with the same one cost the same. The kind is empty outside layers."""
+from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +123,7 @@ class CostTable:
     state_bytes: tuple[int, ...] = ()
 
     def of(self, op: Op) -> OpCost:
-        kind = self.kinds[op.layer] if op.layer >= 0 else ""
-        return self.table.get((op.verb, op.part, kind), _FREE)
+        return self.table.get(cost_key(op, self.kinds), _FREE)
 
     def seconds(self, rank: int, op: Op) -> Time:
         return self.of(op).seconds
@@ -153,6 +149,19 @@ class CostTable:
 
 
 _FREE = OpCost()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a run has shown about its ops, to predict other plans of the same sizes with (see `trace/calibrate.py`)."""
+
+    source: str
+    """The trace it comes from."""
+    seconds: Mapping[CostKey, float]
+    """Seconds of an op on its lane, without contention and without waiting for peers."""
+    friction: Friction
+    notes: tuple[str, ...] = ()
+    """What the reader must know, such as what could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)

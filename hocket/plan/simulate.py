@@ -3,37 +3,18 @@
 Pure arithmetic on the costs' own numbers (`int`, `float` or `Fraction`): no rounding, no tolerance. With fractions
 the result is exact. Nothing here knows how an op's cost was found; see `cost.py`.
 
-Note: [What the simulator believes]
-An op starts when the op before it on its lane and all its `deps` have ended, as a CUDA stream with events does it.
-A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
-head of its lane and the send is posted, and lasts one hop. The optimizer step begins with the norm of the whole
-gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on equal
-loads, so a collective starts when this rank reaches it. Lanes don't slow each other down, links don't queue, and the
-host is always ahead. So contention and stragglers are not in the prediction: a measured step is longer.
+An op's start and end come from `schedule.py`; its Note says what the simulator believes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from hocket.plan.ops import Key, Lane, Op, Program
+from hocket.plan.ops import Lane, Op, Program
+from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
 from hocket.plan.values import follows
-
-Time = int | float | Fraction
-"""Seconds, or any other unit that the costs use."""
-
-Kind = Literal["a2a", "pp", "gather", "reduce"]
-"""A kind of communication, as reports name it."""
-
-KINDS: tuple[Kind, ...] = ("a2a", "pp", "gather", "reduce")
-
-KIND_OF: Mapping[Lane, Kind] = {
-    "a2a": "a2a", "send_act": "pp", "recv_act": "pp", "send_grad": "pp", "recv_grad": "pp",
-    "gather": "gather", "reduce": "reduce",
-}  # fmt: skip
 
 
 class Costs(Protocol):
@@ -91,14 +72,13 @@ class Timeline:
     ranks: tuple[Usage, ...]
 
 
-def simulate(program: Program, costs: Costs) -> Timeline:
-    """Predict one step of every pipeline rank, in time linear in the number of ops (but for one sort).
+def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -> Timeline:
+    """Predict one step of every pipeline rank, in time linear in the number of ops (but for sorting by time).
 
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
-    before = _predecessors(program)
     durations = [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
-    starts, ends = _schedule(program, before, durations)
+    starts, ends = schedule(program, durations, friction)
     spans: list[tuple[Span, ...]] = []
     first = 0
     for rank, ops in enumerate(program.ranks):
@@ -110,69 +90,6 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
     return Timeline(tuple(spans), makespan, ranks)
-
-
-def _predecessors(program: Program) -> list[list[int]]:
-    """For each op, numbered through all ranks, the ops that must have ended before it starts."""
-    sends: dict[tuple[int, Key], int] = {}
-    for number, (rank, _, op) in enumerate(program):
-        if op.verb == "send":
-            sends[rank, op.key] = number
-    before: list[list[int]] = []
-    for rank, ops in enumerate(program.ranks):
-        first = len(before)
-        last_on_lane: dict[Lane, int] = {}
-        for position, op in enumerate(ops):
-            needed = [first + dep for dep in op.deps]
-            if op.lane in last_on_lane:
-                needed.append(last_on_lane[op.lane])
-            last_on_lane[op.lane] = first + position
-            if op.verb == "recv":
-                peer = program.layout.peer(op, rank)
-                if peer not in sends:
-                    raise ValueError(f"rank {rank} waits at '{op}' for a send that rank {peer[0]} does not have")
-                needed.append(sends[peer])
-            before.append(needed)
-    steps = [number for number, (_, _, op) in enumerate(program) if op.verb == "step"]
-    together = [earlier for number in steps for earlier in before[number]]
-    for number in steps:
-        before[number] = together
-    return before
-
-
-def _schedule(program: Program, before: list[list[int]], durations: list[Time]) -> tuple[list[Time], list[Time]]:
-    """Start and end of every op: each as early as its predecessors allow, found in topological order."""
-    waiting = [len(needed) for needed in before]
-    after: list[list[int]] = [[] for _ in before]
-    for number, needed in enumerate(before):
-        for earlier in needed:
-            after[earlier].append(number)
-    ready = [number for number, count in enumerate(waiting) if count == 0]
-    starts: list[Time] = [0] * len(before)
-    ends: list[Time] = [0] * len(before)
-    done = 0
-    while ready:
-        number = ready.pop()
-        done += 1
-        end = starts[number] + durations[number]
-        ends[number] = end
-        for later in after[number]:
-            starts[later] = max(starts[later], end)
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                ready.append(later)
-    if done < len(before):
-        raise ValueError(_stuck(program, waiting))
-    return starts, ends
-
-
-def _stuck(program: Program, waiting: list[int]) -> str:
-    """Name the first op of every lane that never runs."""
-    heads: dict[tuple[int, Lane], str] = {}
-    for number, (rank, position, op) in enumerate(program):
-        if waiting[number]:
-            heads.setdefault((rank, op.lane), f"rank {rank} lane {op.lane}: '{op}' (position {position})")
-    return "the program never finishes, its ops wait for each other in a circle; stuck at " + "; ".join(heads.values())
 
 
 def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int) -> Usage:
