@@ -50,7 +50,8 @@ class StepResult:
 class Engine:
     """One rank of a planned run. `config` must be resolved: no setting is `auto`.
 
-    `groups` may be shared by engines of the same mesh that take turns; without it the engine makes its own.
+    `groups` may be shared by engines of the same mesh that take turns; without it the engine makes its own. Without
+    `update` a step ends with reduced gradients, which are dropped: there is no optimizer, and weights stay.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         *,
         groups: Groups | None = None,
         keep_records: int | None = 64,
+        update: bool = True,
     ) -> None:
         self.config, self.device = config, device
         self.mesh = mesh_of(config)
@@ -76,7 +78,7 @@ class Engine:
         self.sharded = ShardedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
-        self.optimizer = ShardedAdamW(self.sharded, self.groups.control, options)
+        self._optimizer = ShardedAdamW(self.sharded, self.groups.control, options) if update else None
         self._lr = t.lr
         self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
@@ -120,6 +122,12 @@ class Engine:
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep), order)
 
+    @property
+    def optimizer(self) -> ShardedAdamW:
+        """The optimizer of an engine that updates weights."""
+        assert self._optimizer is not None, "this engine has no optimizer"
+        return self._optimizer
+
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
@@ -146,7 +154,11 @@ class Engine:
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
-        self._grad_norm = self.optimizer.step(self._lr)
+        if self._optimizer is None:
+            self.sharded.drop_grads()
+            self.executor.actions.loads.clear()
+            return
+        self._grad_norm = self._optimizer.step(self._lr)
         self._balance()
 
     def _balance(self) -> None:

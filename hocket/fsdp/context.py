@@ -123,6 +123,10 @@ class ShardedModel:
         for unit in self.units.values():
             unit.refresh()
 
+    def drop_grads(self) -> None:
+        """Zero the reduced gradients that the optimizer would have read."""
+        torch._foreach_zero_([unit.main_grad for unit in self.units.values()])
+
     def stats(self) -> Stats:
         """What was communicated since the start, and what is allocated."""
         gather = [self.groups.gather_dense, self.groups.gather_experts]

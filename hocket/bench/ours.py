@@ -1,0 +1,75 @@
+"""hocket's own contenders: the planned step in several orders, and the same program without communication."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hocket.bench.contender import Contender
+from hocket.bench.workload import Workload
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.parallel.mesh import Mesh
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import Groups
+
+_groups: dict[tuple[Mesh, str], Groups] = {}
+"""Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""
+
+
+class Planned:
+    """An engine as a contender."""
+
+    def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
+        mesh, transport = workload.mesh, config.train.transport
+        shared = _groups.get((mesh, transport))
+        self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
+        _groups[mesh, transport] = self.engine.groups
+        self.engine.init_weights()
+        self.lr = config.train.lr
+        plan = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.plan).items())
+        self.settings: Mapping[str, str] = {
+            "plan": plan,
+            "transport": transport,
+            "compile": "off: hocket runs eagerly",
+            "reduce": f"{config.train.dtype}, added to fp32",
+            "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",
+        }
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        return self.engine.train_step(microbatches, self.lr).loss
+
+    def close(self) -> None:
+        del self.engine
+
+
+def planned(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured."""
+    return Planned(workload, rank, device, workload.config)
+
+
+def sequential(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket with the plainest plan: one microbatch after the other through the whole pipeline."""
+    return Planned(workload, rank, device, _unmerged(workload.config, "sequential"))
+
+
+def interleaved(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket with the classic order of the pipeline, nothing merged or deferred."""
+    pipelined = "interleaved" if workload.config.plan.chunks > 1 else "1f1b"
+    return Planned(workload, rank, device, _unmerged(workload.config, pipelined))
+
+
+def null(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, without communication: a step's bound. Its losses mean nothing."""
+    train = dataclasses.replace(workload.config.train, transport="null")
+    return Planned(workload, rank, device, dataclasses.replace(workload.config, train=train))
+
+
+def _unmerged(config: Config, order: Literal["sequential", "1f1b", "interleaved"]) -> Config:
+    """A configuration with a plan that hides nothing behind another microbatch's compute."""
+    plan = dataclasses.replace(config.plan, order=order, merge="off", defer_wgrad="off", p2p_defer_layers=0)
+    return dataclasses.replace(config, plan=plan)

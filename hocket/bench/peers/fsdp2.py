@@ -1,0 +1,202 @@
+"""torch FSDP2 (`fully_shard`): with its defaults, and tuned.
+
+One FSDP unit per layer. By default embedding and head belong to the root's unit. Tuned, they are units of their own,
+layers fetch the weights of the next two explicitly in forward and backward, the head (and the last layer) keep theirs
+until backward, which needs them at once, and gradients of several microbatches are reduced together where memory
+allows. Dense weights are sharded over all data-parallel ranks; experts over those that hold the same ones, and if
+there is one such rank they are ordinary parameters whose gradients need no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hocket.bench.contender import Contender
+from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, plain_model
+from hocket.bench.workload import Workload
+from hocket.model.moe import MoELayer
+from hocket.parallel.mesh import Mesh
+from hocket.runtime.actions import Microbatch
+
+PREFETCH = 2
+"""Units that are fetched ahead when tuned."""
+LATE_REDUCE_SHARE = 0.15
+"""Share of a GPU's memory that unsharded gradients may take when tuned."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How FSDP2 is used."""
+
+    tuned: bool = False
+    fp32_reduce: bool = False
+
+
+def fsdp2(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Fsdp2(workload, rank, device, Options())
+
+
+def fsdp2_fp32(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Fsdp2(workload, rank, device, Options(fp32_reduce=True))
+
+
+def fsdp2_tuned(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Fsdp2(workload, rank, device, Options(tuned=True))
+
+
+def fsdp2_tuned_fp32(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Fsdp2(workload, rank, device, Options(tuned=True, fp32_reduce=True))
+
+
+def ep_sync(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Experts on other ranks, reached by synchronous all-to-alls; dense weights under FSDP2 with its defaults."""
+    return Fsdp2(workload, rank, device, Options())
+
+
+@lru_cache(maxsize=8)
+def meshes(mesh: Mesh, device: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """(all data-parallel ranks, [edp, ep]): made once per process."""
+    grid = init_device_mesh(device, (mesh.edp, mesh.ep), mesh_dim_names=("edp", "ep"))
+    return init_device_mesh(device, (mesh.dp,), mesh_dim_names=("dp",)), grid
+
+
+class Fsdp2:
+    """Plain steps over a model under `fully_shard`."""
+
+    def __init__(self, workload: Workload, rank: int, device: torch.device, options: Options) -> None:
+        self.workload, self.options, self.on_gpu = workload, options, device.type == "cuda"
+        mesh, where = workload.mesh, workload.mesh.coordinates(rank)
+        self.dp, self.grid = meshes(mesh, device.type)
+        exchange = Exchange(self.grid.get_group("ep"), mesh.ep, where.ep) if mesh.ep > 1 else None
+        self.model = plain_model(workload, rank, exchange=exchange)
+        self.late_reduce = options.tuned and self._fits(device)
+        self._shard()
+        self.model.to_empty(device=device)
+        fill(self.model, workload, rank, device)
+        self.optimizers: list[torch.optim.Optimizer | MainWeights] = []
+        if workload.optimizer:
+            sharded = {n: p for n, p in self.model.named_parameters() if n not in self.whole}
+            self.optimizers.append(adamw(sharded.values(), [p.dim() for p in sharded.values()], workload))
+            if self.whole:
+                named = dict(self.model.named_parameters())
+                whole = {name: named[name] for name in self.whole}
+                self.optimizers.append(MainWeights(whole, workload, rank, scale=1.0 / mesh.dp))
+        self.settings = self._settings()
+
+    def _fits(self, device: torch.device) -> bool:
+        """Whether unsharded gradients of all weights of this rank may stay until the last microbatch."""
+        if self.workload.config.train.microbatches == 1 or device.type != "cuda":
+            return True
+        width = 4 if self.options.fp32_reduce else 2
+        need = sum(param.numel() * width for param in self.model.parameters())
+        return need <= LATE_REDUCE_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+    def _shard(self) -> None:
+        """Put layers, experts and the rest under FSDP. `whole` are the names of parameters that stay as they are."""
+        model, dtype, mesh = self.model, self.workload.dtype, self.workload.mesh
+        reduce = torch.float32 if self.options.fp32_reduce else dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
+        layers = list(model.layers.values())
+        moved = [layer.experts for layer in layers if isinstance(layer, MoELayer)] if mesh.ep > 1 else []
+        self.whole: set[str] = set()
+        ignored: set[nn.Parameter] = set()
+        if mesh.edp == 1:
+            for experts in moved:
+                experts.to(dtype)
+            ignored = {param for experts in moved for param in experts.parameters()}
+            self.whole = {name for name, param in model.named_parameters() if param in ignored}
+        else:
+            for experts in moved:
+                shard(experts, self.grid["edp"], policy)
+                assert isinstance(experts, FSDPModule)
+                experts.set_gradient_divide_factor(float(mesh.dp))
+                experts.set_force_sum_reduction_for_comms(not self.on_gpu)  # gloo only knows plain sums
+        for layer in layers:
+            keep = self.options.tuned and layer is layers[-1]
+            shard(layer, self.dp, policy, reshard=not keep, ignored=ignored)
+        if self.options.tuned:
+            assert model.embed is not None
+            assert model.head is not None
+            shard(model.embed, self.dp, policy)
+            shard(model.head, self.dp, policy, reshard=False)
+        shard(model, self.dp, policy, ignored=ignored)
+        if self.options.tuned:
+            prefetch(model)
+
+    def _settings(self) -> dict[str, str]:
+        dtype, tuned, mesh = self.workload.config.train.dtype, self.options.tuned, self.workload.mesh
+        ahead = f"{PREFETCH} layers ahead, explicit, in forward and backward"
+        late = "once a step" if self.late_reduce else "after every microbatch"
+        found = {
+            "units": "each layer, embedding, head" if tuned else "each layer; embedding and head in the root",
+            "reshard after forward": "all but last layer and head" if tuned else "all but the root",
+            "prefetch": ahead if tuned else "default (implicit)",
+            "reduce": f"{'fp32' if self.options.fp32_reduce else dtype}, {late}",
+            "memory from the process group": "off: it serves NVLink multicast, which is off",
+            "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
+            "compile": "each layer" if self.workload.compile else "off",
+        }
+        if mesh.ep > 1:
+            found["experts"] = (
+                f"synchronous all-to-all, sharded over {mesh.edp} ranks"
+                if mesh.edp > 1
+                else (f"synchronous all-to-all, {dtype} weights whole on their rank")
+            )
+        return found
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        losses = []
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        for number, microbatch in enumerate(microbatches, 1):
+            last = number == len(microbatches)
+            model.set_is_last_backward(last)
+            if self.late_reduce:
+                model.set_requires_gradient_sync(last)
+            loss = model(microbatch.ids, microbatch.targets)
+            (loss / len(microbatches)).backward()
+            losses.append(loss.detach())
+        for optimizer in self.optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        del self.model, self.optimizers
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard: bool | None = None,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
+    """`fully_shard`; without `reshard` its own default, which is to reshard all but the root."""
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored or None)
+
+
+def prefetch(model: PlainModel) -> None:
+    """Have every unit fetch the next ones in forward, and those before it in backward."""
+    assert model.embed is not None
+    assert model.head is not None
+    order: list[nn.Module] = [model.embed, *model.layers.values(), model.head]
+    for position, module in enumerate(order):
+        ahead = [part for unit in order[position + 1 : position + 1 + PREFETCH] for part in parts(unit)]
+        before = [part for unit in order[max(0, position - PREFETCH) : position][::-1] for part in parts(unit)]
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(ahead)
+        module.set_modules_to_backward_prefetch(before)
+
+
+def parts(unit: nn.Module) -> list[FSDPModule]:
+    """The FSDP modules of a unit: a layer, and its experts if they are sharded over other ranks."""
+    return [module for module in unit.modules() if isinstance(module, FSDPModule)]
