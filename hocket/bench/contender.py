@@ -80,6 +80,9 @@ CONTENDERS: dict[str, Entry] = {
     "fsdp2_tuned": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned", "torch fully_shard, explicit prefetch"),
     "fsdp2_tuned_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned_fp32", "torch fully_shard, explicit prefetch, fp32 reduce"),
     "ep_sync": Entry(f"{_PEERS}.fsdp2:ep_sync", "synchronous expert all-to-all beside fully_shard", model="moe"),
+    "pipelining_1f1b": Entry(f"{_PEERS}.pipelining:one_f_one_b", "torch pipelining, 1F1B", pp="many"),
+    "pipelining_interleaved": Entry(f"{_PEERS}.pipelining:interleaved", "torch pipelining, interleaved", pp="many"),
+    "pipelining_zb": Entry(f"{_PEERS}.pipelining:zero_bubble", "torch pipelining, zero-bubble V", pp="many"),
 }  # fmt: skip
 """Every contender by name."""
 
