@@ -121,7 +121,7 @@ COLORS = {
 }  # fmt: skip
 """Colours of compute by verb and of communication by kind; mid tones, readable on light and on dark."""
 
-_STYLE = """
+STYLE = """
 .t{--bg:#ffffff;--fg:#1f2328;--dim:#656d76;--line:#d8dee4;--lane:#f3f5f8;
 font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 @media(prefers-color-scheme:dark){.t{--bg:#0d1117;--fg:#e6edf3;--dim:#8b949e;--line:#30363d;--lane:#161b22}}
@@ -226,13 +226,18 @@ def _label(row: _Row, label: str, middle: float, width: float, stretch: float) -
     return f'<text class="in" {place} data-fits="{needed / width:.2f}"{hidden}>{label}</text>'
 
 
+def tick(length: float, width: float) -> float:
+    """The distance of grid lines on an axis of this length, a round number about 100 pixels wide."""
+    rough = length / max(1.0, width / 100)
+    power = 10.0 ** floor(log10(rough))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+
+
 def _axis(makespan: float, width: float, bottom: int) -> Iterator[str]:
     """Grid lines and times, about one per 100 pixels at round numbers."""
     if makespan <= 0:
         return
-    rough = makespan / max(1.0, width / 100)
-    power = 10.0 ** floor(log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+    step = tick(makespan, width)
     for n in range(int(makespan / step) + 1):
         x = n * step / makespan * width
         yield f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom}"/>'
@@ -276,7 +281,7 @@ def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str
     height, chart = bottom + 34, width - _GUTTER - 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="t" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}"><style>{_STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>'
+        f'viewBox="0 0 {width} {height}"><style>{STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>'
         f'{_names(program)}<g transform="translate({_GUTTER})">{_chart(timeline, program, chart)}'
         f"{_legend(bottom + 14)}</g></svg>\n"
     )
@@ -319,7 +324,7 @@ def html_timeline(timeline: Timeline, program: Program, title: str = "Predicted 
     about += "".join(f"<br>{escape(note)}" for note in program.notes)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_PAGE_STYLE}{_STYLE}</style></head><body><main><h1>{escape(title)}</h1><p>{about}</p>"
+        f"<style>{_PAGE_STYLE}{STYLE}</style></head><body><main><h1>{escape(title)}</h1><p>{about}</p>"
         f'<label>stretch <input id="zoom" type="range" min="0" max="{_STRETCH}" step="0.25" value="0"></label>{legend}'
         f'<div class="view">{names}<div class="scroll">{bars}</div></div>{_table(numbers)}</main>'
         f"<script>{_PAGE_SCRIPT}</script></body></html>\n"
