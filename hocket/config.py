@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Switch = Literal["auto", "on", "off"]
 
@@ -11,6 +12,9 @@ Purpose = Literal[
     "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
+
+LABELS = {"null": "no communication", "slow": "emulated network"}
+"""Transports that are for measuring -> the words that mark whatever they touch, so that nobody takes it for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,11 @@ class MeshConfig:
     """Data-parallel ranks of each pipeline rank; dense weights are sharded over them."""
     ep: int = 1
     """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep."""
+
+    def members(self, purpose: Purpose) -> int:
+        """Ranks of one group."""
+        sizes = {"a2a": self.ep, "pp_fwd": self.pp, "pp_bwd": self.pp, "control": self.pp * self.dp}
+        return sizes.get(purpose, self.dp // self.ep if purpose.endswith("_experts") else self.dp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +169,12 @@ class TrainConfig:
     """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
     transport: Literal["auto", "gloo", "nccl", "null", "slow"] = "auto"
     """How collectives move bytes; null pretends to (wrong results, for bounds), slow imitates a network."""
-    slow_latency: float = 0.0
-    """Seconds that the slow transport adds to every operation."""
-    slow_bandwidth: float = 0.0
-    """Bytes per second and rank of the network that the slow transport imitates; 0 means no limit."""
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
+    slow_latency: tuple[float, ...] = ()
+    """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
+    slow_bandwidth: tuple[float, ...] = ()
+    """Bytes per second and rank of the imitated network, likewise; 0 means no limit."""
     eval_every: int = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: int = 4
@@ -181,7 +190,16 @@ class TrainConfig:
     lane_seed: int = 0
     """Seed of the order in which a CPU serves its lanes; any legal order gives the same result."""
     profile: tuple[int, ...] = ()
-    """First step and number of steps to record with the profiler; empty means none."""
+    """First step and number of steps to record with the profiler; first 0 is soon after the start, empty means none."""
+
+    def slow_links(self) -> dict[Purpose, tuple[float, float]]:
+        """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
+        purposes = self.slow_groups or tuple(p for p in get_args(Purpose) if p != "control")
+        latencies, bandwidths = (
+            values * len(purposes) if len(values) == 1 else values or (0.0,) * len(purposes)
+            for values in (self.slow_latency, self.slow_bandwidth)
+        )
+        return {p: (x, y or math.inf) for p, x, y in zip(purposes, latencies, bandwidths, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +209,7 @@ class RunConfig:
     name: str = "run"
     """Name of the run; `hocket train` sets it to the recipe's."""
     folder: str = ""
-    """Folder of metrics, logs and checkpoints; empty means `runs/<name>`."""
+    """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint of the folder, off starts over, a path loads that one."""
     port: int = 0

@@ -6,7 +6,6 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import balance_bias
-from hocket.parallel.mesh import PURPOSES
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.check import assert_valid
 from hocket.plan.linearize import linearize
@@ -90,10 +88,9 @@ class Engine:
         train = self.config.train
         if train.transport != "slow":
             return CommOptions(timeout=train.hang_timeout + MARGIN)
-        purposes = train.slow_groups or tuple(purpose for purpose in PURPOSES if purpose != "control")
-        link = Link(train.slow_latency, train.slow_bandwidth or math.inf)
+        links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
         spin = spinner(self.device) if self.device.type == "cuda" else None
-        return CommOptions(timeout=train.hang_timeout + MARGIN, links=dict.fromkeys(purposes, link), spin=spin)
+        return CommOptions(timeout=train.hang_timeout + MARGIN, links=links, spin=spin)
 
     def _chunk(self, chunk: int) -> Chunk:
         pp, layout = self.where.pp, self.layout

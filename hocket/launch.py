@@ -102,7 +102,24 @@ def run_folder(settings: Settings) -> Iterator[Path]:
                 time.sleep(0.05)
             except OSError:  # a file system without locks
                 break
+        refuse_training(settings, folder)
         yield folder
+
+
+def refuse_training(settings: Settings, folder: Path) -> None:
+    """Raise ValueError if a run without communication would write where a training run has left something."""
+    if settings.train.transport != "null":
+        return
+    metrics = folder / "metrics.jsonl"
+    try:
+        with metrics.open() as file:
+            trained = '"transport": "null"' not in file.readline()
+    except OSError:
+        trained = False
+    if trained or (folder / "checkpoints").exists():
+        reason = "a training run has left its metrics or checkpoints there, and this run would be no training"
+        fix = "leave run.folder out, which means another folder than the training run's, or name an empty one"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix))
 
 
 # ------------------------------------------------------------------------------------------------------------- worker
@@ -170,6 +187,8 @@ class Child:
     log: Path
     status: int | None = None
     """As from `os.waitpid`; None while it runs."""
+    again: str = "the same command continues from the last checkpoint"
+    """What the user can do about a failure."""
 
     def poll(self) -> None:
         if self.status is None:
@@ -198,7 +217,8 @@ def start_workers(settings: Settings) -> int:
     import hocket.train.trainer  # noqa: F401
 
     children: list[Child] = []
-    with forwarded_signals(children) as asked:
+    ending = "ending" if settings.train.transport == "null" else "saving and ending"
+    with forwarded_signals(children, ending) as asked:
         try:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
@@ -233,7 +253,10 @@ def fork_worker(settings: Settings, worker: Worker, log: Path) -> Child:
     os.close(write)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
-    return Child(worker.rank, pid, read, log)
+    child = Child(worker.rank, pid, read, log)
+    if settings.train.transport == "null":
+        child.again = "nothing is lost: the run was no training"
+    return child
 
 
 def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent: int) -> NoReturn:
@@ -289,14 +312,15 @@ def die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def forwarded_signals(children: list[Child]) -> Iterator[list[int]]:
+def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]:
     """Pass SIGINT and SIGTERM on to all workers, which save and end. Yields the list of signals that have come."""
+    words = f"\nhocket: {ending} after this step; once more ends at once\n".encode()
     asked: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
         if len(asked) == 1:
-            os.write(2, b"\nhocket: saving and ending after this step; once more ends at once\n")
+            os.write(2, words)
         for child in children:
             if child.status is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -364,8 +388,7 @@ def explain_hang(children: list[Child], silent: list[Child]) -> int:
     waited = f"{'ranks' if len(reports) > 1 else 'rank'} {', '.join(map(str, reports))} waited"
     sys.stderr.write(
         f"{reports[min(reports)][0]}: {waited}{still}. "
-        f"fix: see {children[0].log.parent}, or raise train.hang_timeout; "
-        "the same command continues from the last checkpoint\n"
+        f"fix: see {children[0].log.parent}, or raise train.hang_timeout; {children[0].again}\n"
     )
     sys.stderr.writelines(f"  | {line}\n" for _, *lines in reports.values() for line in lines)
     return 1
@@ -396,7 +419,7 @@ def explain(children: list[Child]) -> int:
         what = f"failed with {words[cause.rank].get('text') or f'exit code {cause.code}'}"
     sys.stderr.write(
         f"hocket: rank {cause.rank} (process {cause.pid}) {what}; the other ranks were ended. "
-        f"fix: see {cause.log}; the same command continues from the last checkpoint\n"
+        f"fix: see {cause.log}; {cause.again}\n"
     )
     lines = cause.log.read_text(errors="replace").splitlines() if cause.log.exists() else []
     sys.stderr.writelines(f"  | {line}\n" for line in lines[-TAIL:])

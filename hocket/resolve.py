@@ -135,6 +135,12 @@ def choose_defer(c: Config, h: Host) -> tuple[str, str]:
     return "off", "there is no send and no all-to-all to hide (mesh.pp and mesh.ep are 1)"
 
 
+def choose_folder(c: Config, h: Host) -> tuple[str, str]:
+    if c.train.transport == "null":
+        return f"runs/{c.run.name}-null", "what is no training stays away from the run of that name"
+    return f"runs/{c.run.name}", "named after the run"
+
+
 CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("train.device", choose_device),
     ("train.dtype", choose_dtype),
@@ -142,6 +148,6 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("plan.merge", choose_merge),
     ("plan.order", choose_order),
     ("plan.defer_wgrad", choose_defer),
-    ("run.folder", lambda c, h: (f"runs/{c.run.name}", "named after the run")),
+    ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from hocket.config import Config
+from hocket.config import Config, Purpose
 from hocket.leaves import line
 from hocket.plan.pipeline import smallest_group, warmup
 
@@ -346,7 +347,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
-        lambda c, h: c.train.transport == "slow" and not (c.train.slow_latency or c.train.slow_bandwidth),
+        lambda c, h: c.train.transport == "slow" and not (any(c.train.slow_latency) or any(c.train.slow_bandwidth)),
         "the slow transport imitates a network, and nothing says which",
         "train.slow_latency (seconds) or train.slow_bandwidth (bytes per second)",
     ),
@@ -358,15 +359,45 @@ RULES: tuple[Rule, ...] = (
         "no effect: train.transport = {train.transport} imitates no network",
         "train.transport = slow, or leave these settings out",
     ),
+    *(
+        Rule(
+            (f"train.{name}", "train.slow_groups"),
+            lambda c, h, name=name: len(getattr(c.train, name)) not in (0, 1, len(c.train.slow_groups)),
+            "one number holds for all slowed groups, several need a group each, and train.slow_groups names {slowed}",
+            "one number, or one for each of train.slow_groups in their order",
+        )
+        for name in ("slow_latency", "slow_bandwidth")
+    ),
+    Rule(
+        ("train.slow_groups",),
+        lambda c, h: len(set(c.train.slow_groups)) < len(c.train.slow_groups),
+        "a group has one link, and one is named twice",
+        "name every group once",
+    ),
+    *(
+        Rule(
+            ("train.slow_groups", "mesh.pp", "mesh.dp", "mesh.ep"),
+            lambda c, h, purpose=purpose: purpose in c.train.slow_groups and c.mesh.members(purpose) == 1,
+            f"no effect: on this mesh nobody has anybody to talk to for {purpose}",
+            f"leave out {purpose}, or another mesh",
+        )
+        for purpose in get_args(Purpose)
+    ),
+    Rule(
+        ("run.resume", "train.transport"),
+        lambda c, h: c.train.transport == "null" and c.run.resume not in ("auto", "off"),
+        "no effect: a run without communication is no training, it loads and saves nothing",
+        "leave run.resume out, or another train.transport",
+    ),
     Rule(
         ("train.profile", "train.steps"),
-        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or min(c.train.profile) < 1),
-        "the profiled window is given by its first step, counted from 1, and its number of steps",
+        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
+        "the profiled window is given by its first step (0: soon after the start) and its number of steps",
         "two numbers, such as 10 2",
     ),
     Rule(
         ("train.profile", "train.steps"),
-        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) - 1 > c.train.steps,
+        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) > c.train.steps + (c.train.profile[0] > 0),
         "the run ends before the profiled window does",
         "a window that ends by train.steps = {train.steps}",
     ),
@@ -413,4 +444,5 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         width=width(config),
         unit=16 // width(config),
         last_layer=config.model.layers - 1,
+        slowed=len(config.train.slow_groups) or "none",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -207,12 +208,29 @@ def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path):
     assert [p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-def test_a_run_without_communication_saves_nothing(tmp_path):
+def test_a_run_without_communication_touches_no_training_run(tmp_path):
+    assert run_of_one(tmp_path).code == 0
+    folder = tmp_path / "runs/tiny"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     words = ["--mesh.dp", "2", "--train.transport", "null", "--train.save_every", "1"]
-    ended = run_of_one(tmp_path, *words)
-    assert ended.code == 0, ended
-    assert "NO COMMUNICATION" in ended.out
-    assert not list(tmp_path.glob("runs/tiny/checkpoints/*"))
+    for more in ([], ["--run.resume", "off"]):
+        ended = run_of_one(tmp_path, *words, *more)
+        assert ended.code == 0, ended
+        told = [line for line in ended.out.splitlines() if "step 1 " in line or "steps in" in line]
+        assert len(told) == 2
+        assert all(line.startswith("no communication: ") for line in told)
+        assert "bound on speed, no training" in ended.out
+        assert not re.search("loss |entropy|saved in", ended.out)
+    assert {path: path.read_bytes() for path in before} == before
+    records = [json.loads(line) for line in (tmp_path / "runs/tiny-null/metrics.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert (record["transport"], record["label"]) == ("null", "no communication")
+        assert not {"loss", "grad_norm", "validation_loss"} & record.keys()
+    assert not (tmp_path / "runs/tiny-null/checkpoints").exists()
+    (folder / "metrics.jsonl").unlink()
+    ended = run_of_one(tmp_path, *words, "--run.folder", "runs/tiny")
+    one_message(ended, "run.folder = runs/tiny (command line, --run.folder): a training run has left")
 
 
 def test_the_cause_is_told_from_its_consequences(capsys, tmp_path):

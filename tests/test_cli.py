@@ -353,7 +353,7 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
 def test_a_profiled_window_is_a_trace_and_a_window_in_the_past_is_a_remark(tmp_path):
     words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.profile", "2", "1", "--train.steps"]
     ended = hocket(tmp_path, "train", *words, "2")
-    assert "trace    runs/tiny/traces/rank0.json.gz" in ended.out, ended
+    assert "trace    runs/tiny/traces: step 2 of 1 ranks" in ended.out, ended
     assert b"fwd attn m0" in gzip.decompress((tmp_path / "runs/tiny/traces/rank0.json.gz").read_bytes())
     ended = hocket(tmp_path, "train", *words, "3")
     assert "train.profile = 2 1: no effect: the run goes on behind its first step" in ended.out, ended

@@ -15,7 +15,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from hocket import config as config_module
-from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, Purpose, TrainConfig
 from hocket.leaves import BOUNDS, leaf, leaves
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import H200
@@ -33,6 +33,8 @@ def changed(base: Config, **settings: Any) -> Config:
 
 
 TINY = recipe("tiny")
+SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
+ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
 
 
@@ -205,9 +207,19 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
     (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
     (TINY, {"train__transport": "slow"}, "train.transport", "nothing says which"),
-    (TINY, {"train__slow_latency": 0.01}, "train.slow_latency", "imitates no network"),
-    (TINY, {"train__profile": (3,)}, "train.profile", "its first step, counted from 1, and its number of steps"),
-    (TINY, {"train__profile": (0, 1)}, "train.profile", "counted from 1"),
+    (TINY, {"train__transport": "slow", "train__slow_bandwidth": (0.0,)}, "train.transport", "nothing says which"),
+    (changed(SLOW, train__slow_groups=("a2a",)), {"train__slow_latency": (1.0, 2.0)}, "train.slow_latency", "names 1"),
+    (SLOW, {"train__slow_bandwidth": (1e9, 2e9)}, "train.slow_bandwidth", "names none"),
+    (SLOW, {"train__slow_groups": ("a2a", "pp_fwd", "a2a")}, "train.slow_groups", "one is named twice"),
+    *(
+        (ALONE, {"train__slow_groups": (purpose,)}, "train.slow_groups", f"nobody has anybody to talk to for {purpose}")
+        for purpose in get_args(Purpose)
+    ),
+    (SLOW, {"train__slow_groups": ("gather_experts",)}, "train.slow_groups", "no effect: on this mesh"),
+    (changed(TINY, train__transport="null"), {"run__resume": "x"}, "run.resume", "loads and saves nothing"),
+    (TINY, {"train__slow_latency": (0.01,)}, "train.slow_latency", "imitates no network"),
+    (TINY, {"train__profile": (3,)}, "train.profile", "its first step (0: soon after the start)"),
+    (TINY, {"train__profile": (1, 0)}, "train.profile", "its number of steps"),
     (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
     (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),
     (TINY, {"run__name": ".."}, "run.name", "a folder's name"),

@@ -5,16 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hocket.commands.options import RecipeOptions, parse
+from hocket.resolve import replace_leaf
+
+PROFILED = 2
+"""Steps that --profile records: enough to see whether they differ, few enough to be read soon."""
 
 
 @dataclass(frozen=True)
 class Train(RecipeOptions):
     """Train a recipe's model. Starts its own processes, or joins those of torchrun or Slurm."""
 
+    profile: bool = False
+    """Record two steps soon after the start, and tell how much communication is exposed."""
+
 
 def run(words: list[str]) -> int:
     """Train, and return the exit code."""
     options, origins = parse(Train, "train", words)
+    config = options.config
+    if options.profile:
+        if "train.profile" in origins:
+            raise ValueError(
+                f"profile = True (command line, --profile): sets train.profile, and {origins['train.profile']} does "
+                "too; fix: leave one of them out"
+            )
+        config = replace_leaf(config, "train.profile", (0, min(PROFILED, config.train.steps)))
+        origins["train.profile"] = "command line, --profile"
     from hocket import launch
 
-    return launch.train(options.config, origins)
+    return launch.train(config, origins)

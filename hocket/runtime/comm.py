@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,13 @@ __all__ = [
     "Link",
     "Pending",
     "TransportName",
+    "everyone",
     "join_world",
     "leave_world",
     "make_groups",
 ]
 
+T = TypeVar("T")
 TransportName = Literal["gloo", "nccl", "null", "slow"]
 
 
@@ -50,6 +52,15 @@ def leave_world() -> None:
     do it in an order that suits everybody.
     """
     dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
+
+
+def everyone(value: T) -> list[T]:
+    """Every rank's value, in rank order. Waits for all of them, whatever the transport."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @dataclass(frozen=True)

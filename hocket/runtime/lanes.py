@@ -41,8 +41,11 @@ class Lanes(Protocol):
         """Whether the first step must run one op at a time (see `runtime/executor.py`)."""
         ...
 
-    def begin(self) -> None:
-        """Order every lane behind the work that the caller has issued so far."""
+    def begin(self, names: Sequence[str] | None = None) -> None:
+        """Order every lane behind the work that the caller has issued so far.
+
+        With the ops' `names`, by position, the step is being profiled: waits of the host are to be seen in the trace.
+        """
 
     def use(self, lane: Lane) -> None:
         """Make `lane` the one on which the following work is issued."""
@@ -74,10 +77,12 @@ class CpuLanes:
     def __init__(self) -> None:
         self._pending: dict[Lane, deque[tuple[int, Pending]]] = {lane: deque() for lane in LANES}
         self._done: dict[Lane, int] = dict.fromkeys(LANES, -1)
+        self._names: Sequence[str] | None = None
 
-    def begin(self) -> None:
+    def begin(self, names: Sequence[str] | None = None) -> None:
         assert not any(self._pending.values()), "a collective of the last step is still pending"
         self._done = dict.fromkeys(LANES, -1)
+        self._names = names
 
     def use(self, lane: Lane) -> None:
         pass
@@ -86,7 +91,11 @@ class CpuLanes:
         queue = self._pending[producer]
         while queue and queue[0][0] <= position:
             reached, pending = queue[0]
-            pending.wait()
+            if self._names is None:
+                pending.wait()
+            else:
+                with torch.profiler.record_function(f"wait {self._names[reached]}"):
+                    pending.wait()
             queue.popleft()
             self._done[producer] = reached
 
@@ -128,7 +137,7 @@ class CudaLanes:
         self.delays: Sequence[int] = ()
         self._count = 0
 
-    def begin(self) -> None:
+    def begin(self, names: Sequence[str] | None = None) -> None:  # the host waits for nothing, so there is none to show
         self._current = self._outer = torch.cuda.current_stream(self._device)
         self._count = 0
         for stream in self._streams.values():

@@ -17,6 +17,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hocket.config import LABELS, TrainConfig
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.train.checkpoint import set_aside
@@ -69,6 +70,10 @@ class Metrics:
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
         self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
         self.validation_loss = math.nan
+        self.exposed: float | None = None
+        """Exposed share of the steps that were profiled last, None before any were."""
+        label = LABELS.get(settings.train.transport)
+        self._mark = f"{label}: " if label else ""
         self._started, self._first, self._last = time.monotonic(), done, done
         self._file: IO[str] | None = None
         self._live: Progress | None = None
@@ -110,8 +115,9 @@ class Metrics:
         if s.train.transport == "null":
             self.say("NO COMMUNICATION: the null transport measures time. Losses mean nothing, nothing is saved.")
         if s.train.transport == "slow":
-            limit = f"{s.train.slow_bandwidth:.3g} bytes/s" if s.train.slow_bandwidth else "no limit"
-            self.say(f"network  emulated: {s.train.slow_latency:g} s per operation, {limit}")
+            for (latency, bandwidth), purposes in _same_links(s.train).items():
+                limit = f"{bandwidth:.3g} bytes/s" if bandwidth < math.inf else "no limit on bytes/s"
+                self.say(f"network  emulated: {latency:g} s per operation, {limit}, for {', '.join(purposes)}")
         if s.train.device == "cuda":
             what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
             self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
@@ -123,13 +129,12 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
-        mark = {"null": "no communication: ", "slow": "emulated network: "}.get(self.settings.train.transport, "")
-        if mark:
-            record["transport"] = self.settings.train.transport
-        text = (
-            f"{mark}step {result.step:>{len(str(self.settings.train.steps))}}  loss {result.loss:.4f}  "
-            f"grad {result.grad_norm:.3g}  lr {result.lr:.2e}  {speed:,.0f} tok/s"
-        )
+        learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
+        if self.settings.train.transport == "null":  # they mean nothing, and somebody might plot them
+            learnt = ""
+            record = {name: value for name, value in record.items() if name not in ("loss", "grad_norm", "lr")}
+        width = len(str(self.settings.train.steps))
+        text = f"{self._mark}step {result.step:>{width}}{learnt}  {speed:,.0f} tok/s"
         if self.settings.train.device == "cuda":
             rate = speed * self.flops_per_token / self.settings.world
             record["tflops_per_gpu"] = rate / 1e12
@@ -139,6 +144,9 @@ class Metrics:
                 text += f"  MFU {100 * rate / self.peak:.1f} %"
         if result.load:
             text += f"  load {result.load:.2f}"
+        if self.exposed is not None:
+            record["exposed"] = self.exposed
+            text += f"  exposed {100 * self.exposed:.0f} %"
         self._write(record)
         if self._live:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)
@@ -149,20 +157,22 @@ class Metrics:
         """Record a validation after `step` steps, in nats per token."""
         self.validation_loss = loss
         self._write({"step": step, "validation_loss": loss, "unigram_entropy": self.entropy})
-        self.say(f"step {step}  validation loss {loss:.4f}  (unigram entropy {self.entropy:.4f})")
+        self.say(f"{self._mark}step {step}  validation loss {loss:.4f}  (unigram entropy {self.entropy:.4f})")
 
     def summary(self) -> None:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
         seconds, steps = time.monotonic() - self._started, self._last - self._first
         if steps:
-            self.say(f"{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+            self.say(f"{self._mark}{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+            if self.settings.train.transport == "null":
+                self.say("This was a bound on speed, no training: nothing was learned, and nothing is saved.")
         else:
             self.say("nothing to do: the run is complete. A larger train.steps goes on, run.resume = off starts over")
         if not math.isnan(self.validation_loss):
             verdict = "below" if self.validation_loss < self.entropy else "NOT below"
             self.say(
-                f"validation loss {self.validation_loss:.4f} nats per token, {verdict} the corpus's unigram entropy "
-                f"{self.entropy:.4f}"
+                f"{self._mark}validation loss {self.validation_loss:.4f} nats per token, {verdict} the corpus's "
+                f"unigram entropy {self.entropy:.4f}"
             )
 
     def _open(self, done: int) -> None:
@@ -179,6 +189,8 @@ class Metrics:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._file:
+            if label := LABELS.get(self.settings.train.transport):
+                record = {**record, "transport": self.settings.train.transport, "label": label}
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             self._file.write(json.dumps(finite) + "\n")  # JSON has no number for the others
 
@@ -187,6 +199,14 @@ def peak_flops(gpu: str) -> float:
     """Dense bf16 FLOP/s of a GPU by its name; 0 if it is not in the table."""
     known = [name for name in PEAK if name in gpu]
     return PEAK[max(known, key=len)] if known else 0.0
+
+
+def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:
+    """Link (latency, bandwidth) of the emulated network -> purposes that use one like it."""
+    found: dict[tuple[float, float], list[str]] = {}
+    for purpose, link in train.slow_links().items():
+        found.setdefault(link, []).append(purpose)
+    return found
 
 
 def _step_of(line: str) -> float:

@@ -1,38 +1,154 @@
-"""A window of steps recorded with the profiler, every op under its name in the plan."""
+"""The window of steps of a run that is recorded, read and told about while the run goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from hocket.engine import Engine
+from hocket.resolve import Settings
+from hocket.runtime.comm import everyone
+from hocket.train.exposed import TraceReader
+from hocket.train.metrics import Metrics
+from hocket.train.recording import Recording
+from hocket.train.signals import StopRequest
 
-from hocket.runtime.executor import Executor
+WARM_UP = 3
+"""Steps before a window that is to be soon after the start: kernels are loaded, memory is there."""
+
+PATIENCE = 60.0
+"""Seconds that the end of a run waits for its traces to be read."""
+
+
+def window_of(profile: tuple[int, ...], done: int, steps: int) -> range:
+    """The steps that `train.profile` asks for in a run of `steps` steps, `done` of them done before it started."""
+    if not profile:
+        return range(0)
+    first, count = profile
+    if first == 0:
+        count = min(count, steps - done)
+        first = min(done + 1 + WARM_UP, steps - count + 1)
+    return range(first, first + count) if first > done else range(0)
 
 
 class ProfileWindow:
-    """Records the steps `first .. first + count - 1` of a run, counted from 1; `window` empty records nothing."""
+    """Records the steps that `train.profile` names, has the traces read, and tells `metrics` what they say.
 
-    def __init__(self, window: tuple[int, ...], folder: Path, rank: int, executor: Executor) -> None:
-        self._first, self._last = (window[0], sum(window) - 1) if window else (0, 0)
-        self._path = folder / "traces" / f"rank{rank}.json.gz"
-        self._executor = executor
-        self._profiler: profile | None = None
+    Use as a context manager around the loop; call `before` and `after` at every step of every rank. What goes wrong
+    with a trace becomes a remark: it is no reason to end a run.
+    """
+
+    def __init__(
+        self, settings: Settings, rank: int, engine: Engine, metrics: Metrics, stop: StopRequest, done: int
+    ) -> None:
+        self._settings, self._rank, self._engine, self._metrics, self._stop = settings, rank, engine, metrics, stop
+        self.steps = window_of(settings.train.profile, done, settings.train.steps)
+        self._next = done + 1
+        self._recording: Recording | None = None
+        self._step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        self._reader: TraceReader | None = None
+        if settings.train.profile and not self.steps:
+            shown = " ".join(map(str, settings.train.profile))
+            metrics.say(f"note     train.profile = {shown}: no effect: the run goes on behind its first step")
+
+    def path(self, rank: int) -> Path:
+        """The trace of a rank."""
+        return Path(self._settings.run.folder) / "traces" / f"rank{rank}.json.gz"
+
+    def __enter__(self) -> ProfileWindow:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._drop("the run ended inside the profiled window; there is no trace")
+        if self._reader is not None:
+            deadline = time.monotonic() + min(PATIENCE, self._settings.train.hang_timeout / 2)
+            while kind is None and self._reader is not None and not self._stop and time.monotonic() < deadline:
+                self._read(0.1)
+        if self._reader is not None:
+            self._reader.close()
+            self._say("note     the traces were not read before the run ended")
 
     def before(self, step: int) -> None:
         """Call before step `step`."""
-        if step == self._first and self._last:
-            self._executor.annotate()
-            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
-            self._profiler.start()
+        if not self.steps or not self.steps[0] - 1 <= step <= self.steps[-1]:
+            return
+        try:
+            if self._recording is None and step <= self.steps[0]:
+                self._remove_old()
+                self._recording = Recording(self._engine, self._rank)
+                self._recording.prepare()
+            if self._recording is not None and step == self.steps[0]:
+                self._recording.start()
+            if self._recording is not None and step in self.steps:
+                self._step = self._recording.step(step)
+                self._step.__enter__()
+        except Exception as error:
+            self._drop(f"the profiler does not work here: {error}")
 
-    def after(self, step: int) -> Path | None:
-        """Call after step `step`. Returns the trace's path once it is written."""
-        if self._profiler is None or step != self._last:
-            return None
-        self._profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._path))
-        self._profiler = None
-        return self._path
+    def after(self, step: int) -> None:
+        """Call after step `step`, once its loss is known."""
+        self._step.__exit__(None, None, None)
+        self._step = contextlib.nullcontext()
+        if self.steps and step == self.steps[-1]:
+            self._write()
+        self._read()
+
+    def _write(self) -> None:
+        """Write this rank's trace; once all ranks have, have them read."""
+        problem = "was not recorded"
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            try:
+                recording.stop()
+                recording.write(self.path(self._rank))
+                problem = ""
+            except Exception as error:
+                problem = f"cannot be written ({error})"
+        problems = everyone(problem)  # a rank that goes on would only wait for the others in the next step
+        for rank, text in enumerate(problems):
+            if text:
+                self._say(f"note     the trace of rank {rank} {text}")
+        # Hosts that do not share the folder keep their traces to themselves.
+        seen = [self.path(rank) for rank, text in enumerate(problems) if not text and self.path(rank).exists()]
+        if self._rank == 0 and seen:
+            steps = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
+            missing = "" if len(seen) == len(problems) else f" of {len(problems)}; this host sees no others"
+            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{missing}")
+            self._reader = TraceReader(seen)
+
+    def _read(self, timeout: float = 0.0) -> None:
+        """Tell what the traces say, if they have been read."""
+        reading = self._reader and self._reader.poll(timeout)
+        if not reading:
+            return
+        self._reader = None
+        if reading.problem:
+            self._say(f"note     the traces cannot be read: {reading.problem}")
+            return
+        self._metrics.exposed = reading.exposed
+        for line in reading.headline.splitlines():
+            self._say(f"trace    {line}")
+        self._say(f"trace    more: hocket trace {self._settings.run.folder}")
+
+    def _say(self, text: str) -> None:
+        self._metrics.say(text)
+
+    def _remove_old(self) -> None:
+        """Traces of an earlier run must not be taken for this one's."""
+        folder = self.path(0).parent
+        mine = {self.path(self._rank).name}
+        if self._rank == 0:
+            ranks = {self.path(rank).name for rank in range(self._settings.world)}
+            mine |= {path.name for path in folder.glob("rank*.json.gz") if path.name not in ranks}
+        for name in mine:
+            for path in (folder / name, folder / f"{name}.tmp", folder / f"{name}.text.tmp"):
+                path.unlink(missing_ok=True)
+
+    def _drop(self, why: str) -> None:
+        """Stop recording without a trace."""
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            with contextlib.suppress(Exception):
+                recording.stop()
+            self._say(f"note     {why}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.fsdp.optim import PieceState
-from hocket.leaves import problem, show
+from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
@@ -55,7 +55,7 @@ class Trainer:
         """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
-        restored = restore(settings, self._state())
+        restored = None if self.pretends else restore(settings, self._state())
         if restored is not None:
             self.step, self.position = restored.step, restored.position
             engine.optimizer.steps = restored.step
@@ -70,30 +70,30 @@ class Trainer:
                     *(restored.notes if restored else ()),
                 ):
                     metrics.say(f"note     {note}")
-                signal = self._loop(metrics, stop)
+                with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window:
+                    signal = self._loop(metrics, stop, window)
                 metrics.summary()
             return signal
         finally:
             watchdog.close()
 
-    def _loop(self, metrics: Metrics, stop: StopRequest) -> int:
+    @property
+    def pretends(self) -> bool:
+        """Whether nothing is communicated. What such a run computes is no training: it loads and saves nothing."""
+        return self.settings.train.transport == "null"
+
+    def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
         train = self.settings.train
-        if train.transport == "null":  # what it computes is no training
+        if self.pretends:
             train = dataclasses.replace(train, eval_batches=0, save_every=0)
         saved = evaluated = self.step
-        window = ProfileWindow(train.profile, Path(self.settings.run.folder), self.rank, self.engine.executor)
-        if train.profile and train.profile[0] <= self.step:
-            metrics.say(
-                f"note     train.profile = {show(train.profile)}: no effect: the run goes on behind its first step"
-            )
         while self.step < train.steps:
             window.before(self.step + 1)
             result, signal = self._step(stop)
             metrics.step(result)
-            if train.transport != "null":
+            if not self.pretends:
                 self._require_finite(result)
-            if path := window.after(self.step):
-                metrics.say(f"trace    {path}")
+            window.after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate())
                 evaluated = self.step
@@ -101,12 +101,12 @@ class Trainer:
                 self._save()
                 saved = self.step
             if signal:
-                if saved != self.step and train.transport != "null":
+                if saved != self.step and not self.pretends:
                     metrics.say(f"stopped by signal {signal}; saved in {self._save()}")
                 return signal
         if train.eval_batches and evaluated != self.step:
             metrics.validation(self.step, self._evaluate())
-        if saved != self.step and train.transport != "null":
+        if saved != self.step and not self.pretends:
             self._save()
         return 0
 
