@@ -26,7 +26,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,22 +46,47 @@ TAIL = 15
 """Lines of a failed worker's log that are shown."""
 
 
+Job = Callable[[Settings, int, Any], None]
+"""What a worker does once all have met: a function of the settings, its rank and its device."""
+
+
 def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
     """Train as this process's place demands: as one worker, or as the parent of all. Ends the process.
 
     Raises ValueError for settings that cannot work, before any work starts.
     """
+    settings, worker = arrive(config, origins)
+    check_corpus(settings)
+    work(settings, worker, train_rank)
+
+
+def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
+    """Prepare this process, and resolve a configuration for where it runs. The place is None for a parent of workers.
+
+    Raises ValueError for settings that cannot work.
+    """
     worker = find_worker(os.environ, config.run.port)
     notes = prepare(os.environ, worker.local_world if worker else config.mesh.pp * config.mesh.dp)
     settings = resolve(config, probe(config, origins, worker), origins)
-    check_corpus(settings)
+    if worker is None:
+        sys.stderr.writelines(f"hocket: {note}\n" for note in notes)
+    return settings, worker
+
+
+def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
+    """Do a job as one worker, or start all workers and wait for them. Ends the process."""
     if worker:
-        end_now(outcome(settings, worker))
-    for note in notes:
-        sys.stderr.write(f"hocket: {note}\n")
+        end_now(outcome(settings, worker, job))
     with run_folder(settings):
-        code = start_workers(settings)
+        code = start_workers(settings, job)
     end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
+
+
+def train_rank(settings: Settings, rank: int, device: Any) -> None:
+    """The job of training."""
+    from hocket.train.trainer import Trainer
+
+    Trainer(settings, rank, device).run()
 
 
 def check_corpus(settings: Settings) -> None:
@@ -125,14 +150,13 @@ def refuse_training(settings: Settings, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- worker
 
 
-def be_worker(settings: Settings, worker: Worker) -> int:
+def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     """Run one rank in this process. Returns the exit code; the caller ends the process with `end_now`."""
     os.environ.update(worker.variables())
     import torch
     import torch.distributed as dist
 
     from hocket.runtime.comm import join_world, leave_world
-    from hocket.train.trainer import Trainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device("cpu")
@@ -149,17 +173,17 @@ def be_worker(settings: Settings, worker: Worker) -> int:
             f"did not meet the others within {settings.train.hang_timeout:g} s; fix: start all of them, with an "
             "address that all can reach"
         ) from None
-    Trainer(settings, worker.rank, device).run()
+    job(settings, worker.rank, device)
     leave_world()
     return 0
 
 
-def outcome(settings: Settings, worker: Worker) -> int:
+def outcome(settings: Settings, worker: Worker, job: Job) -> int:
     """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
     try:
         # One of the ranks is enough to hold the folder.
         with run_folder(settings) if worker.rank == 0 else contextlib.nullcontext():
-            return be_worker(settings, worker)
+            return be_worker(settings, worker, job)
     except ValueError as error:
         sys.stderr.write(f"hocket: {error}\n")
         return 2
@@ -209,7 +233,7 @@ class Child:
         return json.loads(text) if text else {}
 
 
-def start_workers(settings: Settings) -> int:
+def start_workers(settings: Settings, job: Job) -> int:
     """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
     port = free_port(settings)
     logs = Path(settings.run.folder) / "logs"
@@ -222,7 +246,7 @@ def start_workers(settings: Settings) -> int:
         try:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
-                children.append(fork_worker(settings, worker, logs / f"rank{rank}.log"))
+                children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked)
         finally:
             kill(children)
@@ -240,7 +264,7 @@ def free_port(settings: Settings) -> int:
         return probe_socket.getsockname()[1]
 
 
-def fork_worker(settings: Settings, worker: Worker, log: Path) -> Child:
+def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:
     """Start one rank. Rank 0 keeps the terminal for its output; everything else goes to logs."""
     read, write = os.pipe()
     parent = os.getpid()
@@ -249,7 +273,7 @@ def fork_worker(settings: Settings, worker: Worker, log: Path) -> Child:
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        child_main(settings, worker, log, write, parent)
+        child_main(settings, worker, job, log, write, parent)
     os.close(write)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
@@ -259,7 +283,7 @@ def fork_worker(settings: Settings, worker: Worker, log: Path) -> Child:
     return child
 
 
-def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent: int) -> NoReturn:
+def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: int, parent: int) -> NoReturn:
     """The life of a forked worker."""
     code = 1
     try:
@@ -272,7 +296,7 @@ def child_main(settings: Settings, worker: Worker, log: Path, pipe: int, parent:
         os.dup2(file, 2)
         if worker.rank:
             os.dup2(file, 1)
-        code = be_worker(settings, worker)
+        code = be_worker(settings, worker, job)
     except ValueError as error:
         say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))
         code = 2
