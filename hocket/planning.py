@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hocket.parallel.stages import layout_of, sharding_of
-from hocket.plan.cost import HARDWARE, Hardware, op_costs
+from hocket.plan.cost import HARDWARE, Hardware, Measurement, op_costs
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
+from hocket.plan.schedule import NO_FRICTION
 from hocket.plan.simulate import KINDS, Timeline, simulate
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
@@ -28,8 +29,10 @@ def hardware_of(settings: Settings, name: str = "auto") -> Hardware:
     return HARDWARE[name]
 
 
-def predict(settings: Settings, program: Program, hardware: Hardware) -> Timeline:
-    """When every op of the program would run on that hardware."""
+def predict(
+    settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None
+) -> Timeline:
+    """When every op of the program would run on that hardware, with what was measured there where it is given."""
     length = settings.data.sequence_length
     costs = op_costs(
         settings.model,
@@ -40,7 +43,9 @@ def predict(settings: Settings, program: Program, hardware: Hardware) -> Timelin
         hardware,
         2 if settings.train.dtype == "bf16" else 4,
     )
-    return simulate(program, costs)
+    if measured is not None:
+        costs = costs.measured(measured.seconds)
+    return simulate(program, costs, measured.friction if measured is not None else NO_FRICTION)
 
 
 def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:

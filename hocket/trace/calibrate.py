@@ -1,0 +1,145 @@
+"""Costs of a plan's ops as a run has shown them, to predict other plans of the same sizes with.
+
+    compute          the op's time on its lane, without what contention added (`contention.py`): mean over ops
+    communication    without waiting for peers: median over ops. If the waiting is not known, because not all ranks of a
+                     group are given, the tenth percentile: the ops that happened to wait least
+    a hop            from when both sides have started to the end of the receive; not measured if the sender's trace is
+                     not given, since a receive is posted early and mostly waits
+    the host         from an op's first launch to the next op's; at a dispatch, from its start until the host goes on
+
+A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. The profiler itself slows the
+host down, so its times are upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hocket.plan.cost import Measurement
+from hocket.plan.ops import Op
+from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key
+from hocket.trace.contention import Overlaps, factors_of, named, numbers_of, progress, shares_beside
+from hocket.trace.data import Floats, RankTrace
+from hocket.trace.planops import PlanOps, all_plan_ops, stops_host
+from hocket.trace.rebuild import assert_same_work, rebuilt
+
+QUIET = 0.1
+"""Quantile that stands for an op without waiting where waiting is not known."""
+_STILL = 0.05
+"""Share of an op that gaps due to the host may take before it says nothing about contention."""
+
+
+def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Measurement:
+    """What a run shows about its ops. `null` are traces of the same run with the null transport.
+
+    Raises ValueError if the traces are not of hocket, or not of one run and its null run.
+    """
+    _, program = rebuilt(traces[0])
+    if null:
+        assert_same_work(traces[0], null[0])
+    kinds = program.layout.kinds
+    runs = list(zip(traces, all_plan_ops(traces, program), strict=True))
+    alone = all_plan_ops(null, rebuilt(null[0])[1]) if null else ()
+    seconds: dict[CostKey, float] = {}
+    factors, works = _compute(runs, alone, kinds)
+    seconds |= works
+    notes: list[str] = []
+    unknown = set()
+    for key, (values, known) in _communication([rows for _, rows in runs], kinds).items():
+        if not known:
+            unknown.add(key[0] if key[0] in ("gather", "reduce", "recv") else "all-to-all")
+            if key[0] == "recv":
+                continue
+        seconds[key] = float(np.median(values) if known else np.quantile(values, QUIET))
+    if unknown:
+        notes.append(
+            f"not all ranks are given, so waiting for peers is not known ({', '.join(sorted(unknown))}): the tenth "
+            "percentile of those ops counts, and for a recv the hardware's figures"
+        )
+    if not null:
+        notes.append("no null trace: contention was found by comparing ops of this run with each other")
+    absent = [kind for kind, factor in zip(KINDS, factors, strict=True) if factor == 0]
+    if absent:
+        notes.append(f"no contention was found with {', '.join(absent)}")
+    issue, counts = _host([rows for _, rows in runs], kinds)
+    friction = Friction(named(factors), issue, counts)
+    return Measurement(source=_source(traces), seconds=seconds, friction=friction, notes=tuple(notes))
+
+
+def _compute(
+    runs: Sequence[tuple[RankTrace, PlanOps]], alone: Sequence[PlanOps], kinds: Sequence[str]
+) -> tuple[Floats, dict[CostKey, float]]:
+    """Factors of contention, and the works of compute ops by key."""
+    numbers = numbers_of([cost_key(op, kinds) for _, rows in runs for op in rows.ops if op.lane == "compute"])
+    parts, steady = [], []
+    for trace, rows in runs:
+        index = np.array([n for n, op in enumerate(rows.ops) if op.lane == "compute"], dtype=np.int64)
+        mine = rows.take(index)
+        key = np.array([numbers[cost_key(op, kinds)] for op in mine.ops], dtype=np.int64)
+        parts.append(Overlaps(key, np.maximum(mine.seconds, 1e-9), shares_beside(trace, mine.start, mine.end)))
+        calm = mine.late <= _STILL * (mine.end - mine.start)
+        steady.append(calm & np.array([op.verb not in ("step", "release") for op in mine.ops], dtype=bool))
+    ops = Overlaps(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("key", "seconds", "shares")))
+    kept = np.concatenate(steady)
+    known = {numbers[key]: value for key, value in _means_of(alone, kinds).items() if key in numbers}
+    chosen = Overlaps(ops.key[kept], ops.seconds[kept], ops.shares[kept])
+    factors = factors_of(chosen, known)
+    works = ops.seconds * progress(ops.shares, factors)
+    mean = np.bincount(ops.key, works) / np.maximum(np.bincount(ops.key), 1)
+    return factors, {key: float(mean[n]) for key, n in numbers.items()}
+
+
+def _means_of(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, float]:
+    """Mean logarithm's exponential of compute ops by key: what `factors_of` compares logarithms with."""
+    found: dict[CostKey, list[float]] = defaultdict(list)
+    for rows in alone:
+        for op, seconds in zip(rows.ops, rows.seconds.tolist(), strict=True):
+            if op.lane == "compute" and seconds > 0:
+                found[cost_key(op, kinds)].append(float(np.log(seconds)))
+    return {key: float(np.exp(np.mean(values))) for key, values in found.items()}
+
+
+def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> Mapping[CostKey, tuple[list[float], bool]]:
+    """Seconds of communication ops by key, and whether waiting is taken off all of them."""
+    found: dict[CostKey, list[float]] = defaultdict(list)
+    known: dict[CostKey, bool] = defaultdict(lambda: True)
+    for rows in runs:
+        for op, seconds, waiting in zip(rows.ops, rows.seconds.tolist(), rows.waiting.tolist(), strict=True):
+            if op.lane != "compute" and op.verb != "send":
+                key = cost_key(op, kinds)
+                found[key].append(seconds)
+                known[key] &= not np.isnan(waiting)
+    return {key: (values, known[key]) for key, values in found.items()}
+
+
+def _host(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], float | None]:
+    """Seconds to issue an op, by key, and from a dispatch's start until the host goes on: medians."""
+    issue: dict[CostKey, list[float]] = defaultdict(list)
+    counts: list[float] = []
+    for rows in runs:
+        first, last, earlier = rows.first_launch, rows.last_launch, rows.earlier_launch
+        following = np.append(first[1:], np.nan)
+        following[:-1][np.diff(rows.step) != 0] = np.nan
+        for n, op in enumerate(rows.ops):
+            _one_issue(op, cost_key(op, kinds), (first[n], earlier[n], last[n], following[n]), issue)
+            if stops_host(op) and np.isfinite(following[n]):
+                waiting = np.nan_to_num(rows.waiting[n])
+                counts.append(float(following[n] - rows.start[n] - waiting))
+    return {key: float(np.median(values)) for key, values in issue.items() if values}, (
+        float(np.median(counts)) if counts else None
+    )
+
+
+def _one_issue(op: Op, key: CostKey, launches: tuple[float, ...], issue: Mapping[CostKey, list[float]]) -> None:
+    first, earlier, _, following = launches
+    seconds = earlier - first if stops_host(op) else following - first
+    if np.isfinite(seconds):
+        issue[key].append(max(float(seconds), 0.0))
+
+
+def _source(traces: Sequence[RankTrace]) -> str:
+    more = f" and {len(traces) - 1} more" if len(traces) > 1 else ""
+    return f"{traces[0].source}{more}"

@@ -1,0 +1,122 @@
+"""A hocket run as it was predicted and as it was measured: which ops missed, and where the rest of the step went.
+
+The difference of the two steps is told apart on the slowest rank, where both are compute + exposed + idle:
+
+    longer compute        compute kernels ran longer than predicted; without the next two
+    contention            what compute grew by against the null transport, where that was measured
+    optimizer             the optimizer step
+    exposed transfer      communication that moved data while nothing computed, beyond the prediction
+    waiting and bubble    late peers, imbalance between ranks and pipeline bubble, beyond the predicted bubble
+    late host             nothing ran since the host had not launched the next kernel yet
+
+A receive is posted early and its kernel waits. Where the peers' traces are not given, all of its exposed time counts as
+waiting, and all of that of collectives as transfer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hocket.plan.cost import Measurement
+from hocket.plan.ops import Program
+from hocket.plan.schedule import CostKey, cost_key
+from hocket.plan.simulate import Timeline
+from hocket.planning import hardware_of
+from hocket.planning import predict as predict_step
+from hocket.trace.compare import middle_steps
+from hocket.trace.data import COMMUNICATION, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
+from hocket.trace.intervals import clip, length, subtract, union
+from hocket.trace.planops import PlanOps, all_plan_ops, waiting_of
+from hocket.trace.rebuild import pipeline_rank, rebuilt
+
+
+def predict(
+    traces: Sequence[RankTrace], measured: Report, costs: Measurement | None = None, tax: Tax | None = None
+) -> Prediction:
+    """What the simulator says about the run that these traces are of, beside what they and their report show.
+
+    `costs` are measured ones; without them those of the hardware that fits. With `tax`, contention is told apart from
+    other reasons for longer compute. Raises ValueError if the traces don't say which run they are of.
+    """
+    settings, program = rebuilt(traces[0])
+    hardware = hardware_of(settings)
+    timeline = predict_step(settings, program, hardware, costs)
+    steps, ops = middle_steps(measured), all_plan_ops(traces, program)
+    causes = [_causes(step, traces, timeline, _step_ops(step, traces, ops)) for step in steps]
+    explained = {cause: float(np.mean([each[cause] for each in causes])) for cause in causes[0]}
+    notes = list(costs.notes) if costs else []
+    if tax is not None and not (costs and costs.friction.contention):
+        explained["contention"] = tax.parts["compute"]
+        explained["longer compute"] -= tax.parts["compute"]
+    if measured.transport == "null":
+        notes.append("the transport is null: communication is predicted, but there is none")
+    return Prediction(
+        costs=costs.source if costs else hardware.name,
+        predicted=float(timeline.makespan),
+        measured=float(np.mean([step.seconds for step in steps])),
+        ops=_rows(ops, timeline, program),
+        explained={cause: seconds for cause, seconds in explained.items() if seconds},
+        notes=tuple(notes),
+    )
+
+
+def _rows(measured: Sequence[PlanOps], timeline: Timeline, program: Program) -> tuple[OpPrediction, ...]:
+    """Every kind of op that takes time, on all ranks that were traced; the greatest misses first."""
+    kinds = program.layout.kinds
+    found: dict[CostKey, list[tuple[float, float]]] = defaultdict(list)
+    steps = 0
+    for rows in measured:
+        steps += len(np.unique(rows.step))
+        planned = zip(program.ranks[rows.pp_rank], timeline.spans[rows.pp_rank], strict=True)
+        spans = {op.key: span for op, span in planned}
+        for op, seconds in zip(rows.ops, rows.seconds.tolist(), strict=True):
+            if op.verb not in ("send", "release"):
+                span = spans[op.key]
+                found[cost_key(op, kinds)].append((float(span.end - span.start), seconds))
+    out = []
+    for key, pairs in found.items():
+        predicted, seconds = np.mean(pairs, axis=0).tolist()
+        name = " ".join(word for word in key if word)
+        out.append(OpPrediction(name=name, count=len(pairs) / steps, predicted=predicted, measured=seconds))
+    return tuple(sorted(out, key=lambda row: (-abs(row.missed), row.name)))
+
+
+def _step_ops(step: StepReport, traces: Sequence[RankTrace], ops: Sequence[PlanOps]) -> PlanOps:
+    """The plan's ops of a rank in a step."""
+    rows = next(rows for rows in ops if rows.rank == step.rank)
+    trace = next(trace for trace in traces if trace.rank == step.rank)
+    index = next(n for n, found in enumerate(trace.steps) if found.number == step.step)
+    return rows.take(np.flatnonzero(rows.step == index))
+
+
+def _causes(step: StepReport, traces: Sequence[RankTrace], timeline: Timeline, ops: PlanOps) -> Mapping[str, float]:
+    """Seconds of measured - predicted by cause, on the rank of `step`."""
+    at = next(n for n, trace in enumerate(traces) if trace.rank == step.rank)
+    trace = traces[at]
+    rank = pipeline_rank(trace)
+    use = timeline.ranks[rank]
+    waited = _exposed_waiting(trace, waiting_of(traces)[at], step)
+    optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb == "step")
+    optimizer -= sum(float(s.end - s.start) for s in timeline.spans[rank][-1:])
+    return {
+        "longer compute": step.compute - float(use.busy) - optimizer,
+        "contention": 0.0,
+        "optimizer": optimizer,
+        "exposed transfer": step.exposed - waited - float(use.exposed_total),
+        "waiting and bubble": waited + step.idle - step.host_bound - float(use.idle),
+        "late host": step.host_bound,
+    }
+
+
+def _exposed_waiting(trace: RankTrace, waiting: np.ndarray, step: StepReport) -> float:
+    """Seconds of a step in which this rank waited for its peers and did not compute."""
+    window = next(found for found in trace.steps if found.number == step.step)
+    alone = np.where(trace.of_kind("pp"), trace.end - trace.start, 0.0)
+    seconds = np.where(np.isnan(waiting), alone, waiting)
+    rows, compute = trace.of_kind(*COMMUNICATION), trace.of_kind("compute")
+    waits = union(trace.start[rows], (trace.start + seconds)[rows])
+    busy = union(trace.start[compute], trace.end[compute])
+    return length(clip(subtract(waits, busy), window.start, window.end))

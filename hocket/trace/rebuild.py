@@ -1,0 +1,97 @@
+"""From what a hocket run says about itself in its traces back to its settings and its program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from hocket.config import Config
+from hocket.leaves import leaf
+from hocket.plan.ops import Op, Program
+from hocket.planning import program_of
+from hocket.resolve import Settings
+from hocket.rules import Host
+from hocket.trace.data import RankTrace
+
+VERSION = 1
+"""Of the metadata that this code understands."""
+
+
+def settings_of(trace: RankTrace) -> Settings:
+    """The settings of the run that a trace is of. Raises ValueError if it is not of a hocket run, or of another one."""
+    run = trace.run
+    if not run:
+        raise ValueError(
+            f"{trace.source}: says nothing about settings, so it is not of a hocket run or was cut; "
+            "fix: a trace written by hocket train --train.profile"
+        )
+    if run.get("version") != VERSION:
+        raise ValueError(
+            f"{trace.source}: its metadata has version {run.get('version')}, this hocket reads version {VERSION}; "
+            "fix: read it with the hocket that wrote it"
+        )
+    config = _build(Config, run.get("settings"), trace.source, "settings")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    return Settings(**fields, host=Host(gpus=config.mesh.pp * config.mesh.dp if config.train.device == "cuda" else 0))
+
+
+def pipeline_rank(trace: RankTrace) -> int:
+    """The pipeline rank of a trace's rank."""
+    return int(trace.run.get("pp_rank", 0))
+
+
+def ops_by_name(program: Program, rank: int) -> dict[str, Op]:
+    """The ops of a pipeline rank by the names that they have in a trace."""
+    return {str(op): op for op in program.ranks[rank]}
+
+
+def rebuilt(trace: RankTrace) -> tuple[Settings, Program]:
+    """Settings and program of the run that a trace is of. Raises ValueError if that cannot be told."""
+    settings = settings_of(trace)
+    return settings, program_of(settings)
+
+
+_WORK = ("model", "mesh", "train.sequences", "train.dtype", "data.sequence_length")
+"""Settings, or whole sections of them, that say what one op of a plan has to do."""
+
+
+def assert_same_work(real: RankTrace, null: RankTrace) -> None:
+    """Raise ValueError unless `null` is of a run with the null transport whose ops do the same as those of `real`."""
+    if null.run.get("transport") != "null":
+        raise ValueError(
+            f"{null.source}: its transport is {null.run.get('transport') or 'not known'}, not null, so it is no run "
+            "without communication; fix: a trace of the same run with --train.transport null"
+        )
+    for name, a, b in different_work(settings_of(real), settings_of(null)):
+        raise ValueError(f"{name} = {b} ({null.source}): {real.source} has {a}; fix: two runs of the same sizes")
+
+
+def different_work(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    """Name and both values of every setting by which the ops of two plans differ in what they have to do."""
+    names: list[str] = []
+    for setting in _WORK:
+        whole = "." not in setting
+        names += [f"{setting}.{f.name}" for f in dataclasses.fields(getattr(one, setting))] if whole else [setting]
+    pairs = [(name, leaf(one, name), leaf(other, name)) for name in names]
+    return [(name, a, b) for name, a, b in pairs if a != b]
+
+
+def _build(kind: type[Any], values: Any, source: str, where: str) -> Any:
+    """A configuration dataclass from nested dictionaries that have all of its fields and no others."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{source}: its metadata has no {where}; fix: a trace written by hocket train --train.profile")
+    hints = get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    if strange := sorted(names ^ set(values)):
+        missing = [name for name in strange if name in names]
+        raise ValueError(
+            f"{source}: {where} {'lacks' if missing else 'has an unknown'} {(missing or strange)[0]}, so it was "
+            "written by another version of hocket; fix: read it with the hocket that wrote it"
+        )
+    parts = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = _build(hints[name], value, source, f"{where}.{name}")
+        parts[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**parts)
