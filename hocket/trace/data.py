@@ -85,6 +85,14 @@ class RankTrace:
     """Process group -> its global ranks."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """What a hocket run says about itself (see `train/profiling.py`): settings, transport, versions. Empty otherwise."""
+    calls: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    """Equal numbers for the activities of one call of a collective on this rank, -1 if not known."""
+    origin: int = 0
+    """Nanoseconds since the epoch at which time 0 lies."""
+    host: str = ""
+    """The machine, empty if the trace does not say."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the trace must know, for the report."""
 
     def __len__(self) -> int:
         return len(self.start)

@@ -1,0 +1,113 @@
+"""Activities of a program that computes on the CPU: ops of torch, and transfers of gloo.
+
+Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
+rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
+Ops on gloo's own threads belong to its transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket.trace import label
+from hocket.trace.data import Floats, Ints
+from hocket.trace.gloo import calls_of, gloo_threads, told_of
+from hocket.trace.intervals import Spans, subtract, union
+from hocket.trace.launch import Activities, Opened, opened_at
+from hocket.trace.nesting import nest
+from hocket.trace.parse import COLLECTIVE, Events, Rows
+
+_COMMUNICATION = ("c10d::", "_c10d_functional::", "symm_mem::", COLLECTIVE)
+_WRAPPERS = ("autograd::", "torch::autograd")
+
+
+def cpu_activities(events: Events) -> Activities:
+    """Compute and transfers of a CPU, by start."""
+    words = (*events.names, "")
+    by_gloo = np.array([word.startswith("gloo:") for word in words], bool)[events.host.name]
+    host, transfers = events.host.take(~by_gloo), events.host.take(by_gloo)
+    rows = _compute(host, words, gloo_threads(events, transfers))
+    middle = (rows.start + rows.end) / 2
+    inside = opened_at(host, words, middle, rows.where)
+    name = np.where(rows.name >= 0, rows.name, inside.launcher)
+
+    call = calls_of(transfers, host, words)
+    at = np.append(host.start, np.nan)[call]
+    sent = opened_at(host, words, at, np.append(host.where, -1)[call])
+
+    def both(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([a, b])[order]
+
+    order = np.argsort(np.concatenate([rows.start, transfers.start]), kind="stable")
+    columns = {f.name: both(getattr(inside, f.name), getattr(sent, f.name)) for f in fields(Opened)}
+    columns["launcher"] = both(name, transfers.name)
+    columns["call"] = both(np.full(len(rows), -1), call)
+    opened = Opened(**columns)
+    transfer = both(np.zeros(len(rows), bool), np.ones(len(transfers), bool))
+    lane, words = _lanes(both(rows.where, transfers.where), opened.op, transfer, words)
+    return Activities(
+        words=words,
+        start=both(rows.start, transfers.start),
+        end=both(rows.end, transfers.end),
+        launched=both(rows.start, at),
+        name=opened.launcher,
+        lane=lane,
+        opened=opened,
+        transfer=transfer,
+        args=told_of(events, words, opened.op, transfer),
+    )
+
+
+def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
+    """Rows of compute; the name is -1 where only wrappers run."""
+
+    def rows(test: Callable[[str], bool]) -> NDArray[np.bool_]:
+        return np.array([test(word) for word in words], bool)[host.name]
+
+    annotation = host.link == 1
+    communication = rows(lambda word: word.startswith(_COMMUNICATION)) & ~annotation
+    waits = rows(lambda word: word.startswith("wait ")) & annotation
+    ops = ~annotation & ~communication & ~np.isin(host.where, list(foreign))
+    library = ops & rows(lambda word: "::" in word and not word.startswith(_WRAPPERS))
+    outermost = _outermost(host, library)
+    found = [outermost]
+    for thread in np.unique(host.where[ops]).tolist():
+        here = host.where == thread
+        rest = subtract(_spans(host, here & ops), _spans(host, here & (library | communication | waits)))
+        n = len(rest)
+        found.append(Rows(np.full(n, -1), rest[:, 0], rest[:, 1], np.full(n, thread), np.zeros(n, np.int64), {}))
+    columns = [
+        np.concatenate([getattr(part, name) for part in found]) for name in ("name", "start", "end", "where", "link")
+    ]
+    return Rows(*columns, {})
+
+
+def _outermost(host: Rows, library: NDArray[np.bool_]) -> Rows:
+    """The ops of a library that no other op of a library is around."""
+    chosen = host.take(library)
+    nesting = nest(chosen.start, chosen.end, chosen.where)
+    return chosen.take(nesting.order[nesting.parent < 0])
+
+
+def _spans(host: Rows, rows: NDArray[np.bool_]) -> Spans:
+    return union(host.start[rows], host.end[rows])
+
+
+def _lanes(thread: Ints, op: Ints, transfer: NDArray[np.bool_], words: tuple[str, ...]) -> tuple[Ints, tuple[str, ...]]:
+    """A transfer's lane is that of its plan op; ops run on the lane `compute`, or on that of their thread."""
+    titles: dict[str, int] = {}
+    busiest = np.bincount(np.unique(thread[~transfer], return_inverse=True)[1]) if (~transfer).any() else [0]
+    main = int(np.unique(thread[~transfer])[int(np.argmax(busiest))]) if (~transfer).any() else -1
+    lane = []
+    for where, name, moves in zip(thread.tolist(), op.tolist(), transfer.tolist(), strict=True):
+        if moves:
+            title = label.lane_of(words[name]) if words[name] else f"gloo thread {where}"
+        else:
+            title = "compute" if where == main else f"thread {where}"
+        lane.append(titles.setdefault(title, len(words) + len(titles)))
+    return np.array(lane, np.int64), (*words, *titles)

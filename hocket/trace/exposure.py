@@ -1,0 +1,240 @@
+"""What communication cost: how long each kind ran, and how much of that no compute kernel covered.
+
+Definitions are those of `docs/reading-a-report.md`. Within a step's window everything that ran there counts, of
+whichever step, cut to the window: so compute, exposed communication and idle time add up to the step. Counts and bytes
+are those of the activities that the step launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket.trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, Step, StepReport
+from hocket.trace.intervals import Spans, covered, intersect, length, subtract, union
+
+Rows = NDArray[np.bool_]
+
+
+def report(traces: Sequence[RankTrace]) -> Report:
+    """Everything about the traces of one run, as `load` gives them."""
+    assert traces, "a report needs a trace"
+    last = last_starts(traces)
+    steps = [
+        _step_report(trace, index, late)
+        for trace, late in zip(traces, last, strict=True)
+        for index in range(len(trace.steps))
+    ]
+    notes = tuple(dict.fromkeys(note for trace in traces for note in trace.notes))
+    return Report(
+        sources=tuple(trace.source for trace in traces),
+        device=traces[0].device,
+        transport=str(traces[0].run.get("transport", "")),
+        world=max(trace.world for trace in traces),
+        steps=tuple(sorted(steps, key=lambda step: (step.step, step.rank))),
+        ops=_op_rows(traces),
+        notes=(*notes, *_missing(traces)),
+    )
+
+
+def last_starts(traces: Sequence[RankTrace]) -> tuple[Floats, ...]:
+    """For each activity of each trace, when the last rank of its collective started; nan if not all ranks are known."""
+    rows = [np.flatnonzero(trace.match >= 0) for trace in traces]
+    match = np.concatenate([trace.match[r] for trace, r in zip(traces, rows, strict=True)])
+    if not len(match):
+        return tuple(np.full(len(trace), np.nan) for trace in traces)
+    start = np.concatenate([trace.start[r] for trace, r in zip(traces, rows, strict=True)])
+    owner = np.concatenate([np.full(len(r), i) for i, r in enumerate(rows)])
+    order = np.lexsort((start, owner, match))
+    match, start, owner = match[order], start[order], owner[order]
+    first = np.ones(len(match), bool)  # of one rank's activities in one collective
+    first[1:] = (match[1:] != match[:-1]) | (owner[1:] != owner[:-1])
+    latest = np.full(int(match[-1]) + 1, -np.inf)
+    np.maximum.at(latest, match[first], start[first])
+    present = np.bincount(match[first], minlength=len(latest))
+    found = []
+    for trace, r in zip(traces, rows, strict=True):
+        late = np.full(len(trace), np.nan)
+        members = _members(trace)[r]
+        whole = present[trace.match[r]] >= members
+        late[r[whole]] = latest[trace.match[r[whole]]]
+        found.append(late)
+    return tuple(found)
+
+
+def _members(trace: RankTrace) -> NDArray[np.int64]:
+    """How many ranks take part in each activity: two in a send, else the whole group."""
+    sizes = np.array([len(trace.groups.get(word, ())) or trace.world for word in trace.words], np.int64)
+    pp = trace.of_kind("pp")
+    return np.where(pp, 2, sizes[trace.group])
+
+
+def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
+    step = trace.steps[index]
+    window = np.array([[step.start, step.end]])
+    inside = (trace.start < step.end) & (trace.end > step.start)
+    own = trace.step == index
+    compute_rows = trace.of_kind("compute")
+    compute = intersect(_spans(trace, inside & compute_rows), window)
+    communication = intersect(_spans(trace, inside & ~compute_rows), window)
+    exposed = subtract(communication, compute)
+    idle = subtract(window, union(*_edges(compute, communication)))
+    shares = _Shares(trace, window, compute, own, last)
+    kinds: dict[Kind, Share] = {}
+    layers: dict[int, dict[Kind, Share]] = {}
+    for kind in COMMUNICATION:
+        rows = inside & trace.of_kind(kind)
+        if not rows.any():
+            continue
+        kinds[kind] = shares.of(rows)
+        for layer in np.unique(trace.layer[rows & (trace.layer >= 0)]).tolist():
+            layers.setdefault(layer, {})[kind] = shares.of(rows & (trace.layer == layer))
+    return StepReport(
+        rank=trace.rank,
+        step=step.number,
+        seconds=step.end - step.start,
+        compute=length(compute),
+        communication=length(communication),
+        exposed=length(exposed),
+        idle=length(idle),
+        host_bound=_host_bound(trace, step, idle),
+        kinds=kinds,
+        exposed_for=_attributed(trace, inside & ~compute_rows, exposed),
+        layers=dict(sorted(layers.items())),
+        classes=_classes(trace, own & compute_rows),
+    )
+
+
+def _spans(trace: RankTrace, rows: Rows) -> Spans:
+    return union(trace.start[rows], trace.end[rows])
+
+
+def _edges(*spans: Spans) -> tuple[Floats, Floats]:
+    whole = np.concatenate(spans)
+    return whole[:, 0], whole[:, 1]
+
+
+class _Shares:
+    """Shares of one step of one rank."""
+
+    def __init__(self, trace: RankTrace, window: Spans, compute: Spans, own: Rows, last: Floats) -> None:
+        self._trace, self._window, self._compute, self._own, self._last = trace, window, compute, own, last
+
+    def of(self, rows: Rows) -> Share:
+        trace, mine = self._trace, rows & self._own
+        spans = intersect(_spans(trace, rows), self._window)
+        return Share(
+            count=_calls(trace, mine),
+            seconds=length(spans),
+            waiting=self._waiting(mine),
+            exposed=length(subtract(spans, self._compute)),
+            bytes=float(trace.bytes[mine].sum()),
+        )
+
+    def _waiting(self, rows: Rows) -> float:
+        last = self._last[rows]
+        if not len(last) or np.isnan(last).any():
+            return float("nan")
+        start, end = self._trace.start[rows], self._trace.end[rows]
+        return length(intersect(union(start, np.clip(last, start, end)), self._window))
+
+
+def _calls(trace: RankTrace, rows: Rows) -> int:
+    """Collectives among the rows: all activities of one call count once, those of an unknown call each."""
+    calls = trace.calls[rows] if len(trace.calls) else np.full(int(rows.sum()), -1)
+    return int((calls < 0).sum()) + len(np.unique(calls[calls >= 0]))
+
+
+def _attributed(trace: RankTrace, rows: Rows, exposed: Spans) -> Mapping[Kind, float]:
+    """Exposed time by kind: each moment belongs to the communication running then that ends last.
+
+    Taken by falling end, each activity gets what none before it has got.
+    """
+    index = np.flatnonzero(rows)
+    index = index[np.lexsort((trace.start[index], -trace.end[index]))]
+    # An activity adds only what lies before the earliest start seen so far: everything after it, up to its end, is
+    # covered by activities that end later, or by gaps in which it does not run. The gaps are found by the union below.
+    found: dict[Kind, float] = {}
+    spans = _last_ending(trace.start[index], trace.end[index])
+    seconds = covered(spans[0], spans[1], exposed)
+    for kind in COMMUNICATION:
+        total = float(seconds[trace.of_kind(kind)[index][spans[2]]].sum())
+        if total or (trace.of_kind(kind) & rows).any():
+            found[kind] = total
+    return found
+
+
+def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Stretches in which one interval is the last to end of those that run: (start, end, which).
+
+    The intervals come by falling end. Where interval i is open, and all before it (that end later) are not, it is the
+    last to end; since those that end later and start before its end cover from their start to its end, this is the
+    stretch from its start to the earliest start seen before.
+    """
+    if not len(start):
+        return start, end, np.empty(0, np.int64)
+    earliest = np.minimum.accumulate(np.concatenate([[np.inf], start[:-1]]))
+    stop = np.minimum(end, earliest)
+    kept = np.flatnonzero(stop > start)
+    return start[kept], stop[kept], kept
+
+
+def _host_bound(trace: RankTrace, step: Step, idle: Spans) -> float:
+    """Of the idle stretches, seconds until the next activity to run had been launched."""
+    if not len(idle):
+        return 0.0
+    following = np.searchsorted(trace.start, idle[:, 1], side="left")
+    launched = np.append(trace.launched, np.nan)[np.minimum(following, len(trace))]
+    late = np.clip(launched - idle[:, 0], 0.0, idle[:, 1] - idle[:, 0])
+    return float(np.nansum(late))
+
+
+def _classes(trace: RankTrace, rows: Rows) -> Mapping[str, float]:
+    seconds = np.bincount(trace.kernel_class[rows], (trace.end - trace.start)[rows], minlength=len(trace.words))
+    used = np.flatnonzero(seconds)
+    return {trace.words[i]: float(seconds[i]) for i in used[np.argsort(-seconds[used])]}
+
+
+def _op_rows(traces: Sequence[RankTrace]) -> tuple[OpRow, ...]:
+    """Means per step and rank over the activities that belong to steps."""
+    total: dict[tuple[str, str, Kind, str], list[float]] = {}
+    steps = max(sum(len(trace.steps) for trace in traces), 1)
+    for trace in traces:
+        rows = trace.step >= 0
+        compute = _spans(trace, trace.of_kind("compute"))
+        seconds = (trace.end - trace.start)[rows]
+        exposed = seconds - covered(trace.start[rows], trace.end[rows], compute)
+        keys = np.stack([c[rows] for c in (trace.launcher, trace.name, trace.kind, trace.kernel_class)], axis=1)
+        distinct, where = np.unique(keys, axis=0, return_inverse=True)
+        where = where.reshape(-1)
+        sums = (np.bincount(where), np.bincount(where, seconds), np.bincount(where, exposed))
+        for key, *values in zip(distinct.tolist(), *(s.tolist() for s in sums), strict=True):
+            words = tuple(trace.words[i] for i in key)
+            row = total.setdefault(words, [0.0, 0.0, 0.0])  # type: ignore[arg-type]
+            for i, value in enumerate(values):
+                row[i] += value
+    found = [
+        OpRow(
+            launcher=launcher,
+            name=name,
+            kind=kind,
+            kernel_class=kernel_class,
+            count=count / steps,
+            seconds=seconds / steps,
+            exposed=0.0 if kind == "compute" else exposed / steps,
+        )
+        for (launcher, name, kind, kernel_class), (count, seconds, exposed) in total.items()
+    ]
+    return tuple(sorted(found, key=lambda row: -row.seconds))
+
+
+def _missing(traces: Sequence[RankTrace]) -> list[str]:
+    world, given = max(trace.world for trace in traces), {trace.rank for trace in traces}
+    if len(given) >= world:
+        return []
+    return [
+        f"traces of {len(given)} of {world} ranks were given: where a group is not complete, time spent waiting for "
+        "late peers cannot be told from transfer"
+    ]

@@ -1,0 +1,223 @@
+"""What an activity is: communication or compute, for what, of which class, over how many bytes.
+
+Everything is decided from words: the kernel's own name, the op that launched it, annotations around the launch, and what
+torch says about a collective. Each function looks at one set of words; callers ask once per distinct set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from hocket.plan.ops import Part, Verb
+from hocket.trace.data import KernelClass, Kind
+
+_VERBS, _PARTS = "|".join(get_args(Verb)), "|".join(get_args(Part))
+_PLAN_OP = re.compile(rf"({_VERBS}) ({_PARTS})(?: [tmcls]\d+)*")
+_PLAN_LAYER = re.compile(r" l(\d+)")
+_MODULE_LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|blocks?|h)[._/](\d+)", re.IGNORECASE)
+
+_TRANSFER = re.compile(
+    r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"
+    r"|(^|[^a-z])(barrier|(put|wait)_signal|(one|two)_shot_all_\w+)_kernel|all_?to_?all|all_?reduce_kernel"
+    r"|Memcpy (PtoP|P2P)",
+    re.IGNORECASE,
+)
+_ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")
+"""Kernels that never communicate, whatever ops the compiler wrote into their names."""
+
+COLLECTIVES: tuple[str, ...] = (
+    "allgather", "reducescatter", "allreduce", "alltoall", "sendrecv", "send", "recv", "broadcast", "barrier",
+    "reduce", "gather", "scatter",
+)  # fmt: skip
+_SMALL = 4096
+"""Bytes up to which an all-reduce or broadcast is taken for a number that ranks agree on, not for gradients."""
+
+_BY_COLLECTIVE: Mapping[str, Kind] = {
+    "allgather": "gather", "reducescatter": "reduce", "allreduce": "reduce", "alltoall": "a2a", "send": "pp",
+    "recv": "pp", "sendrecv": "pp", "barrier": "control",
+}  # fmt: skip
+
+_OP_CLASS: tuple[tuple[re.Pattern[str], KernelClass], ...] = tuple(
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (r"_foreach_copy|split_with_sizes_copy|all_gather_copy_in|chunk_cat", "copy"),
+        (r"_fused_(adam|sgd|adagrad|lamb)|_foreach_", "optimizer"),
+        (r"grouped_mm", "grouped gemm"),
+        (r"attention|flash|fmha", "attention"),
+        (r"(^|::)(_?scaled_)?(add|ba?dd)?b?mm(_|$|\.)|::(mm|bmm|addmm|baddbmm|matmul|linear|_scaled_mm|addmv|mv)$", "gemm"),
+        (r"convolution", "gemm"),
+        (r"(rms|layer|group|batch)_norm", "norm"),
+        (
+            r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique|bincount"
+            r"|repeat_interleave|histc|arange)",
+            "indexing",
+        ),
+        (r"::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|arg|softmax|log_softmax|nll|cross_ent|cumsum|any|all)"
+         r"|softmax|nll_loss", "reduction"),
+        (r"::_?(copy_|cat|to_copy|clone|contiguous|fill_|zero_|zeros|stack)", "copy"),
+    )
+)  # fmt: skip
+"""Torch op -> class; the first that fits."""
+
+_NAME_CLASS: tuple[tuple[re.Pattern[str], KernelClass], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"^Mem(cpy|set)", "copy"),
+        (r"fused_?adam|multi_tensor_apply", "optimizer"),
+        (r"grouped_?(gemm|mm)|GroupProblemShape", "grouped gemm"),
+        (r"flash|fmha|attention|sdpa", "attention"),
+        (r"nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel", "gemm"),
+        (r"(rms|layer|group|batch)_?norm", "norm"),
+        (r"^triton_poi", "elementwise"),
+        (r"^triton_(red|per)|reduce_kernel|softmax|nll_loss|cross_entropy|scan", "reduction"),
+        (r"gather|scatter|index|radix_?sort|sort|topk|embedding|searchsorted|permute", "indexing"),
+        (r"copy_kernel|CatArray|_copy|FillFunctor|fill", "copy"),
+        (r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary", "elementwise"),
+    )
+)
+"""Kernel name -> class; the first that fits."""
+
+_DTYPE_BYTES: Mapping[str, int] = {
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
+    "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "ComplexFloat": 8,
+}  # fmt: skip
+
+
+def is_plan_op(name: str) -> bool:
+    """Whether an annotation is an op of hocket's plan, such as `fwd attn m0 c1 l5`."""
+    return _PLAN_OP.fullmatch(name) is not None
+
+
+def layer_of(name: str) -> int:
+    """The layer that a plan op or a module's name such as `model.layers.5.mlp` tells, else -1."""
+    found = _PLAN_LAYER.search(name) if is_plan_op(name) else _MODULE_LAYER.search(name)
+    return int(found[1]) if found else -1
+
+
+def lane_of(op: str) -> str:
+    """The lane of a plan op, as in `plan/lower.py`."""
+    verb, part = op.split()[:2]
+    if verb in ("send", "recv"):
+        return f"{verb}_{part}"
+    if verb in ("gather", "reduce"):
+        return verb
+    return "a2a" if part in ("dispatch", "combine") else "compute"
+
+
+def is_communication(name: str, launcher: str) -> bool:
+    """Whether a kernel, copy or memset moves data between ranks, from its name and the op that launched it.
+
+    A copy within the GPU counts if a collective made it: the rank's own part of a copy-engine collective.
+    """
+    if name.startswith(("Memcpy", "Memset")) and launcher.startswith(("nccl:", "c10d::", "symm_mem::_low_contention")):
+        return True
+    return not _ONLY_COMPUTE.search(name) and _TRANSFER.search(name) is not None
+
+
+def collective_of(*texts: str) -> str:
+    """The collective that the first telling text names: one of `COLLECTIVES`, else empty."""
+    for text in texts:
+        plain = re.sub(r"[^a-z0-9]", "", text.lower())
+        for collective in COLLECTIVES:
+            if collective in plain:
+                return collective
+    return ""
+
+
+def kind_of(op: str, description: str, collective: str, around: str, size: float) -> Kind:
+    """What a communication is for.
+
+    `op` is the plan's op, `description` that of the process group, `collective` one of `COLLECTIVES`, `around` the
+    names of the ops and annotations around the launch; `size` its bytes, 0 if not known. Empty if not known.
+    """
+    small = 0 < size <= _SMALL and collective in ("allreduce", "broadcast", "reduce", "gather", "scatter", "allgather")
+    return _by_plan(op) or _by_group(description, collective, small) or _by_name(collective, around, small)
+
+
+def _by_plan(op: str) -> Kind | None:
+    verb, part = op.split()[:2] if op else ("", "")
+    if verb in ("send", "recv"):
+        return "pp"
+    if verb in ("gather", "reduce", "step"):
+        return "gather" if verb == "gather" else "reduce" if verb == "reduce" else "control"
+    return "a2a" if part in ("dispatch", "combine") else None
+
+
+def _by_group(description: str, collective: str, small: bool) -> Kind | None:
+    words = set(re.split(r"[^a-z0-9]+", description.lower()))
+    if words & {"control"}:
+        return "control"
+    if words & {"tp", "tensor", "sp"} and not words & {"data", "dp"}:
+        return "tp"
+    if words & {"pp", "pipe", "pipeline"}:
+        return "pp"
+    if words & {"cp", "context"}:
+        return "other"
+    if words & {"a2a", "ep", "expert", "experts", "moe"} and not words & {"gather", "reduce", "data", "dp", "edp"}:
+        return "a2a"
+    if words & {"gather", "reduce"}:
+        return "gather" if "gather" in words else "reduce"
+    if words & {"dp", "ddp", "edp", "fsdp", "hsdp", "data", "shard", "replicate", "zero"}:
+        if small and collective != "allgather":
+            return "control"
+        return "gather" if collective in ("allgather", "broadcast") else _BY_COLLECTIVE.get(collective)
+    return None
+
+
+def _by_name(collective: str, around: str, small: bool) -> Kind:
+    if re.search(r"fused_all_gather_matmul|fused_\w*matmul_reduce_scatter", around):
+        return "tp"
+    if re.search(r"deep_ep|dispatch|combine", around) and collective in ("alltoall", ""):
+        return "a2a"
+    if small:
+        return "control"
+    return _BY_COLLECTIVE.get(collective, "other")
+
+
+def kernel_class(name: str, launcher: str, in_optimizer: bool) -> KernelClass:
+    """The class of a compute kernel, from the op that launched it and, where that says nothing, from its name."""
+    if name.startswith(("Memcpy", "Memset")):
+        return "copy"
+    if in_optimizer:
+        return "optimizer"
+    for pattern, found in _OP_CLASS:
+        if pattern.search(launcher):
+            return found
+    return next((found for pattern, found in _NAME_CLASS if pattern.search(name)), "other")
+
+
+def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[int, ...]) -> float:
+    """Bytes of a collective over this rank's link, by the factors of nccl-tests; 0 if the args do not tell.
+
+    Of an all-to-all with uneven splits, the larger of what leaves and what arrives.
+    """
+    element = _DTYPE_BYTES.get(str(args.get("dtype", "")), 0)
+    sent, received = element * _number(args, "In msg nelems"), element * _number(args, "Out msg nelems")
+    n = int(_number(args, "Group size")) or len(ranks)
+    if collective in ("send", "recv", "sendrecv", "broadcast", "reduce"):
+        return max(sent, received)
+    if n < 2:
+        return 0.0
+    if collective == "alltoall":
+        own = ranks.index(rank) if rank in ranks else 0
+        return max(
+            sent * _foreign(args.get("In split size"), own, n), received * _foreign(args.get("Out split size"), own, n)
+        )
+    if collective in ("allgather", "reducescatter"):
+        return max(sent, received) * (n - 1) / n
+    return 2 * sent * (n - 1) / n if collective == "allreduce" else 0.0
+
+
+def _number(args: Mapping[str, Any], key: str) -> float:
+    value = args.get(key, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _foreign(splits: Any, own: int, n: int) -> float:
+    """The share of an all-to-all's rows that is for others, or from them."""
+    rows = [int(row) for row in re.findall(r"\d+", str(splits or ""))]
+    if len(rows) != n or not sum(rows):
+        return (n - 1) / n
+    return 1.0 - rows[own] / sum(rows)

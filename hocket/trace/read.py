@@ -1,0 +1,194 @@
+"""One trace file as a `RankTrace`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket.trace import label
+from hocket.trace.cpu import cpu_activities
+from hocket.trace.data import Floats, Ints, RankTrace
+from hocket.trace.launch import Activities, gpu_activities
+from hocket.trace.parse import Events, TraceError, parse
+from hocket.trace.steps import assign, step_number
+
+
+@dataclass
+class _Words:
+    """Words as numbers."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, word: str) -> int:
+        return self.known.setdefault(word, len(self.known))
+
+    def column(self, words: Sequence[str], index: Ints) -> Ints:
+        """The numbers of `words[index]`."""
+        return np.array([self[word] for word in words], np.int64)[index] if len(index) else np.empty(0, np.int64)
+
+
+def read(path: Path | str) -> RankTrace:
+    """Read the trace of one rank, of hocket or any other PyTorch program, with a GPU or without.
+
+    Raises TraceError.
+    """
+    events = parse(Path(path))
+    gpu = len(events.device) > 0
+    if not gpu and _used_a_gpu(events):
+        raise TraceError(
+            f"{path}: no GPU activity, though the program used a GPU: record it with ProfilerActivity.CUDA"
+        )
+    found = gpu_activities(events) if gpu else cpu_activities(events)
+    if not len(found.start):
+        raise TraceError(f"{path}: no kernels and no torch ops: record it while the program computes")
+    return _labelled(events, found, gpu)
+
+
+def _used_a_gpu(events: Events) -> bool:
+    return len(events.launches) > 0 or any(name.startswith("nccl:") for name in events.names)
+
+
+def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
+    about = _distributed(events)
+    rank, world = _rank(events, about)
+    words = _Words()
+    groups = _Groups(about)
+    marks = _step_marks(events)
+    steps, step = assign(marks, found.start, found.end, found.launched)
+    labels = _labels(found, groups, rank, words)
+    notes = (
+        [] if marks else ["no step is marked (`hocket step N`, `ProfilerStep#N`): the whole trace counts as one step"]
+    )
+    if missing := int(np.isnan(found.launched).sum()):
+        notes.append(
+            f"rank {rank}: the launches of {missing:,} of {len(found.start):,} activities are not in the trace"
+        )
+    run = events.about.get("hocket")
+    devices = events.about.get("deviceProperties") or [{}]
+    return RankTrace(
+        source=events.source,
+        rank=rank,
+        world=world,
+        device=str(devices[0].get("name", "GPU")) if gpu else "cpu",
+        start=found.start,
+        end=found.end,
+        launched=found.launched,
+        step=step,
+        steps=steps,
+        groups=groups.members,
+        run=run if isinstance(run, dict) else {},
+        match=np.full(len(found.start), -1, np.int64),
+        calls=found.opened.call,
+        origin=events.origin,
+        host=str(events.about.get("host_name", "")),
+        notes=tuple(notes),
+        **labels,
+        words=tuple(words.known),
+    )
+
+
+def _distributed(events: Events) -> Mapping[str, Any]:
+    found = events.about.get("distributedInfo")
+    return found if isinstance(found, dict) else {}
+
+
+def _rank(events: Events, about: Mapping[str, Any]) -> tuple[int, int]:
+    """(rank, world): as the trace says, else from a file name such as rank3.json.gz, else 0 of 1."""
+    if "rank" in about:
+        return int(about["rank"]), int(about.get("world_size", 1))
+    named = re.search(r"rank[-_]?(\d+)", Path(events.source).name)
+    rank = int(named[1]) if named else 0
+    return rank, rank + 1
+
+
+def _step_marks(events: Events) -> list[tuple[int, float, float]]:
+    host = events.host
+    numbers = np.array([step_number(name) for name in events.names], np.int64)
+    rows = np.flatnonzero(numbers[host.name] >= 0)
+    return [(int(numbers[host.name[i]]), float(host.start[i]), float(host.end[i])) for i in rows]
+
+
+class _Groups:
+    """Process groups by the number torch gives them, under names for people."""
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        made = [group for group in about.get("pg_config") or [] if isinstance(group, dict)]
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.title: dict[str, str] = {}
+        self.description: dict[str, str] = {}
+        for group in made:
+            self._add(str(group.get("pg_name", "")), str(group.get("pg_desc", "")), tuple(group.get("ranks") or ()))
+
+    def _add(self, number: str, description: str, ranks: tuple[int, ...]) -> None:
+        """A description is the title unless groups of different ranks share it."""
+        plain = description if description not in ("", "undefined") else f"group {number}"
+        title = plain if self.members.get(plain, ranks) == ranks else f"{plain} #{number}"
+        self.members[title], self.title[number], self.description[number] = ranks, title, description
+
+    def of(self, args: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+        """(title, description, ranks) of the group of a collective."""
+        number = str(args.get("Process Group Name", ""))
+        if not number:
+            return "", "", ()
+        if number not in self.title:
+            ranks = tuple(int(rank) for rank in re.findall(r"\d+", str(args.get("Process Group Ranks", ""))))
+            self._add(number, str(args.get("Process Group Description", "")), ranks)
+        title = self.title[number]
+        return title, self.description[number], self.members[title]
+
+
+def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dict[str, Any]:
+    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once."""
+    n = len(found.start)
+    communicates = (
+        _for_distinct(
+            lambda name, launcher: label.is_communication(found.words[name], found.words[launcher]),
+            found.name,
+            found.opened.launcher,
+        ).astype(bool)
+        | found.transfer
+    )
+    kind, group = np.full(n, words["compute"]), np.full(n, words[""])
+    size = np.zeros(n)
+    for row in np.flatnonzero(communicates):
+        told = found.args.get(int(row), {})
+        title, description, ranks = groups.of(told)
+        name, launcher = found.words[found.name[row]], found.words[found.opened.launcher[row]]
+        collective = label.collective_of(str(told.get("Collective name", "")), launcher, name)
+        size[row] = float(told["bytes"]) if "bytes" in told else label.bus_bytes(told, collective, rank, ranks)
+        if name.startswith(("Memcpy D", "Memset")):
+            size[row] = 0.0
+        around = f"{found.words[found.opened.around[row]]} {launcher}"
+        kind[row] = words[label.kind_of(found.words[found.opened.op[row]], description, collective, around, size[row])]
+        group[row] = words[title]
+    classes = _for_distinct(
+        lambda name, launcher, optimizer: words[
+            label.kernel_class(found.words[name], found.words[launcher], bool(optimizer))
+        ],
+        found.name,
+        found.opened.launcher,
+        found.opened.optimizer.astype(np.int64),
+    )
+    return {
+        "kind": kind,
+        "group": group,
+        "bytes": size,
+        "kernel_class": np.where(communicates, words[""], classes),
+        "name": words.column(found.words, found.name),
+        "launcher": words.column(found.words, found.opened.launcher),
+        "op": words.column(found.words, found.opened.op),
+        "lane": words.column(found.words, found.lane),
+        "layer": found.opened.layer,
+    }
+
+
+def _for_distinct(function: Any, *columns: Ints) -> NDArray[Any]:
+    """`function` of every row of the columns, called once per distinct row."""
+    rows, where = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return np.array([function(*row) for row in rows.tolist()])[where.reshape(-1)]
