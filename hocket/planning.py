@@ -29,9 +29,7 @@ def hardware_of(settings: Settings, name: str = "auto") -> Hardware:
     return HARDWARE[name]
 
 
-def predict(
-    settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None
-) -> Timeline:
+def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
     """When every op of the program would run on that hardware, with what was measured there where it is given."""
     length = settings.data.sequence_length
     costs = op_costs(
@@ -48,20 +46,21 @@ def predict(
     return simulate(program, costs, measured.friction if measured is not None else NO_FRICTION)
 
 
-def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
+def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
     program = program_of(settings)
-    timeline = predict(settings, program, hardware)
+    timeline = predict(settings, program, hardware, measured)
     text = to_text(program).splitlines()
     cut = len(text) if ops < 0 else ops
     parts = [
         *_heading(settings, program),
         "",
-        f"PREDICTED STEP  on {hardware.name}, {settings.train.dtype}",
+        f"PREDICTED STEP  on {hardware.name}, {settings.train.dtype}{', with measured costs' if measured else ''}",
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware),
+        *(_origin_of_costs(measured) if measured else ()),
         "",
         "PROGRAM",
         *text[:cut],
@@ -71,12 +70,33 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
     return "\n".join(parts)
 
 
-def as_json(settings: Settings, hardware: Hardware) -> dict[str, Any]:
+def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None = None) -> dict[str, Any]:
     """The same for machines, without pictures and without the program's ops."""
     program = program_of(settings)
-    numbers = summary(predict(settings, program, hardware), program)
+    numbers = summary(predict(settings, program, hardware, measured), program)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
-    return {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
+    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
+    return found | ({"measured": costs_as_json(measured)} if measured else {})
+
+
+def costs_as_json(measured: Measurement) -> dict[str, Any]:
+    """Measured costs for machines: seconds by verb, part and kind of the layer."""
+    friction = measured.friction
+    return {
+        "from": measured.source,
+        "op_seconds": {" ".join(filter(None, key)): float(value) for key, value in measured.seconds.items()},
+        "contention": {kind: float(factor) for kind, factor in friction.contention.items()},
+        "issue_seconds": {" ".join(filter(None, key)): float(value) for key, value in friction.issue.items()},
+        "host_stops_seconds": None if friction.counts is None else float(friction.counts),
+        "notes": list(measured.notes),
+    }
+
+
+def _origin_of_costs(measured: Measurement) -> Iterator[str]:
+    yield f"costs  of {len(measured.seconds)} kinds of ops from {measured.source}; the others are modelled"
+    factors = ", ".join(f"{factor:.0%} beside {kind}" for kind, factor in measured.friction.contention.items())
+    yield f"       compute is slower by {factors}" if factors else "       no contention"
+    yield from (f"       {note}" for note in measured.notes)
 
 
 def _heading(settings: Settings, program: Program) -> Iterator[str]:

@@ -40,7 +40,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
         raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
     name, *flags = words
     default = recipe(name)
-    own = {flag: hint for flag, hint in get_type_hints(kind).items() if flag != "config"}
+    own = {flag.rstrip("_"): hint for flag, hint in get_type_hints(kind).items() if flag != "config"}
     origins = {} if {"-h", "--help"} & set(flags) else given(flags, default, own)
     options = tyro.cli(
         kind, args=flags, default=kind(config=default), prog=f"hocket {command} {name}", use_underscores=True

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json as json_module
 import shutil
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.plan.check import assert_valid
+from hocket.plan.cost import Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.rules import Host
@@ -30,6 +33,10 @@ class Plan(RecipeOptions):
     """File to draw the predicted timeline into."""
     html: str = ""
     """File to write a page with timeline and numbers to."""
+    from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
+    """Traces of a run of the same sizes, one per rank, to take the costs of ops and contention from."""
+    null_from: tuple[str, ...] = ()
+    """Traces of that run with the null transport: contention is found more safely with them."""
 
 
 def run(words: list[str]) -> int:
@@ -42,15 +49,44 @@ def run(words: list[str]) -> int:
     settings = resolve_for_plan(options.config, origins)
     assert_valid(planning.program_of(settings))
     hardware = planning.hardware_of(settings, options.hardware)
+    measured = costs_from(settings, options.from_, options.null_from, origins)
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:
             program = planning.program_of(settings)
-            write(target, draw(planning.predict(settings, program, hardware), program))
+            write(target, draw(planning.predict(settings, program, hardware, measured), program))
     if options.json:
-        print(json_module.dumps(planning.as_json(settings, hardware), indent=1))
+        print(json_module.dumps(planning.as_json(settings, hardware, measured), indent=1))
     elif not (options.svg or options.html):
-        print(planning.report(settings, hardware, shutil.get_terminal_size((120, 40)).columns, options.ops))
+        width = shutil.get_terminal_size((120, 40)).columns
+        print(planning.report(settings, hardware, width, options.ops, measured))
     return 0
+
+
+def costs_from(
+    settings: Settings, paths: tuple[str, ...], null: tuple[str, ...], origins: dict[str, str]
+) -> Measurement | None:
+    """The costs that traces show, None without traces.
+
+    Raises ValueError if their run's ops have other work to do than those of the plan.
+    """
+    if not paths:
+        if null:
+            raise ValueError(
+                "null_from (command line): there is no --from; fix: name the traces of the run with --from"
+            )
+        return None
+    from hocket.trace.align import load
+    from hocket.trace.calibrate import calibrate
+    from hocket.trace.rebuild import different_work, settings_of
+
+    traces = load(paths)
+    for name, here, there in different_work(settings, settings_of(traces[0])):
+        origin = origins.get(name) or origins.get("", "")
+        raise ValueError(
+            f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "
+            f"do; fix: {name} {there}, or a trace of this setting"
+        )
+    return calibrate(traces, load(null) if null else ())
 
 
 def resolve_for_plan(config: Config, origins: dict[str, str]) -> Settings:
