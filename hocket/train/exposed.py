@@ -54,13 +54,13 @@ class TraceReader:
 def main(paths: Sequence[str]) -> None:
     """Print the reading of these traces as JSON."""
     from hocket.trace import TraceError, load, report
-    from hocket.trace.table import headline
+    from hocket.trace.as_json import to_json
+    from hocket.trace.table import headline, warnings
 
     try:
-        found = report(load([Path(path) for path in paths]))
-        length = sum(step.seconds for step in found.steps)
-        exposed = sum(step.exposed for step in found.steps) / length if length else None
-        reading = Reading(headline(found), exposed)
+        figures = to_json(report(load([Path(path) for path in paths])))
+        lines = [*warnings(figures), headline(figures), *figures["notes"]]
+        reading = Reading("\n".join(lines), figures["step"]["exposed_share"])
     except TraceError as error:
         reading = Reading(problem=str(error))
     sys.stdout.write(json.dumps(asdict(reading)))

@@ -119,8 +119,8 @@ class ProfileWindow:
 
     def _read(self, timeout: float = 0.0) -> None:
         """Tell what the traces say, if they have been read."""
-        reading = self._reader and self._reader.poll(timeout)
-        if not reading:
+        reading = None if self._reader is None else self._reader.poll(timeout)
+        if reading is None:
             return
         self._reader = None
         if reading.problem:

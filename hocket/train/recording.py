@@ -34,7 +34,7 @@ GZIP_LEVEL = 3
 
 def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
     """What a trace of this rank says about its run, as JSON values."""
-    described = {
+    described: dict[str, Any] = {
         "version": VERSION,
         "settings": {
             field.name: dataclasses.asdict(getattr(config, field.name)) for field in dataclasses.fields(Config)

@@ -1,0 +1,242 @@
+"""Assertions about overlap, for the tests of any PyTorch program.
+
+    from hocket.testing import profile_overlap
+
+    def test_gathers_are_hidden():                       # on every rank, with the process group made
+        model, x = sharded_model()                       # n layers, each sharded on its own, large enough
+        for _ in range(3):                               # warm up: kernels are loaded, connections made
+            model(x).sum().backward()
+        with profile_overlap() as overlap:
+            with torch.profiler.record_function("forward"):
+                loss = model(x).sum()
+            loss.backward()
+        gathers = overlap.of("gather").within("forward")
+        assert len(gathers) == n
+        assert gathers.overlapped >= n - 1, gathers      # nothing can run beside the first
+        assert gathers[1:].hidden >= 0.9, gathers
+
+A collective is known by the torch op that launched it, not by the name of its kernel, and compute is whatever else ran
+on the device: see `docs/reading-a-report.md`. Three things to know before a threshold is chosen:
+
+- Sizes must be large enough that the device is never out of work. Where the host launches too slowly, collectives fall
+  into gaps between kernels, and the test says more about Python than about overlap.
+- A kernel that waits for a late peer runs meanwhile, and counts. So each rank looks at its own trace.
+- Hidden is not free. What a hidden collective costs the compute beside it, only a run without it can tell.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hocket.trace.data import COMMUNICATION, Floats, Kind, RankTrace
+from hocket.trace.intervals import Spans, covered, intersect, length, union
+from hocket.trace.parse import parse
+from hocket.trace.read import read
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, send or receive on this rank. Times in seconds, from the first activity of the trace."""
+
+    kind: Kind
+    launcher: str
+    """The torch op that launched it, such as `nccl:_all_gather_base`; empty if not known."""
+    group: str
+    """Description of its process group; empty if not known."""
+    op: str
+    """The op of hocket's plan, such as `gather dense t0 c0 l3 s1`; empty outside hocket."""
+    layer: int
+    """-1 if not known."""
+    launched: float
+    """When the host launched it; nan if not known."""
+    spans: Spans = field(repr=False)
+    """When its kernels and copies ran."""
+    hidden: float
+    """Share of its time in which compute ran too."""
+
+    @property
+    def start(self) -> float:
+        return float(self.spans[0, 0])
+
+    @property
+    def seconds(self) -> float:
+        return length(self.spans)
+
+    def __str__(self) -> str:
+        name = self.op or " ".join(filter(None, (self.kind, self.launcher, self.group)))
+        return f"{name}: {1e3 * self.seconds:.3f} ms from {1e3 * self.start:.3f} ms on, {self.hidden:.1%} hidden"
+
+
+@dataclass(frozen=True)
+class Collectives(Sequence[Collective]):
+    """Some collectives, by start. A slice of them is some collectives too."""
+
+    items: tuple[Collective, ...]
+    compute: Spans = field(repr=False)
+    annotations: Mapping[str, Spans] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Collective: ...
+    @overload
+    def __getitem__(self, index: slice) -> Collectives: ...
+    def __getitem__(self, index: int | slice) -> Collective | Collectives:
+        return replace(self, items=self.items[index]) if isinstance(index, slice) else self.items[index]
+
+    def __str__(self) -> str:
+        """One line per collective: the message of an assertion that fails."""
+        return "\n".join(map(str, self.items)) or "no collectives"
+
+    def of(self, *kinds: Kind, group: str = "", launcher: str = "", op: str = "") -> Collectives:
+        """Those of these kinds (none: of any) in whose group, launcher and plan op the patterns are found."""
+
+        def fits(one: Collective) -> bool:
+            found = zip((group, launcher, op), (one.group, one.launcher, one.op), strict=True)
+            return (not kinds or one.kind in kinds) and all(re.search(pattern, text) for pattern, text in found)
+
+        return replace(self, items=tuple(filter(fits, self.items)))
+
+    def within(self, annotation: str) -> Collectives:
+        """Those launched, by whatever thread, while an annotation (`record_function`) of that name was open."""
+        if annotation not in self.annotations:
+            known = ", ".join(sorted(self.annotations)[:20]) or "none"
+            raise ValueError(f"annotation = {annotation}: it is not in the trace; fix: one of those that are: {known}")
+        spans = self.annotations[annotation]
+        inside = [bool(((spans[:, 0] <= one.launched) & (one.launched <= spans[:, 1])).any()) for one in self.items]
+        return replace(self, items=tuple(one for one, there in zip(self.items, inside, strict=True) if there))
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Their kinds, one by one."""
+        return [one.kind for one in self.items]
+
+    @property
+    def overlapped(self) -> int:
+        """How many have any compute beside them."""
+        return sum(one.hidden > 0 for one in self.items)
+
+    @property
+    def seconds(self) -> float:
+        """Time in which at least one of them ran."""
+        return length(self._spans)
+
+    @property
+    def hidden(self) -> float:
+        """Share of `seconds` in which compute ran too; 1 without any collective."""
+        return length(intersect(self._spans, self.compute)) / self.seconds if self.seconds else 1.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which at least one of them ran, and no compute."""
+        return (1.0 - self.hidden) * self.seconds
+
+    @property
+    def _spans(self) -> Spans:
+        both = np.concatenate([np.empty((0, 2)), *(one.spans for one in self.items)])
+        return union(both[:, 0], both[:, 1])
+
+
+class Overlap:
+    """What `profile_overlap` has found, once its block is left: see `of`."""
+
+    def __init__(self) -> None:
+        self.trace: RankTrace | None = None
+        """All activities of the block."""
+        self._all: Collectives | None = None
+
+    @property
+    def all(self) -> Collectives:
+        """All collectives."""
+        if self._all is None:
+            raise ValueError("overlap: asked inside of the profiled block; fix: ask behind it")
+        return self._all
+
+    def of(self, *kinds: Kind, group: str = "", launcher: str = "", op: str = "") -> Collectives:
+        """The collectives of these kinds: gather, reduce, a2a, pp, tp, control, other. See `Collectives.of`."""
+        return self.all.of(*kinds, group=group, launcher=launcher, op=op)
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which compute ran."""
+        return length(self.all.compute)
+
+    def counts(self) -> dict[Kind, int]:
+        """Collectives of every kind that occurs."""
+        found = {kind: len(self.of(kind)) for kind in COMMUNICATION}
+        return {kind: count for kind, count in found.items() if count}
+
+    def _take(self, path: Path) -> None:
+        trace, events = read(path), parse(path)
+        marks = events.host.take(events.host.link == 1)
+        compute = trace.of_kind("compute")
+        spans = union(trace.start[compute], trace.end[compute])
+        annotations = {
+            events.names[name]: union(marks.start[marks.name == name], marks.end[marks.name == name])
+            for name in np.unique(marks.name)
+        }
+        self.trace = trace
+        self._all = Collectives(tuple(_collectives(trace, spans)), spans, annotations)
+
+
+def _collectives(trace: RankTrace, compute: Spans) -> Iterator[Collective]:
+    """One per call: a call of a copy engine's collective is several activities, a coalesced one too."""
+    rows = np.flatnonzero(trace.of_kind(*COMMUNICATION) & (trace.end > trace.start))
+    calls: dict[int, list[int]] = {}
+    for row in rows.tolist():
+        call = int(trace.calls[row]) if len(trace.calls) else -1
+        calls.setdefault(call if call >= 0 else -2 - row, []).append(row)
+    for here in calls.values():
+        first = here[0]
+        spans = union(trace.start[here], trace.end[here])
+        beside: Floats = covered(spans[:, 0], spans[:, 1], compute)
+        yield Collective(
+            kind=_kind(trace.words[trace.kind[first]]),
+            launcher=trace.words[trace.launcher[first]],
+            group=trace.words[trace.group[first]],
+            op=trace.words[trace.op[first]],
+            layer=int(trace.layer[first]),
+            launched=float(trace.launched[first]),
+            spans=spans,
+            hidden=float(beside.sum()) / length(spans),
+        )
+
+
+def _kind(word: str) -> Kind:
+    return next(kind for kind in COMMUNICATION if kind == word)
+
+
+@contextmanager
+def profile_overlap(keep: Path | None = None) -> Iterator[Overlap]:
+    """Profile the block on this rank's CPU and GPU, and tell which of its collectives ran beside compute.
+
+    Work that was launched before is waited for first, and the block's own before it ends. The answers are there behind
+    the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. On a CPU the
+    transfers of gloo are seen, and compute is what torch computes meanwhile.
+
+    Raises TraceError if the block neither computed nor communicated.
+    """
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    overlap = Overlap()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    if on_gpu:
+        torch.cuda.synchronize()
+    with profile(activities=activities, acc_events=True) as profiler:
+        yield overlap
+        if on_gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
+        path = keep or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        overlap._take(path)

@@ -1,0 +1,80 @@
+"""What `profile_overlap` tells about real collectives of gloo: hidden ones, exposed ones, and whose they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from hocket.testing import profile_overlap
+from hocket.trace.parse import TraceError
+from tests.helpers.ranks import run_ranks
+
+LARGE = 1 << 21
+"""Elements of a collective that takes milliseconds."""
+
+
+def compute_until_done(works: list[Any]) -> None:
+    x = torch.randn(256, 256)
+    while not all(work.is_completed() for work in works):
+        x @ x
+
+
+def program(rank: int, keep: Path) -> dict[str, Any]:
+    """Three all-gathers beside compute, then an all-reduce and an all-to-all that the host waits for."""
+    out, shard = torch.zeros(2 * LARGE), torch.ones(LARGE)
+    dist.all_gather_into_tensor(out, shard)
+    dist.barrier()
+    with profile_overlap(keep / f"rank{rank}.json") as overlap:
+        with record_function("beside"):
+            works = [dist.all_gather_into_tensor(out, shard, async_op=True) for _ in range(3)]
+            compute_until_done(works)
+        with record_function("alone"):
+            dist.all_reduce(out)
+            dist.all_to_all_single(out, out.clone())
+    gathers, reduces = overlap.of("gather"), overlap.of("reduce")
+    return {
+        "counts": overlap.counts(),
+        "compute": overlap.compute,
+        "gathers": (gathers.overlapped, gathers.hidden, gathers.exposed / gathers.seconds),
+        "rest": [one.hidden for one in gathers[1:]],
+        "reduces": (reduces.overlapped, reduces.hidden, reduces.exposed / reduces.seconds),
+        "where": [overlap.all.within(name).kinds for name in ("beside", "alone")],
+        "by launcher": [len(overlap.of(launcher=name)) for name in ("all_gather$", "none such")],
+        "text": str(gathers),
+    }
+
+
+def test_hidden_and_exposed_collectives_are_told_apart(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(program, 2, tmp_path)):
+        assert found["counts"] == {"gather": 3, "reduce": 1, "a2a": 1}
+        overlapped, hidden, exposed = found["gathers"]
+        assert overlapped == 3
+        assert hidden > 0.5, found["text"]  # the machine may be busy with other things than either
+        assert exposed == pytest.approx(1 - hidden)
+        assert len(found["rest"]) == 2
+        assert all(0 < share <= 1 for share in found["rest"])
+        assert found["reduces"] == (0, 0.0, 1.0)
+        assert found["where"] == [["gather"] * 3, ["reduce", "a2a"]]
+        assert found["by launcher"] == [3, 0]
+        assert found["compute"] > 0
+        assert found["text"].count("% hidden") == 3
+        assert (tmp_path / f"rank{rank}.json").exists()
+
+
+def test_questions_that_make_no_sense() -> None:
+    with profile_overlap() as overlap:
+        torch.ones(3).add_(1)
+        with pytest.raises(ValueError, match="asked inside of the profiled block"):
+            overlap.of("gather")
+    assert len(overlap.of("gather")) == 0
+    assert overlap.of("gather").hidden == 1.0
+    assert str(overlap.of("gather")) == "no collectives"
+    with pytest.raises(ValueError, match="annotation = forward: it is not in the trace"):
+        overlap.all.within("forward")
+    with pytest.raises(TraceError, match="no torch ops"), profile_overlap():
+        pass
