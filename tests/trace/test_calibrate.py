@@ -1,0 +1,92 @@
+"""Costs measured on traces of simulated runs must be the costs that were simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.plan.cost import Measurement
+from hocket.plan.ops import Program
+from hocket.plan.schedule import Friction, cost_key
+from hocket.plan.simulate import Timeline
+from hocket.planning import hardware_of, predict, program_of
+from hocket.resolve import Settings
+from hocket.trace.align import load
+from hocket.trace.calibrate import calibrate
+from tests.trace.simulated import settings_for, traces_of
+
+PLANS: list[dict[str, Any]] = [
+    {"merge": "on", "defer_wgrad": "on", "chunks": 2},
+    {"merge": "off", "defer_wgrad": "off", "chunks": 2},
+    {"order": "sequential", "merge": "off", "defer_wgrad": "on", "chunks": 2},
+]
+
+
+def simulated(settings: Settings, friction: Friction) -> tuple[Program, Timeline]:
+    """A step whose costs are the hardware's, changed a little so that a fall-back to the hardware would show."""
+    program = program_of(settings)
+    return program, predict(settings, program, hardware_of(settings), true_costs(settings, friction))
+
+
+def true_costs(settings: Settings, friction: Friction) -> Measurement:
+    program = program_of(settings)
+    seconds = {}
+    plain = predict(settings, program, hardware_of(settings))
+    for ops, spans in zip(program.ranks, plain.spans, strict=True):
+        for op, span in zip(ops, spans, strict=True):
+            if span.end > span.start:
+                key = cost_key(op, program.layout.kinds)
+                seconds[key] = float(span.end - span.start) * (1.3 if op.lane == "compute" else 1.7)
+    return Measurement(source="truth", seconds=seconds, friction=friction)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.get("order", plan["merge"]))
+def test_costs_come_back_and_predict_the_same_step(plan: dict[str, Any], tmp_path: Path) -> None:
+    settings = settings_for(**plan)
+    program, timeline = simulated(settings, Friction())
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, steps=2)))
+    truth = true_costs(settings, Friction()).seconds
+    assert measured.seconds.keys() == truth.keys()
+    for key, seconds in measured.seconds.items():
+        assert seconds == pytest.approx(truth[key], rel=0.01, abs=1e-8), key
+    again = predict(settings, program, hardware_of(settings), measured)
+    assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.01)
+
+
+def test_costs_of_one_plan_predict_another(tmp_path: Path) -> None:
+    one, other = settings_for(**PLANS[0]), settings_for(microbatches=6, **PLANS[1])
+    friction = Friction({"a2a": 0.3, "gather": 0.2})
+    _, timeline = simulated(one, friction)
+    measured = calibrate(load(traces_of(one, timeline, tmp_path)))
+    program, truth = simulated(other, friction)
+    guess = predict(other, program, hardware_of(other), measured)
+    assert float(guess.makespan) == pytest.approx(float(truth.makespan), rel=0.01)
+
+
+@pytest.mark.parametrize("with_null", [True, False], ids=["null", "alone"])
+def test_contention_comes_back(with_null: bool, tmp_path: Path) -> None:
+    factors = {"a2a": 0.25, "pp": 0.1, "gather": 0.15, "reduce": 0.4}
+    settings = settings_for(microbatches=6, **PLANS[0])
+    _, timeline = simulated(settings, Friction(factors))  # ty: ignore
+    null = ()
+    if with_null:
+        _, free = simulated(settings, Friction())
+        null = load(traces_of(settings, free, tmp_path, transport="null"))
+    found = calibrate(load(traces_of(settings, timeline, tmp_path)), null).friction.contention
+    assert found == pytest.approx(factors, abs=0.01)
+
+
+def test_the_host_comes_back(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0])
+    truth = true_costs(settings, Friction())
+    issue = {key: seconds * 1.2 for key, seconds in truth.seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
+    friction = Friction(issue=issue, counts=truth.seconds["fwd", "dispatch", "moe"] / 2)
+    program, timeline = simulated(settings, friction)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
+    again = predict(settings, program, hardware_of(settings), measured)
+    bound = predict(settings, program, hardware_of(settings), replace(measured, friction=Friction()))
+    assert float(bound.makespan) < 0.9 * float(timeline.makespan)
+    assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
