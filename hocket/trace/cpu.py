@@ -7,7 +7,7 @@ Ops on gloo's own threads belong to its transfers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hocket.trace import label
-from hocket.trace.data import Floats, Ints
+from hocket.trace.data import Ints
 from hocket.trace.gloo import calls_of, gloo_threads, told_of
 from hocket.trace.intervals import Spans, subtract, union
 from hocket.trace.launch import Activities, Opened, opened_at
@@ -74,17 +74,20 @@ def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
     waits = rows(lambda word: word.startswith("wait ")) & annotation
     ops = ~annotation & ~communication & ~np.isin(host.where, list(foreign))
     library = ops & rows(lambda word: "::" in word and not word.startswith(_WRAPPERS))
-    outermost = _outermost(host, library)
-    found = [outermost]
+    found = [_outermost(host, library)]
     for thread in np.unique(host.where[ops]).tolist():
         here = host.where == thread
         rest = subtract(_spans(host, here & ops), _spans(host, here & (library | communication | waits)))
         n = len(rest)
         found.append(Rows(np.full(n, -1), rest[:, 0], rest[:, 1], np.full(n, thread), np.zeros(n, np.int64), {}))
-    columns = [
-        np.concatenate([getattr(part, name) for part in found]) for name in ("name", "start", "end", "where", "link")
-    ]
-    return Rows(*columns, {})
+    return Rows(
+        name=np.concatenate([part.name for part in found]),
+        start=np.concatenate([part.start for part in found]),
+        end=np.concatenate([part.end for part in found]),
+        where=np.concatenate([part.where for part in found]),
+        link=np.concatenate([part.link for part in found]),
+        args={},
+    )
 
 
 def _outermost(host: Rows, library: NDArray[np.bool_]) -> Rows:

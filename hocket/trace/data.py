@@ -1,8 +1,8 @@
-"""What a trace says, as plain values: activities of one rank, and the report about them.
+r"""What a trace says, as plain values: activities of one rank, and the report about them.
 
-Letters of `docs/reading-a-report.md`: K is the time in which some compute kernel runs on a rank, C the time in which some
-communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \\ K|, compute is
-absent for S - |K|. Times are seconds, on the clock of the trace's first rank.
+Letters of `docs/reading-a-report.md`: K is the time in which some compute kernel runs on a rank, C the time in which
+some communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \ K|,
+compute is absent for S - |K|. Times are seconds, on the clock of the trace's first rank.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RankTrace:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its global ranks."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What a hocket run says about itself (see `train/profiling.py`): settings, transport, versions. Empty otherwise."""
+    """What a hocket run says about itself (`train/profiling.py`): settings, transport, versions. Empty otherwise."""
     calls: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     """Equal numbers for the activities of one call of a collective on this rank, -1 if not known."""
     origin: int = 0

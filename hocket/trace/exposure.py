@@ -148,22 +148,13 @@ def _calls(trace: RankTrace, rows: Rows) -> int:
 
 
 def _attributed(trace: RankTrace, rows: Rows, exposed: Spans) -> Mapping[Kind, float]:
-    """Exposed time by kind: each moment belongs to the communication running then that ends last.
-
-    Taken by falling end, each activity gets what none before it has got.
-    """
+    """Exposed time by kind: each moment belongs to the communication running then that ends last."""
     index = np.flatnonzero(rows)
     index = index[np.lexsort((trace.start[index], -trace.end[index]))]
-    # An activity adds only what lies before the earliest start seen so far: everything after it, up to its end, is
-    # covered by activities that end later, or by gaps in which it does not run. The gaps are found by the union below.
-    found: dict[Kind, float] = {}
-    spans = _last_ending(trace.start[index], trace.end[index])
-    seconds = covered(spans[0], spans[1], exposed)
-    for kind in COMMUNICATION:
-        total = float(seconds[trace.of_kind(kind)[index][spans[2]]].sum())
-        if total or (trace.of_kind(kind) & rows).any():
-            found[kind] = total
-    return found
+    start, end, which = _last_ending(trace.start[index], trace.end[index])
+    seconds = covered(start, end, exposed)
+    masks = {kind: trace.of_kind(kind) for kind in COMMUNICATION}
+    return {kind: float(seconds[mask[index][which]].sum()) for kind, mask in masks.items() if (mask & rows).any()}
 
 
 def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
@@ -232,9 +223,9 @@ def _op_rows(traces: Sequence[RankTrace]) -> tuple[OpRow, ...]:
 
 def _missing(traces: Sequence[RankTrace]) -> list[str]:
     world, given = max(trace.world for trace in traces), {trace.rank for trace in traces}
-    if len(given) >= world:
+    missing = sorted(set(range(world)) - given)
+    if not missing:
         return []
-    return [
-        f"traces of {len(given)} of {world} ranks were given: where a group is not complete, time spent waiting for "
-        "late peers cannot be told from transfer"
-    ]
+    listed = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    said = f"traces of {len(given)} of {world} ranks were given (missing: {listed})"
+    return [f"{said}: in groups that are not complete, waiting for late peers cannot be told from transfer"]

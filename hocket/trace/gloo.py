@@ -8,7 +8,7 @@ closely, and within one purpose the k-th transfer of a name belongs to the k-th 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,72 +16,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hocket.trace import label
-from hocket.trace.data import Ints
+from hocket.trace.data import Floats, Ints
 from hocket.trace.launch import opened_at
 from hocket.trace.parse import Events, Rows
 
+_Queue = tuple[str, str]
+"""Collective and group."""
+
 
 def gloo_threads(events: Events, transfers: Rows) -> set[int]:
-    """Threads that only move data: those torch names so, and those of transfers other than sends and receives."""
+    """Threads that only move data: those that torch names so, and those of transfers other than sends and receives."""
     named = {thread for thread, title in events.threads.items() if "gloo_runloop" in title}
-    point_to_point = np.array(
-        [events.names[name].startswith(("gloo:send", "gloo:recv")) for name in transfers.name], bool
-    )
-    own = set(transfers.where[point_to_point].tolist()) if len(transfers) else set()
-    return (named | set(transfers.where[~point_to_point].tolist() if len(transfers) else [])) - own
+    direct = np.array([name.startswith(("gloo:send", "gloo:recv")) for name in events.names], bool)[transfers.name]
+    return (named | set(transfers.where[~direct].tolist())) - set(transfers.where[direct].tolist())
 
 
 def group_of(op: str) -> str:
-    """The description of the process group that a plan op uses; see `runtime/comm.py`."""
-    if not op:
-        return ""
-    verb, part = op.split()[:2]
+    """The description of the process group of a plan op, as in `runtime/comm.py`; empty if it uses several or none."""
+    verb, part = op.split()[:2] if op else ("", "")
     if verb in ("gather", "reduce"):
         return f"{verb}_{'experts' if part == 'experts' else 'dense'}"
     if verb in ("send", "recv"):
         return "pp_fwd" if part == "act" else "pp_bwd"
-    return "control" if verb == "step" else "a2a"
+    return "a2a" if part in ("dispatch", "combine") else ""
 
 
 def calls_of(transfers: Rows, host: Rows, words: tuple[str, ...]) -> Ints:
     """For each transfer, the host row of the call that started it, -1 if it is not in the trace."""
     collective = [label.collective_of(word) if word.startswith(("c10d::", "gloo:")) else "" for word in words]
-    calls = [
-        i for i in np.flatnonzero(np.array([w.startswith("c10d::") for w in words], bool)[host.name] & (host.link == 0))
-    ]
-    calls.sort(key=lambda i: host.start[i])
-    op = opened_at(host, words, host.start[calls], host.where[calls]).op if calls else np.empty(0, np.int64)
-    pending: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for i, name in zip(calls, op.tolist(), strict=True):
-        pending[collective[host.name[i]], group_of(words[name])].append(int(i))
+    is_call = np.array([word.startswith("c10d::") for word in words], bool)
+    calls = np.flatnonzero(is_call[host.name] & (host.link == 0))
+    calls = calls[np.argsort(host.start[calls], kind="stable")]
+    op = opened_at(host, words, host.start[calls], host.where[calls]).op
+    pending: dict[_Queue, list[int]] = defaultdict(list)
+    for call, name in zip(calls.tolist(), op.tolist(), strict=True):
+        pending[collective[host.name[call]], group_of(words[name])].append(call)
     what = [collective[name] for name in transfers.name]
-    serves = _served(transfers, what, host, pending)
-    queues: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row in np.argsort(transfers.start, kind="stable").tolist():
-        queues[what[row], serves[row]].append(row)
+    serves = _served(transfers, what, {queue: host.start[rows] for queue, rows in pending.items()})
+    taken: Counter[_Queue] = Counter()
     found = np.full(len(transfers), -1, np.int64)
-    for key, rows in queues.items():
-        found[rows[: len(pending[key])]] = pending[key][: len(rows)]
+    for row in np.argsort(transfers.start, kind="stable").tolist():
+        queue = what[row], serves[row]
+        i = taken[queue]
+        # A transfer that starts before the next call is of a call from before the trace.
+        if i < len(pending[queue]) and host.start[pending[queue][i]] <= transfers.start[row]:
+            found[row] = pending[queue][i]
+            taken[queue] += 1
     return found
 
 
-def _served(transfers: Rows, what: list[str], host: Rows, pending: Mapping[tuple[str, str], list[int]]) -> list[str]:
-    """For each transfer, the group whose calls its thread serves."""
-    ahead: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    starts = {key: host.start[rows] for key, rows in pending.items()}
-    direct = {"send", "recv"}
-    for row, (collective, thread) in enumerate(zip(what, transfers.where.tolist(), strict=True)):
-        at = transfers.start[row]
-        place = row if collective in direct else thread
-        for (name, group), begun in starts.items():
+def _served(transfers: Rows, what: list[str], called: Mapping[_Queue, Floats]) -> list[str]:
+    """For each transfer, the group whose calls its thread serves: by the median time since the group's last call.
+
+    Sends and receives run on the caller's thread, so each is looked at alone.
+    """
+    alone = np.array([collective in ("send", "recv") for collective in what], bool)
+    thread = np.where(alone, -1 - np.arange(len(what)), transfers.where).tolist()
+    delays: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, collective in enumerate(what):
+        for (name, group), calls in called.items():
             if name == collective:
-                i = np.searchsorted(begun, at, side="right") - 1
-                ahead[place, collective][group].append(at - begun[i] if i >= 0 else np.inf)
-    best = {key: min(groups, key=lambda group, of=groups: float(np.median(of[group]))) for key, groups in ahead.items()}
-    return [
-        best.get((row if w in direct else t, w), "")
-        for row, (w, t) in enumerate(zip(what, transfers.where.tolist(), strict=True))
-    ]
+                last = int(np.searchsorted(calls, transfers.start[row], side="right")) - 1
+                delay = transfers.start[row] - calls[last] if last >= 0 else np.inf
+                delays[thread[row], collective][group].append(float(delay))
+    best = {
+        key: min(groups, key=lambda group, of=groups: float(np.median(of[group]))) for key, groups in delays.items()
+    }
+    return [best.get((where, collective), "") for where, collective in zip(thread, what, strict=True)]
 
 
 def told_of(
@@ -94,6 +95,6 @@ def told_of(
         numbers.setdefault(str(group.get("pg_desc")), str(group.get("pg_name")))
     told = {}
     for row in np.flatnonzero(transfer).tolist():
-        if (group := group_of(words[op[row]])) in numbers:
+        if (group := group_of(words[op[row]])) and group in numbers:
             told[row] = {"Process Group Name": numbers[group]}
     return told

@@ -1,7 +1,7 @@
 """What an activity is: communication or compute, for what, of which class, over how many bytes.
 
-Everything is decided from words: the kernel's own name, the op that launched it, annotations around the launch, and what
-torch says about a collective. Each function looks at one set of words; callers ask once per distinct set.
+Everything is decided from words: the kernel's own name, the op that launched it, annotations around the launch, and
+what torch says about a collective. Each function looks at one set of words; callers ask once per distinct set.
 """
 
 from __future__ import annotations
@@ -39,43 +39,40 @@ _BY_COLLECTIVE: Mapping[str, Kind] = {
     "recv": "pp", "sendrecv": "pp", "barrier": "control",
 }  # fmt: skip
 
-_OP_CLASS: tuple[tuple[re.Pattern[str], KernelClass], ...] = tuple(
-    (re.compile(pattern), kind)
-    for pattern, kind in (
-        (r"_foreach_copy|split_with_sizes_copy|all_gather_copy_in|chunk_cat", "copy"),
-        (r"_fused_(adam|sgd|adagrad|lamb)|_foreach_", "optimizer"),
-        (r"grouped_mm", "grouped gemm"),
-        (r"attention|flash|fmha", "attention"),
-        (r"(^|::)(_?scaled_)?(add|ba?dd)?b?mm(_|$|\.)|::(mm|bmm|addmm|baddbmm|matmul|linear|_scaled_mm|addmv|mv)$", "gemm"),
-        (r"convolution", "gemm"),
-        (r"(rms|layer|group|batch)_norm", "norm"),
-        (
-            r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique|bincount"
-            r"|repeat_interleave|histc|arange)",
-            "indexing",
-        ),
-        (r"::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|arg|softmax|log_softmax|nll|cross_ent|cumsum|any|all)"
-         r"|softmax|nll_loss", "reduction"),
-        (r"::_?(copy_|cat|to_copy|clone|contiguous|fill_|zero_|zeros|stack)", "copy"),
-    )
-)  # fmt: skip
+
+def _patterns(*table: tuple[KernelClass, str]) -> tuple[tuple[re.Pattern[str], KernelClass], ...]:
+    return tuple((re.compile(pattern, re.IGNORECASE), found) for found, pattern in table)
+
+
+_OP_CLASS = _patterns(
+    ("copy", r"_foreach_copy|split_with_sizes_copy|all_gather_copy_in|chunk_cat"),
+    ("optimizer", r"_fused_(adam|sgd|adagrad|lamb)|_foreach_"),
+    ("grouped gemm", r"grouped_mm"),
+    ("attention", r"attention|flash|fmha"),
+    ("gemm", r"::_?(mm|bmm|mv|addmm|addbmm|baddbmm|addmv|matmul|linear|scaled_mm|convolution|cudnn_convolution)"),
+    ("norm", r"(rms|layer|group|batch)_norm"),
+    ("indexing", r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique)"),
+    ("indexing", r"::_?(bincount|repeat_interleave|arange)"),
+    ("reduction", r"softmax|nll_loss|cross_entropy|::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|arg)"),
+    ("reduction", r"::_?(cumsum|any|all|prod|logsumexp)"),
+    ("copy", r"::_?(copy_|cat|to|to_copy|clone|contiguous|fill_|zero_|zeros|full|ones|stack)(_out)?$"),
+    ("elementwise", r"::_?(add|sub|rsub|mul|div|neg|pow|exp|log|sqrt|rsqrt|silu|gelu|relu|sigmoid|tanh|where|lerp)"),
+    ("elementwise", r"::_?(addcmul|addcdiv|abs|clamp|dropout|floor_divide|eq|ne|lt|le|gt|ge)(_|$)"),
+)
 """Torch op -> class; the first that fits."""
 
-_NAME_CLASS: tuple[tuple[re.Pattern[str], KernelClass], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), kind)
-    for pattern, kind in (
-        (r"^Mem(cpy|set)", "copy"),
-        (r"fused_?adam|multi_tensor_apply", "optimizer"),
-        (r"grouped_?(gemm|mm)|GroupProblemShape", "grouped gemm"),
-        (r"flash|fmha|attention|sdpa", "attention"),
-        (r"nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel", "gemm"),
-        (r"(rms|layer|group|batch)_?norm", "norm"),
-        (r"^triton_poi", "elementwise"),
-        (r"^triton_(red|per)|reduce_kernel|softmax|nll_loss|cross_entropy|scan", "reduction"),
-        (r"gather|scatter|index|radix_?sort|sort|topk|embedding|searchsorted|permute", "indexing"),
-        (r"copy_kernel|CatArray|_copy|FillFunctor|fill", "copy"),
-        (r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary", "elementwise"),
-    )
+_NAME_CLASS = _patterns(
+    ("copy", r"^Mem(cpy|set)"),
+    ("optimizer", r"fused_?adam|multi_tensor_apply"),
+    ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("gemm", r"nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel"),
+    ("norm", r"(rms|layer|group|batch)_?norm"),
+    ("elementwise", r"^triton_poi"),
+    ("reduction", r"^triton_(red|per)|reduce_kernel|softmax|nll_loss|cross_entropy|scan"),
+    ("indexing", r"gather|scatter|index|radix_?sort|sort|topk|embedding|searchsorted|permute"),
+    ("copy", r"copy_kernel|CatArray|_copy|FillFunctor|fill"),
+    ("elementwise", r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary"),
 )
 """Kernel name -> class; the first that fits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ class Nesting:
         """The op itself or the nearest around it that is wanted (a mask over these columns), -1 if there is none."""
         return self._up_while(index.copy(), lambda i: ~wanted[i])
 
-    def _up_while(self, index: Ints, going) -> Ints:
+    def _up_while(self, index: Ints, going: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
         """Replace each index by its parent while `going(index)` holds for it."""
         if not len(self.parent):
             return index
@@ -52,7 +53,7 @@ def nest(start: Floats, end: Floats, thread: Ints) -> Nesting:
     order = np.lexsort((-end, start, thread))
     start, end, thread = start[order], end[order], thread[order]
     numbers, firsts = np.unique(thread, return_index=True)
-    lasts = [*firsts[1:].tolist(), len(thread)]
+    lasts = [*firsts[1:].tolist(), len(thread)][: len(firsts)]  # no threads, no ops
     spans = {int(n): (int(a), b) for n, a, b in zip(numbers, firsts, lasts, strict=True)}
     parent: list[int] = []
     starts, ends = start.tolist(), end.tolist()

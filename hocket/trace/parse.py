@@ -166,8 +166,8 @@ def _columns(path: Path, about: dict[str, Any], events: list[Any]) -> Events:
         ) from None
     zero = min((min(column.ts) for column in (device, host, launches) if column.ts), default=0.0)
     origin = int(about.get("baseTimeNanoseconds", 0)) + round(zero * 1000)
-    rows = [column.rows(zero) for column in (device, host, launches)]
-    return Events(str(path), about, tuple(names), origin, *rows, threads)
+    found = device.rows(zero), host.rows(zero), launches.rows(zero)
+    return Events(str(path), about, tuple(names), origin, *found, threads)
 
 
 def _take(column: _Column, event: dict[str, Any], is_host: bool, names: dict[str, int]) -> None:

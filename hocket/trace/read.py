@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hocket.trace import label
 from hocket.trace.cpu import cpu_activities
-from hocket.trace.data import Floats, Ints, RankTrace
+from hocket.trace.data import Ints, RankTrace
 from hocket.trace.launch import Activities, gpu_activities
 from hocket.trace.parse import Events, TraceError, parse
 from hocket.trace.steps import assign, step_number
@@ -156,6 +156,7 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
     )
     kind, group = np.full(n, words["compute"]), np.full(n, words[""])
     size = np.zeros(n)
+    planned = any(found.words[i] for i in np.unique(found.opened.op))
     for row in np.flatnonzero(communicates):
         told = found.args.get(int(row), {})
         title, description, ranks = groups.of(told)
@@ -164,8 +165,11 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
         size[row] = float(told["bytes"]) if "bytes" in told else label.bus_bytes(told, collective, rank, ranks)
         if name.startswith(("Memcpy D", "Memset")):
             size[row] = 0.0
+        op = found.words[found.opened.op[row]]
         around = f"{found.words[found.opened.around[row]]} {launcher}"
-        kind[row] = words[label.kind_of(found.words[found.opened.op[row]], description, collective, around, size[row])]
+        told_kind = label.kind_of(op, description, collective, around, size[row])
+        # hocket runs all but agreement between ranks as ops of its plan.
+        kind[row] = words["control" if planned and not op and not description else told_kind]
         group[row] = words[title]
     classes = _for_distinct(
         lambda name, launcher, optimizer: words[

@@ -116,7 +116,7 @@ class Trace:
         `sent` and `received` are numbers of elements. Streams are 20 and up, one per group.
         """
         number, ranks = self.groups[group]
-        about = {
+        about: dict[str, Any] = {
             "Collective name": name,
             "In msg nelems": sent,
             "Out msg nelems": received,
@@ -126,9 +126,9 @@ class Trace:
             "Process Group Description": group,
             "Process Group Ranks": str(list(ranks)),
         }
-        more = {"stream": 19 + int(number), "op": f"nccl:{name}", **more}
+        settings: dict[str, Any] = {"stream": 19 + int(number), "op": f"nccl:{name}", **about, **more}
         kernel = {"send": "SendRecv", "recv": "SendRecv", "all_to_allv": "SendRecv"}.get(name, name.strip("_"))
-        return self.kernel(f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)", start, end, **{**about, **more})
+        return self.kernel(f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)", start, end, **settings)
 
     def peer_copy(self, start: float, end: float, bytes: int, stream: int = 30, **more: Any) -> Self:
         """A transfer to another GPU by the copy engine."""
@@ -137,7 +137,7 @@ class Trace:
         )
 
     def gloo(self, name: str, op: str, start: float, end: float, launched: float, thread: int = 200) -> Self:
-        """A transfer of gloo, such as `all_to_all`, and the torch op that asked for it, such as `c10d::alltoall_base_`."""
+        """A transfer of gloo, such as `all_to_all`, and the op that asked for it, such as `c10d::alltoall_base_`."""
         self.op(op, launched, launched + 0.5)
         return self.annotation(f"gloo:{name}", start, end, thread)
 
