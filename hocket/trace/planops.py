@@ -16,6 +16,7 @@ import numpy as np
 
 from hocket.plan.ops import Op, Program
 from hocket.trace.data import COMMUNICATION, Floats, Ints, RankTrace
+from hocket.trace.exposure import last_starts
 from hocket.trace.rebuild import ops_by_name, pipeline_rank
 
 
@@ -78,21 +79,10 @@ def waiting_of(traces: Sequence[RankTrace]) -> list[Floats]:
 
     0 for what is no communication, nan where the rows of other ranks are missing.
     """
-    match, start = (np.concatenate([getattr(trace, name) for trace in traces]) for name in ("match", "start"))
-    size = int(match.max(initial=-1)) + 2  # the last entry is for -1, no match
-    last, count = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
-    np.maximum.at(last, match, start)
-    np.add.at(count, match, 1)
     found = []
-    for trace in traces:
-        members = np.full(len(trace.words), 2)
-        for word, name in enumerate(trace.words):
-            if name in trace.groups:
-                members[word] = len(trace.groups[name])
-        complete = (trace.match >= 0) & (count[trace.match] >= members[trace.group])
-        waiting = np.minimum(np.maximum(last[trace.match] - trace.start, 0.0), trace.end - trace.start)
-        communicates = trace.of_kind(*COMMUNICATION)
-        found.append(np.where(communicates, np.where(complete, waiting, np.nan), 0.0))
+    for trace, last in zip(traces, last_starts(traces), strict=True):
+        waiting = np.minimum(np.maximum(last - trace.start, 0.0), trace.end - trace.start)
+        found.append(np.where(trace.of_kind(*COMMUNICATION), waiting, 0.0))
     return found
 
 

@@ -1,0 +1,118 @@
+"""A run that behaves as simulated is predicted exactly; one that does not is explained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hocket.plan.schedule import Friction
+from hocket.planning import hardware_of, program_of
+from hocket.planning import predict as predict_step
+from hocket.trace.align import load
+from hocket.trace.calibrate import calibrate
+from hocket.trace.compare import compare
+from hocket.trace.data import Prediction, RankTrace
+from hocket.trace.exposure import report
+from hocket.trace.predict import predict
+from hocket.trace.rebuild import settings_of
+from tests.trace.simulated import settings_for, traces_of
+
+PLAN: dict[str, Any] = {"merge": "on", "defer_wgrad": "on", "chunks": 2}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTrace, ...]:
+    """Two steps of a run that takes exactly what the hardware's costs say."""
+    settings = settings_for(**PLAN)
+    timeline = predict_step(settings, program_of(settings), hardware_of(settings))
+    return load(traces_of(settings, timeline, tmp_path_factory.mktemp("plain"), steps=2))
+
+
+def adds_up(prediction: Prediction) -> bool:
+    return sum(prediction.explained.values()) == pytest.approx(prediction.measured - prediction.predicted, abs=1e-7)
+
+
+def test_settings_come_back(traces: tuple[RankTrace, ...]) -> None:
+    mine = settings_for(**PLAN)
+    found = settings_of(traces[1])
+    for section in ("model", "mesh", "plan", "data", "train", "run"):
+        assert getattr(found, section) == getattr(mine, section)
+
+
+def test_a_run_as_simulated_is_predicted(traces: tuple[RankTrace, ...]) -> None:
+    found = predict(traces, report(traces))
+    assert found.costs == "h200"
+    assert found.ratio == pytest.approx(1, abs=0.002)
+    assert adds_up(found)
+    for row in found.ops:
+        assert row.ratio == pytest.approx(1, abs=0.01) or row.measured < 1e-7, row
+    per_rank = {row.name: row.count for row in found.ops}
+    program = program_of(settings_for(**PLAN))
+    experts = sum(op.verb == "fwd" and op.part == "experts" for _, _, op in program)
+    assert per_rank["fwd experts moe"] == experts / 2
+    assert per_rank["step all"] == 1
+
+
+def test_contention_is_told_apart_and_the_ops_that_missed_come_first(tmp_path: Path) -> None:
+    settings = settings_for(**PLAN)
+    program, hardware = program_of(settings), hardware_of(settings)
+    plain = predict_step(settings, program, hardware)
+    costs = replace(_measured(traces_of(settings, plain, tmp_path)), friction=Friction({"a2a": 0.5}))
+    slowed = predict_step(settings, program, hardware, costs)
+    real = load(traces_of(settings, slowed, tmp_path))
+    null = load(traces_of(settings, plain, tmp_path, transport="null"))
+    tax = compare(report(real), report(null), real, null)
+    found = predict(real, report(real), tax=tax)
+    assert adds_up(found)
+    assert found.measured == pytest.approx(float(slowed.makespan), rel=1e-3)
+    assert found.predicted == pytest.approx(float(plain.makespan), rel=1e-3)
+    gained = max(float(a.busy) - float(b.busy) for a, b in zip(slowed.ranks, plain.ranks, strict=True))
+    assert found.explained["contention"] == pytest.approx(tax.parts["compute"])
+    assert found.explained["longer compute"] + found.explained["contention"] <= gained * 1.01
+    missed = [abs(row.missed) for row in found.ops]
+    assert missed == sorted(missed, reverse=True)
+    assert found.ops[0].ratio > 1.05
+    calibrated = predict(real, report(real), calibrate(real, null))
+    assert calibrated.ratio == pytest.approx(1, abs=0.01)
+
+
+def _measured(paths: list[Path]) -> Any:
+    return calibrate(load(paths))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: {}, "says nothing about settings"),
+        (lambda run: run | {"version": 2}, "has version 2, this hocket reads version 1"),
+        (lambda run: run | {"settings": 3}, "has no settings"),
+        (lambda run: _without(run, "mesh", "ep"), "settings.mesh lacks ep, so it was written by another version"),
+        (lambda run: _with(run, "mesh", "tp", 2), "settings.mesh has an unknown tp"),
+    ],
+)
+def test_traces_of_other_programs_and_versions_are_refused(
+    traces: tuple[RankTrace, ...], change: Any, message: str
+) -> None:
+    changed = [replace(trace, run=change(dict(trace.run))) for trace in traces]
+    with pytest.raises(ValueError, match=message):
+        predict(changed, report(traces))
+
+
+def test_a_trace_without_the_plans_ops_is_refused(traces: tuple[RankTrace, ...]) -> None:
+    bare = [replace(trace, op=np.full(len(trace), trace.words.index(""))) for trace in traces]
+    with pytest.raises(ValueError, match="none of the ops of its plan"):
+        predict(bare, report(traces))
+
+
+def _with(run: dict[str, Any], section: str, name: str, value: Any) -> dict[str, Any]:
+    settings = {**run["settings"], section: {**run["settings"][section], name: value}}
+    return {**run, "settings": settings}
+
+
+def _without(run: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+    kept = {key: value for key, value in run["settings"][section].items() if key != name}
+    return {**run, "settings": {**run["settings"], section: kept}}
