@@ -28,8 +28,10 @@ if TYPE_CHECKING:  # the list of contenders is shown without loading torch
 class Contender(Protocol):
     """A program that can do the steps of a workload, resident on this rank."""
 
-    settings: Mapping[str, str]
-    """Everything a reader needs to repeat it, beside the workload; printed and stored."""
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Everything a reader needs to repeat it, beside the workload; printed and stored."""
+        ...
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """One step. Returns this rank's mean loss, 0-dim, 0 on ranks without the head.
@@ -60,8 +62,8 @@ class Entry:
     """Whether it runs on GPUs only."""
     pp: Literal["one", "many", "any"] = "one"
     """Whether it runs without a pipeline (mesh.pp = 1), with one only, or both."""
-    model: Literal["dense", "moe", "any"] = "any"
-    """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1)."""
+    model: Literal["dense", "moe", "whole", "any"] = "any"
+    """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1); `whole`: not on several ranks."""
     bound: bool = False
     """Whether it leaves out communication, so that its losses mean nothing."""
 
@@ -74,7 +76,7 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_sequential": Entry(f"{_OURS}:sequential", "hocket, one microbatch after the other", pp="any"),
     "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
-    "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel"),
+    "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel", model="whole"),
     "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),
     "fsdp2_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_fp32", "torch fully_shard, defaults, fp32 reduce"),
     "fsdp2_tuned": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned", "torch fully_shard, explicit prefetch"),
@@ -113,6 +115,8 @@ def why_not(name: str, config: Config) -> str:
         problem = "knows no MoE layers, and the model has them; fix: model.experts = 0, or leave it out"
     elif entry.model == "moe" and (not moe or ep == 1):
         problem = f"needs experts on several ranks, and mesh.ep = {ep}; fix: mesh.ep = 2 or more, or leave it out"
+    elif entry.model == "whole" and ep > 1:
+        problem = f"knows no expert parallelism, and mesh.ep = {ep}; fix: mesh.ep = 1, or leave it out"
     elif entry.package:
         problem = _package_problem(entry.package)
     return f"against = {name} (command line): {problem}" if problem else ""

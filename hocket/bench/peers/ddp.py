@@ -19,12 +19,7 @@ BUCKET_MB = 100
 
 
 def ddp(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """DDP over all ranks. Raises ValueError if experts are spread over ranks."""
-    if workload.mesh.ep > 1:
-        raise ValueError(
-            f"against = ddp (command line): knows no expert parallelism, and mesh.ep = {workload.mesh.ep}; "
-            "fix: mesh.ep = 1, or leave it out"
-        )
+    """DDP over all ranks."""
     model = plain_model(workload, rank)
     materialize(model, workload, rank, device)
     optimizer = MainWeights(dict(model.named_parameters()), workload, rank) if workload.optimizer else None

@@ -153,19 +153,19 @@ class Fsdp2:
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         losses = []
-        model = self.model
-        assert isinstance(model, FSDPModule)
+        sharded = self.model
+        assert isinstance(sharded, FSDPModule)
         for number, microbatch in enumerate(microbatches, 1):
             last = number == len(microbatches)
-            model.set_is_last_backward(last)
+            sharded.set_is_last_backward(last)
             if self.late_reduce:
-                model.set_requires_gradient_sync(last)
-            loss = model(microbatch.ids, microbatch.targets)
+                sharded.set_requires_gradient_sync(last)
+            loss = self.model(microbatch.ids, microbatch.targets)
             (loss / len(microbatches)).backward()
             losses.append(loss.detach())
         for optimizer in self.optimizers:
             optimizer.step()
-        model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         return torch.stack(losses).mean()
 
     def close(self) -> None:

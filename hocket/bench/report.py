@@ -1,0 +1,179 @@
+"""What a benchmark found, as text for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hocket.bench.contender import CONTENDERS
+from hocket.bench.gate import Verdict
+from hocket.bench.measure import Block
+from hocket.bench.stats import Ratio, noise, off_clock, ratio
+from hocket.bench.workload import Workload
+from hocket.config import Config
+from hocket.plan.cost import HARDWARE
+
+MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload's figures."""
+
+    workload: Workload
+    verdict: Verdict
+    settings: Mapping[str, Mapping[str, str]]
+    """By contender."""
+    blocks: Mapping[str, Sequence[Block]]
+    """By contender, one per round."""
+    resident: Mapping[str, int]
+    """Bytes that a contender holds between steps, by contender, on rank 0."""
+    phases: Mapping[str, float]
+    """Seconds."""
+    hardware: str
+    """Name of the GPU, or `CPU`."""
+
+    def seconds(self, name: str) -> list[float]:
+        """Each block's median step."""
+        return [block.median for block in self.blocks[name]]
+
+    def step(self, name: str) -> float:
+        """Median over blocks."""
+        return statistics.median(self.seconds(name))
+
+    def over(self, name: str, other: str) -> Ratio:
+        """How many times faster `name` is than `other`."""
+        return ratio(self.seconds(other), self.seconds(name))
+
+    def noise(self, *names: str) -> float:
+        """A against A: the largest of these contenders'."""
+        return max(noise(self.seconds(name)) for name in names)
+
+    def tflops(self, name: str) -> float:
+        """Model TFLOP/s per rank."""
+        return self.workload.flops / self.step(name) / self.workload.mesh.world / 1e12
+
+    def mfu(self, name: str) -> float | None:
+        """Share of the peak; None where that is not known."""
+        peak = next((hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in self.hardware.upper()), None)
+        known = peak is not None and self.workload.config.train.dtype == "bf16"
+        return 1e12 * self.tflops(name) / peak if known and peak else None
+
+    def peak(self, name: str) -> int:
+        """Largest memory of this contender alone: what it holds between steps, and what a step adds."""
+        return self.resident[name] + max(block.peak_bytes for block in self.blocks[name])
+
+    def bound(self) -> str:
+        """The bound that everybody is compared with; empty without one."""
+        return next((name for name in ("bound", "hocket_null") if name in self.blocks), "")
+
+    def best_peer(self) -> str:
+        """The fastest contender that is neither a bound nor hocket; empty without one."""
+        peers = [name for name in self.blocks if not CONTENDERS[name].bound and not name.startswith("hocket")]
+        return min(peers, key=self.step, default="")
+
+
+def workload_text(workload: Workload) -> str:
+    """One workload as a line."""
+    c, mesh = workload.config, workload.mesh
+    step = "forward, backward and AdamW" if workload.optimizer else "forward and backward"
+    slow = ", emulated network" if c.train.transport == "slow" else ""
+    return (
+        f"WORKLOAD {c.run.name}: {c.model.layers} layers, pp {mesh.pp} x dp {mesh.dp} (ep {mesh.ep}), "
+        f"{c.train.microbatches} x {workload.tokens_per_microbatch:,} tokens per rank and step in sequences of "
+        f"{c.data.sequence_length:,}, {c.train.dtype}, {step}, no clipping, "
+        f"compile {'on' if workload.compile else 'off'}{slow}"
+    )
+
+
+def settings_text(settings: Mapping[str, Mapping[str, str]]) -> str:
+    """What a reader needs to repeat every contender."""
+    lines = ["SETTINGS"]
+    for name, items in settings.items():
+        lines.append(f"  {name}")
+        lines += [f"    {key}: {value}" for key, value in items.items()]
+    return "\n".join(lines)
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """The gate's result as a line."""
+    if len(verdict.curves) < 2:
+        return "GATE     nothing to compare: fewer than two contenders compute losses that mean something"
+    steps = len(next(iter(verdict.curves.values())))
+    weak = "" if verdict.fall > 3 * verdict.tolerance else "; it shows little, the loss hardly changed"
+    return (
+        f"GATE     {', '.join(verdict.curves)}: same losses over {steps} steps of {verdict.layers} layers, at most "
+        f"{verdict.worst:.1e} apart (allowed {verdict.tolerance:g}), while they changed by {verdict.fall:.1e}{weak}"
+    )
+
+
+def table(measured: Measured) -> str:
+    """The result for a terminal."""
+    bound, best = measured.bound(), measured.best_peer()
+    head = ["contender", "step ms", "TFLOP/s", "MFU"]
+    head += [f"share of {bound}"] if bound else []
+    head += [f"speed over {best}"] if best else []
+    head += ["A/A noise", "GiB", "MHz", "W"]
+    rows = []
+    for name, blocks in measured.blocks.items():
+        mfu = measured.mfu(name)
+        row = [name, f"{1e3 * measured.step(name):.1f}", f"{measured.tflops(name):.1f}", f"{mfu:.1%}" if mfu else "-"]
+        row += [str(measured.over(name, bound))] if bound else []
+        row += [str(measured.over(name, best))] if best else []
+        row += [f"{measured.noise(name):.2%}", f"{measured.peak(name) / 2**30:.1f}"]
+        clocks = [block.clock_mhz for block in blocks]
+        row += [_number(clocks) + "*" * any(off_clock(clocks)), _number([block.watts for block in blocks])]
+        rows.append(row)
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(r)) for r in (head, *rows)
+    ]
+    count, steps = len(next(iter(measured.blocks.values()))), len(next(iter(measured.blocks.values()))[0].seconds)
+    notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are 95 % bootstrap; MFU = {MFU}"]
+    if any("*" in row[-2] for row in rows):
+        notes.append("* a block ran at a clock more than 2 % from the others of this contender")
+    return "\n".join(["RESULT", *(f"  {line}" for line in (*lines, *notes))])
+
+
+def _number(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0f}" if known else "-"
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """Everything, for the result file."""
+    workload = measured.workload
+    sections = [f.name for f in dataclasses.fields(Config)]
+    rows = {}
+    for name, blocks in measured.blocks.items():
+        others = [other for other in measured.blocks if other != name]
+        rows[name] = {
+            "settings": dict(measured.settings[name]),
+            "seconds": measured.step(name),
+            "tokens_per_second": workload.tokens / measured.step(name),
+            "tflops_per_gpu": measured.tflops(name),
+            "mfu": measured.mfu(name),
+            "speed_over": {other: dataclasses.asdict(measured.over(name, other)) for other in others},
+            "noise": measured.noise(name),
+            "resident_bytes": measured.resident[name],
+            "peak_bytes": measured.peak(name),
+            "blocks": [dataclasses.asdict(block) for block in blocks],
+            "off_clock": off_clock([block.clock_mhz for block in blocks]),
+        }
+    return {
+        "config": {section: dataclasses.asdict(getattr(workload.config, section)) for section in sections},
+        "optimizer": workload.optimizer,
+        "compile": workload.compile,
+        "emulated_network": workload.config.train.transport == "slow",
+        "tokens_per_step": workload.tokens,
+        "flops_per_step": workload.flops,
+        "mfu_formula": MFU,
+        "bound": measured.bound(),
+        "best_peer": measured.best_peer(),
+        "gate": dataclasses.asdict(measured.verdict),
+        "phases": dict(measured.phases),
+        "contenders": rows,
+    }

@@ -1,0 +1,131 @@
+"""`hocket bench`: hocket, its bound and other programs take turns on the same step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hocket.bench.contender import CONTENDERS, find, why_not
+from hocket.commands.options import RecipeOptions, parse
+from hocket.config import Config
+from hocket.leaves import problem
+from hocket.resolve import Settings, replace_leaf, stop_if
+
+
+@dataclass(frozen=True)
+class Bench(RecipeOptions):
+    """Measure the step of a recipe: hocket against others, in turns, on the same ranks."""
+
+    against: str = ""
+    """Other contenders, with commas between them; empty takes the bounds and what fits the recipe."""
+    blocks: int = 4
+    """Blocks of each contender; more of them make intervals narrower."""
+    steps: int = 4
+    """Timed steps of a block."""
+    gate_steps: int = 8
+    """Steps over which all contenders must have the same losses before anything is timed."""
+    optimizer: Literal["on", "off"] = "on"
+    """Whether the optimizer is part of the step; off leaves forward, backward and gradient reduction."""
+    compile: Literal["on", "off"] = "off"
+    """Whether contenders made of the plain stack compile their layers; hocket runs eagerly."""
+    lengths: tuple[int, ...] = ()
+    """Sequence lengths to measure one after the other; empty takes the recipe's."""
+    out: str = ""
+    """JSON file to write the result to."""
+    commit: str = ""
+    """Name of this version for the result, where there is no repository."""
+
+
+def run(words: list[str]) -> int:
+    """Measure, or list the contenders. Returns the exit code."""
+    if words == ["--list"]:
+        print(contenders())
+        return 0
+    options, origins = parse(Bench, "bench", words)
+    config = for_bench(options, origins)
+    names = chosen(options.against, config)
+    find(names)
+    from hocket import launch
+    from hocket.bench.run import Bench as Measurement
+    from hocket.bench.run import bench_rank
+
+    settings, worker = launch.arrive(config, origins)
+    check(names, settings, origins)
+    measurement = Measurement(
+        names=names,
+        lengths=options.lengths or (config.data.sequence_length,),
+        blocks=options.blocks,
+        steps=options.steps,
+        gate_steps=options.gate_steps,
+        optimizer=options.optimizer == "on",
+        compile=options.compile == "on",
+        out=options.out,
+        commit=options.commit,
+    )
+    return launch.work(settings, worker, functools.partial(bench_rank, measurement, say))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def contenders() -> str:
+    """Everybody who can take part, one per line."""
+    width = max(map(len, CONTENDERS))
+    needs = {name: f" (needs {entry.package})" if entry.package else "" for name, entry in CONTENDERS.items()}
+    return "\n".join(f"{name:{width}}  {entry.about}{needs[name]}" for name, entry in CONTENDERS.items())
+
+
+def for_bench(options: Bench, origins: dict[str, str]) -> Config:
+    """The recipe without what a benchmark leaves out. Raises ValueError for options that make no sense."""
+    counts = {name: getattr(options, name) for name in ("blocks", "steps", "gate_steps")}
+    problems = [_bad(name, count, "out of range", "1 or more") for name, count in counts.items() if count < 1]
+    if any(length < 1 for length in options.lengths):
+        problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "out of range", "1 or more each"))
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        problems.append(_bad("out", options.out, "cannot be written (no such folder)", "name a file in a folder"))
+    config = options.config
+    if "train.clip" in origins and config.train.clip:
+        fix = "leave it out: benchmarks never clip"
+        problems.append(problem("train.clip", config.train.clip, origins, "contenders clip differently", fix))
+    stop_if(problems)
+    config = replace_leaf(config, "train.clip", 0.0)
+    return config if config.run.folder else replace_leaf(config, "run.folder", f"runs/bench-{config.run.name}")
+
+
+def chosen(against: str, config: Config) -> tuple[str, ...]:
+    """The names of all who take part; hocket always does."""
+    names = [name.strip() for name in against.split(",") if name.strip()]
+    if not names:
+        if config.mesh.pp > 1:
+            names = ["hocket", "hocket_sequential", "hocket_interleaved", "hocket_null"]
+        elif config.mesh.ep > 1:
+            names = ["bound", "ep_sync", "hocket", "hocket_null"]
+        else:
+            names = ["bound", "fsdp2", "fsdp2_tuned", "hocket", "hocket_null"]
+    return tuple(names if "hocket" in names else ["hocket", *names])
+
+
+def check(names: tuple[str, ...], settings: Settings, origins: dict[str, str]) -> None:
+    """Raise ValueError, before anything starts, for contenders and settings that do not go together."""
+    problems = [reason for name in names if (reason := why_not(name, settings))]
+    others = [name for name in names if not name.startswith("hocket")]
+    transport = settings.train.transport
+    if transport == "null":
+        reason, fix = "leaves out communication for hocket alone", "--against hocket_null measures that"
+        problems.append(problem("train.transport", transport, origins, reason, fix))
+    if transport == "slow" and others:
+        reason, fix = f"slows hocket alone, and {', '.join(others)} would run at full speed", "only hocket contenders"
+        problems.append(problem("train.transport", transport, origins, reason, fix))
+    if others and settings.model.tied:
+        problems.append(problem("model.tied", True, origins, "the plain stack cannot tie", "model.tied = False"))
+    if others and settings.model.bias_rate:
+        reason, fix = "the plain stack does not move balance biases", "--model.bias_rate 0"
+        problems.append(problem("model.bias_rate", settings.model.bias_rate, origins, reason, fix))
+    stop_if(problems)
+
+
+def _bad(name: str, value: object, reason: str, fix: str) -> str:
+    return problem(name, value, {name: f"command line, --{name}"}, reason, fix)
