@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.config import Config
+from hocket.config import LABELS, Config
 from hocket.leaves import problem
 from hocket.resolve import Settings
 from hocket.train.flat_shard import FlatShard, Piece
@@ -84,7 +84,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     meta = {
         "format": FORMAT, "step": step, "position": position, "world": settings.world,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "config": _config(settings), "files": sums,
+        "network": LABELS.get(settings.train.transport, "real"), "config": _config(settings), "files": sums,
     }  # fmt: skip
     _together(lambda: _publish(temporary, final, meta, settings.train.keep) if rank == 0 else None, settings)
     return final

@@ -59,7 +59,7 @@ def main(paths: Sequence[str]) -> None:
 
     try:
         figures = to_json(report(load([Path(path) for path in paths])))
-        lines = [*warnings(figures), headline(figures), *figures["notes"]]
+        lines = [*warnings(figures), headline(figures)]
         reading = Reading("\n".join(lines), figures["step"]["exposed_share"])
     except TraceError as error:
         reading = Reading(problem=str(error))

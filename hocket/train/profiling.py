@@ -32,6 +32,10 @@ def window_of(profile: tuple[int, ...], done: int, steps: int) -> range:
     return range(first, first + count) if first > done else range(0)
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class ProfileWindow:
     """Records the steps that `train.profile` names, has the traces read, and tells `metrics` what they say.
 
@@ -44,10 +48,10 @@ class ProfileWindow:
     ) -> None:
         self._settings, self._rank, self._engine, self._metrics, self._stop = settings, rank, engine, metrics, stop
         self.steps = window_of(settings.train.profile, done, settings.train.steps)
-        self._next = done + 1
         self._recording: Recording | None = None
         self._step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._reader: TraceReader | None = None
+        self._problem = ""
         if settings.train.profile and not self.steps:
             shown = " ".join(map(str, settings.train.profile))
             metrics.say(f"note     train.profile = {shown}: no effect: the run goes on behind its first step")
@@ -60,7 +64,8 @@ class ProfileWindow:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._drop("the run ended inside the profiled window; there is no trace")
+        if self._drop():
+            self._say("note     the run ended inside the profiled window; there is no trace")
         if self._reader is not None:
             deadline = time.monotonic() + min(PATIENCE, self._settings.train.hang_timeout / 2)
             while kind is None and self._reader is not None and not self._stop and time.monotonic() < deadline:
@@ -74,7 +79,7 @@ class ProfileWindow:
         if not self.steps or not self.steps[0] - 1 <= step <= self.steps[-1]:
             return
         try:
-            if self._recording is None and step <= self.steps[0]:
+            if self._recording is None and step <= self.steps[0] and not self._problem:
                 self._remove_old()
                 self._recording = Recording(self._engine, self._rank)
                 self._recording.prepare()
@@ -84,7 +89,8 @@ class ProfileWindow:
                 self._step = self._recording.step(step)
                 self._step.__enter__()
         except Exception as error:
-            self._drop(f"the profiler does not work here: {error}")
+            self._drop()
+            self._problem = f"was not recorded ({_first_line(error)})"  # told behind the window, with other ranks'
 
     def after(self, step: int) -> None:
         """Call after step `step`, once its loss is known."""
@@ -96,16 +102,14 @@ class ProfileWindow:
 
     def _write(self) -> None:
         """Write this rank's trace; once all ranks have, have them read."""
-        problem = "was not recorded"
-        if self._recording is not None:
-            recording, self._recording = self._recording, None
+        recording, self._recording = self._recording, None
+        if recording is not None:
             try:
                 recording.stop()
                 recording.write(self.path(self._rank))
-                problem = ""
             except Exception as error:
-                problem = f"cannot be written ({error})"
-        problems = everyone(problem)  # a rank that goes on would only wait for the others in the next step
+                self._problem = f"cannot be written ({_first_line(error)})"
+        problems = everyone(self._problem)  # a rank that goes on would only wait for the others in the next step
         for rank, text in enumerate(problems):
             if text:
                 self._say(f"note     the trace of rank {rank} {text}")
@@ -113,9 +117,13 @@ class ProfileWindow:
         seen = [self.path(rank) for rank, text in enumerate(problems) if not text and self.path(rank).exists()]
         if self._rank == 0 and seen:
             steps = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
-            missing = "" if len(seen) == len(problems) else f" of {len(problems)}; this host sees no others"
-            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{missing}")
-            self._reader = TraceReader(seen)
+            written = problems.count("")
+            elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
+            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}")
+            try:
+                self._reader = TraceReader(seen)
+            except OSError as error:
+                self._say(f"note     the traces cannot be read: {error}")
 
     def _read(self, timeout: float = 0.0) -> None:
         """Tell what the traces say, if they have been read."""
@@ -145,10 +153,10 @@ class ProfileWindow:
             for path in (folder / name, folder / f"{name}.tmp", folder / f"{name}.text.tmp"):
                 path.unlink(missing_ok=True)
 
-    def _drop(self, why: str) -> None:
-        """Stop recording without a trace."""
-        if self._recording is not None:
-            recording, self._recording = self._recording, None
+    def _drop(self) -> bool:
+        """Stop recording without a trace. Returns whether anything was being recorded."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
             with contextlib.suppress(Exception):
                 recording.stop()
-            self._say(f"note     {why}")
+        return recording is not None

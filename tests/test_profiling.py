@@ -1,0 +1,184 @@
+"""Recorded windows: what the traces say about themselves, what the run says about them, and that neither ends a run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.train.exposed import TraceReader
+from hocket.train.profiling import WARM_UP, window_of
+from hocket.train.recording import Recording, describe
+from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, text_in, wait_for
+from tests.ranks.test_lane_orders import microbatches_of
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def trace_of(folder: Path, rank: int, run: str = "tiny") -> dict[str, Any]:
+    return json.loads(gzip.decompress((folder / f"runs/{run}/traces/rank{rank}.json.gz").read_bytes()))
+
+
+def annotations(trace: dict[str, Any]) -> Counter[str]:
+    return Counter(e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation")
+
+
+def records(folder: Path, run: str = "tiny") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"runs/{run}/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("profile", "done", "steps", "window"),
+    [
+        ((), 0, 10, []),
+        ((3, 2), 0, 10, [3, 4]),
+        ((3, 2), 2, 10, [3, 4]),
+        ((3, 2), 3, 10, []),
+        ((0, 2), 0, 100, [WARM_UP + 1, WARM_UP + 2]),
+        ((0, 2), 50, 100, [51 + WARM_UP, 52 + WARM_UP]),
+        ((0, 2), 0, 4, [3, 4]),
+        ((0, 2), 9, 10, [10]),
+        ((0, 2), 10, 10, []),
+    ],
+)
+def test_a_window_lies_behind_the_start_and_before_the_end(profile, done, steps, window):
+    assert list(window_of(profile, done, steps)) == window
+
+
+def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
+    stale = tmp_path / "runs/tiny/traces"
+    stale.mkdir(parents=True)
+    (stale / "rank9.json.gz").write_text("of an earlier run on more ranks")
+    (stale / "rank2.json.gz.tmp").write_text("of an earlier run that was killed")
+    words = [*SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "60", "--profile"]
+    ended = hocket(tmp_path, "train", *words)
+    assert ended.code == 0, ended
+    assert f"trace    runs/tiny/traces: steps {WARM_UP + 1} to {WARM_UP + 2} of 4 ranks" in ended.out
+    assert "trace    A step takes" in ended.out
+    assert "trace    more: hocket trace runs/tiny" in ended.out
+    last = [r for r in records(tmp_path) if "loss" in r][-1]
+    assert 0 < last["exposed"] < 1
+    assert f"exposed {100 * last['exposed']:.0f} %" in ended.out
+    assert "exposed" not in records(tmp_path)[WARM_UP]
+    assert sorted(path.name for path in stale.iterdir()) == [f"rank{rank}.json.gz" for rank in range(4)]
+    for rank in range(4):
+        trace = trace_of(tmp_path, rank)
+        seen = annotations(trace)
+        about = trace["hocket"]
+        assert about["settings"]["mesh"] == {"pp": 2, "dp": 2, "ep": 2}
+        assert about["coordinates"] == {"pp": rank // 2, "dp": rank % 2, "edp": 0, "ep": rank % 2}
+        assert (about["version"], about["transport"], about["label"], about["rank"]) == (1, "gloo", "", rank)
+        assert about["versions"]["torch"] == torch.__version__
+        assert about["parameters"] > 1000
+        assert sorted(n for n in seen if n.startswith("hocket")) == ["hocket step 4", "hocket step 5"]
+        assert seen["step all"] == 2
+        assert seen["fwd attn m0 c0 l0"] == (2 if rank < 2 else 0)
+        waits = {name.removeprefix("wait ") for name in seen if name.startswith("wait ")}
+        assert waits
+        assert waits <= seen.keys(), "a wait is for an op of the plan"
+
+
+def test_traces_of_a_run_without_communication_and_of_an_emulated_network_say_so(tmp_path):
+    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
+    ended = hocket(tmp_path, "train", *words, "--train.transport", "null")
+    assert "NULL TRANSPORT" in ended.out, ended
+    assert trace_of(tmp_path, 1, "tiny-null")["hocket"]["label"] == "no communication"
+    slow = ["--train.transport", "slow", "--train.slow_latency", "0.001"]
+    ended = hocket(tmp_path, "train", *words, *slow)
+    assert "EMULATED NETWORK" in ended.out, ended
+    assert "emulated network: validation loss" in ended.out
+    assert trace_of(tmp_path, 1)["hocket"]["label"] == "emulated network"
+    assert {(r["transport"], r["label"]) for r in records(tmp_path)} == {("slow", "emulated network")}
+    saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
+    assert saved["network"] == "emulated network"
+
+
+def test_a_trace_that_cannot_be_made_does_not_end_the_run(tmp_path):
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/traces").write_text("a file where the folder should be")
+    ended = hocket(
+        tmp_path, "train", *SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"
+    )
+    assert ended.code == 0, ended
+    assert "note     the trace of rank 0 was not recorded ([Errno 20] Not a directory" in ended.out
+    assert "step 3  loss" in ended.out
+
+
+def test_an_interrupt_inside_the_window_leaves_no_trace(tmp_path):
+    words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
+    process = start(tmp_path, "train", *words, "--train.profile", "2", "99000")
+    wait_for(lambda: (tmp_path / "runs/tiny/metrics.jsonl").exists() and len(records(tmp_path)) > 3, "the window")
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.code == 0, ended
+    assert "note     the run ended inside the profiled window; there is no trace" in ended.out
+    assert not list(tmp_path.glob("runs/tiny/traces/*"))
+
+
+def test_profile_is_given_once(tmp_path):
+    ended = hocket(tmp_path, "train", "tiny", "--profile", "--train.profile", "3", "1")
+    assert ended.code == 2
+    assert (
+        "profile = True (command line, --profile): sets train.profile, and command line, --train.profile" in ended.err
+    )
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    path = tmp_path / "rank0.json.gz"
+    path.write_text("nothing")
+    reading = TraceReader([path]).poll(50)
+    assert reading is not None
+    assert str(path) in reading.problem
+    assert len(reading.problem.splitlines()) == 1
+
+
+def one_rank() -> tuple[Engine, Config]:
+    config = replace(recipe("tiny"), mesh=replace(recipe("tiny").mesh, pp=1, dp=1, ep=1))
+    plan = replace(config.plan, chunks=1, merge="off", defer_wgrad="off")
+    small = replace(config.model, layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, dense_layers=(0,))
+    config = resolve(replace(config, plan=plan, model=small))
+    cpu = torch.device("cpu")
+    return Engine(config, 0, cpu), config
+
+
+def test_ops_are_named_inside_the_window_only(tmp_path):
+    engine, config = one_rank()
+    engine.init_weights()
+    batch = microbatches_of(engine, config)
+    before = [c.run for c in engine.executor._ops]
+    recording = Recording(engine, 0)
+    recording.start()
+    assert all(c.run is not run for c, run in zip(engine.executor._ops, before, strict=True))
+    with recording.step(7):
+        engine.train_step(batch, 1e-3)
+    recording.stop()
+    assert all(c.run is run for c, run in zip(engine.executor._ops, before, strict=True))
+    engine.train_step(batch, 1e-3)
+    recording.write(tmp_path / "rank0.json.gz")
+    seen = annotations(json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes())))
+    assert seen["hocket step 7"] == 1
+    assert {str(op) for op in engine.program.ranks[0]} <= seen.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
+
+
+def test_names_that_the_profiler_would_spoil_are_changed(tmp_path):
+    engine, config = one_rank()
+    odd = replace(config, run=replace(config.run, name='a "b" \\ c\n', folder=str(tmp_path)))
+    name = describe(odd, engine, 0)["settings"]["run"]["name"]
+    assert name == "a 'b' / c"
