@@ -1,0 +1,118 @@
+"""The tax of two small runs whose numbers are worked out by hand, and pairs that must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.trace.align import load
+from hocket.trace.compare import compare, middle_steps
+from hocket.trace.data import RankTrace, Report, StepReport
+from hocket.trace.exposure import report
+from tests.trace.build import Trace
+from tests.trace.simulated import about, settings_for
+
+MICRO = 1e-6
+
+
+def run(path: Path, *, null: bool = False, hocket: bool = True, world: int = 1, scale: float = 1.0) -> RankTrace:
+    """One step of one rank, in microseconds.
+
+    With communication:    gemm 0-40, attention 50-110, gather 30-60 and 110-130, idle to 140, gemm 140-160
+    without:               gemm 0-30, attention 30-80, gemm 80-100
+    """
+    trace = Trace(0, world).group("gather_dense", range(world))
+    if hocket:
+        trace.metadata(hocket=about(settings_for(), 0, "null" if null else "nccl"))
+    gemms, attention = (((0, 30), (80, 100)), (30, 80)) if null else (((0, 40), (140, 160)), (50, 110))
+    names = ("fwd mlp m0 c0 l0", "bwd mlp m0 c0 l0")
+    for n, (start, end) in enumerate(gemms):
+        trace.kernel("nvjet_sm90", start * scale, end * scale, op="aten::mm", plan_op=names[n] if hocket else "")
+    start, end = attention
+    trace.kernel(
+        "flash_fwd_kernel",
+        start * scale,
+        end * scale,
+        op="aten::_scaled_dot_product_flash_attention",
+        plan_op="fwd attn m0 c0 l0" if hocket else "",
+    )
+    if not null:
+        for n, (start, end) in enumerate(((30, 60), (110, 130))):
+            more: dict[str, Any] = {"plan_op": f"gather dense t{n} c0 l0 s0"} if hocket else {}
+            trace.collective("_allgather_base", "gather_dense", start * scale, end * scale, **more)
+    trace.annotation("hocket step 3", -1, 200 * scale)
+    return load([trace.write(path)])[0]
+
+
+def pair(folder: Path, **more: Any) -> tuple[RankTrace, RankTrace]:
+    return run(folder / "real.json", **more), run(folder / "null.json", null=True, **more)
+
+
+def test_tax_and_its_parts(tmp_path: Path) -> None:
+    real, null = pair(tmp_path)
+    tax = compare(report([real]), report([null]), [real], [null])
+    assert tax.seconds == pytest.approx(160 * MICRO)
+    assert tax.null == pytest.approx(100 * MICRO)
+    assert tax.share == pytest.approx(0.6)
+    # compute 120 against 100; exposed 40-50 and 110-130; nothing at 130-140, for the gemm was launched when it started
+    expected = {"compute": 20, "exposed": 30, "host_bound": 10, "idle": 0}
+    assert tax.parts == pytest.approx({name: value * MICRO for name, value in expected.items()}, abs=1e-9)
+    assert sum(tax.parts.values()) == pytest.approx(tax.seconds - tax.null)
+
+
+def test_slow_downs_per_class_and_per_plan_op(tmp_path: Path) -> None:
+    real, null = pair(tmp_path)
+    tax = compare(report([real]), report([null]), [real], [null])
+    assert {row.name: row.share for row in tax.classes} == pytest.approx({"gemm": 60 / 50 - 1, "attention": 0.2})
+    assert [(row.name, round(row.share, 6)) for row in tax.ops] == [
+        ("fwd attn", 0.2), ("fwd mlp", round(40 / 30 - 1, 6)), ("bwd mlp", 0.0),
+    ]  # fmt: skip
+    assert tax.contention.share == pytest.approx(0.2)
+
+
+def test_kernels_by_name_outside_hocket(tmp_path: Path) -> None:
+    real, null = pair(tmp_path, hocket=False)
+    tax = compare(report([real]), report([null]), [real], [null])
+    assert {row.name: row.share for row in tax.ops} == pytest.approx({"nvjet_sm90": 0.2, "flash_fwd_kernel": 0.2})
+
+
+def test_the_median_of_the_slowest_ranks_steps_counts() -> None:
+    def step(number: int, rank: int, seconds: float) -> StepReport:
+        none: Mapping[Any, Any] = {}
+        times = dict(compute=seconds, communication=0.0, exposed=0.0, idle=0.0, host_bound=0.0)
+        more = dict(kinds=none, exposed_for=none, layers=none, classes=none)
+        return StepReport(rank=rank, step=number, seconds=seconds, **times, **more)  # type: ignore[arg-type]
+
+    steps = [step(1, 0, 5), step(1, 1, 7), step(2, 0, 9), step(2, 1, 1), step(3, 0, 2), step(3, 1, 3)]
+    whole = Report(sources=("x",), device="d", transport="", world=2, steps=tuple(steps), ops=())
+    assert [(s.step, s.rank) for s in middle_steps(whole)] == [(1, 1)]
+    assert whole.step_seconds == 7
+    even = replace(whole, steps=tuple(steps[:4]))
+    assert [(s.step, s.rank) for s in middle_steps(even)] == [(1, 1), (2, 0)]
+    with pytest.raises(ValueError, match="no whole step was recorded"):
+        middle_steps(replace(whole, steps=()))
+
+
+def test_pairs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    real, null = pair(tmp_path)
+    a, b = report([real]), report([null])
+    for one, other, message in (
+        (a, a, "its transport is nccl, not null"),
+        (b, b, "its transport is null, too"),
+        (a, replace(b, world=8), "8 ranks, the run to compare with has 1"),
+        (a, replace(b, device="cpu"), "ran on cpu, the other on NVIDIA H200"),
+        (a, replace(b, transport=""), "one of the two is of hocket and the other is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(one, other)
+    changed = {**null.run["settings"], "model": {**null.run["settings"]["model"], "hidden": 64}}
+    wide = replace(null, run={**null.run, "settings": changed})
+    with pytest.raises(ValueError, match=r"model.hidden = 64 \(.*null.json\): .*real.json has 128"):
+        compare(a, b, [real], [wide])
+    foreign = run(tmp_path / "foreign.json", hocket=False)
+    with pytest.raises(ValueError, match="its ranks communicate"):
+        compare(report([foreign]), report([foreign]))

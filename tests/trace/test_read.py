@@ -1,0 +1,225 @@
+"""Reading one trace: launches, nested annotations, threads, steps, and files that are no traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket.trace import TraceError, load
+from hocket.trace.data import RankTrace
+from hocket.trace.read import read
+from tests.trace.build import MAIN, Trace
+
+US = 1e-6
+AUTOGRAD = 300
+
+
+def only(trace: RankTrace, name: str) -> int:
+    """The row of the one activity of a name."""
+    (row,) = np.flatnonzero([word == name for word in trace.text(trace.name)])
+    return int(row)
+
+
+def word(trace: RankTrace, column: str, name: str) -> str:
+    return trace.words[getattr(trace, column)[only(trace, name)]]
+
+
+def test_times_are_seconds_from_the_first_event(tmp_path: Path) -> None:
+    trace = read(Trace(zero=5e9).op("aten::mm", 0, 5).kernel("gemm", 12, 30, launched=2).write(tmp_path / "a.json"))
+    np.testing.assert_allclose([trace.start[0], trace.end[0], trace.launched[0]], [12 * US, 30 * US, 2 * US], atol=1e-9)
+
+
+def test_rows_ascend_by_start(tmp_path: Path) -> None:
+    made = Trace().kernel("late", 50, 60, launched=1).kernel("early", 10, 20, launched=2, stream=9)
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.text(trace.name) == ["early", "late"]
+    assert trace.text(trace.lane) == ["stream 9", "stream 7"]
+
+
+def test_gz_and_plain_json_read_the_same(tmp_path: Path) -> None:
+    made = Trace().kernel("gemm", 0, 10, op="aten::mm")
+    one, other = read(made.write(tmp_path / "a.json")), read(made.write(tmp_path / "a.json.gz"))
+    assert one.text(one.launcher) == other.text(other.launcher) == ["aten::mm"]
+
+
+def test_the_innermost_op_launched_it(tmp_path: Path) -> None:
+    made = (
+        Trace()
+        .op("aten::matmul", 0, 50)
+        .op("aten::mm", 10, 30)
+        .op("aten::empty", 12, 14)
+        .kernel("inside mm", 100, 110, launched=20)
+        .kernel("after mm", 110, 120, launched=40)
+        .kernel("after all", 120, 130, launched=60)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    assert [word(trace, "launcher", name) for name in ("inside mm", "after mm", "after all")] == [
+        "aten::mm", "aten::matmul", "",
+    ]  # fmt: skip
+
+
+def test_ops_of_another_thread_launched_nothing(tmp_path: Path) -> None:
+    made = Trace().op("aten::mm", 0, 50, thread=AUTOGRAD).kernel("k", 100, 110, launched=20, thread=MAIN)
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.text(trace.launcher) == [""]
+
+
+def test_annotations_around_the_launch_tell_op_and_layer(tmp_path: Path) -> None:
+    made = (
+        Trace()
+        .annotation("fwd attn m2 c1 l13", 0, 50)
+        .op("aten::mm", 10, 20)
+        .kernel("gemm", 60, 70, launched=15)
+        .annotation("fwd mlp m2 c1 l14", 60, 80)
+        .kernel("next", 90, 95, launched=65)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.text(trace.op) == ["fwd attn m2 c1 l13", "fwd mlp m2 c1 l14"]
+    assert trace.layer.tolist() == [13, 14]
+    assert trace.text(trace.lane) == ["compute", "compute"]
+
+
+def test_backward_kernels_belong_to_the_op_open_on_the_main_thread(tmp_path: Path) -> None:
+    made = (
+        Trace()
+        .annotation("bwd attn m0 c0 l3", 0, 50)
+        .op("autograd::engine::evaluate_function: MmBackward0", 10, 40, thread=AUTOGRAD)
+        .op("aten::mm", 15, 30, thread=AUTOGRAD)
+        .kernel("gemm", 60, 70, launched=20, thread=AUTOGRAD)
+        .kernel("too late", 80, 90, launched=55, thread=AUTOGRAD)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.text(trace.op) == ["bwd attn m0 c0 l3", ""]
+    assert trace.text(trace.launcher) == ["aten::mm", ""]
+
+
+def test_without_correlation_nothing_is_invented(tmp_path: Path) -> None:
+    trace = read(Trace().op("aten::mm", 0, 50).kernel("gemm", 10, 20, linked=False).write(tmp_path / "a.json"))
+    assert trace.text(trace.launcher) == [""]
+    assert np.isnan(trace.launched).all()
+    assert any("launches of 1 of 1" in note for note in trace.notes)
+
+
+def test_a_layer_can_come_from_a_module_annotation(tmp_path: Path) -> None:
+    made = (
+        Trace(world=2)
+        .group("mesh_dp", (0, 1))
+        .annotation("FSDP::pre_backward (model.layers.7)", 0, 100)
+        .annotation("FSDP::all_gather (model.layers.6)", 20, 60)
+        .collective("_allgather_base", "mesh_dp", 70, 90, launched=30, received=100)
+        .collective("_reduce_scatter_base", "mesh_dp", 100, 120, launched=80, sent=100)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.layer.tolist() == [6, 7]
+    assert trace.text(trace.kind) == ["gather", "reduce"]
+
+
+def test_steps_are_where_kernels_were_launched(tmp_path: Path) -> None:
+    made = (
+        Trace()
+        .kernel("warm up", 0, 5, launched=0)
+        .annotation("hocket step 3", 10, 20)
+        .annotation("hocket step 4", 20, 40)
+        .kernel("of 3", 15, 19, launched=12)
+        .kernel("of 3, late", 50, 60, launched=18)
+        .kernel("of 4", 60, 80, launched=25)
+        .kernel("after all", 90, 95, launched=90)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    assert trace.step.tolist() == [-1, 0, 0, 1, -1]
+    assert [step.number for step in trace.steps] == [3, 4]
+    found = [(step.start, step.end) for step in trace.steps]
+    np.testing.assert_allclose(found, [(15 * US, 60 * US), (60 * US, 80 * US)], atol=1e-9)
+
+
+def test_profiler_steps_count_too(tmp_path: Path) -> None:
+    made = Trace().annotation("ProfilerStep#7", 0, 100).kernel("k", 150, 160, launched=50)
+    assert [step.number for step in read(made.write(tmp_path / "a.json")).steps] == [7]
+
+
+def test_a_trace_without_steps_is_one_step(tmp_path: Path) -> None:
+    trace = read(Trace().kernel("a", 0, 5).kernel("b", 10, 20).write(tmp_path / "a.json"))
+    assert trace.step.tolist() == [0, 0]
+    np.testing.assert_allclose(trace.steps[0].end - trace.steps[0].start, 20 * US, atol=1e-9)
+    assert any("no step is marked" in note for note in trace.notes)
+
+
+def test_rank_world_device_and_run(tmp_path: Path) -> None:
+    made = Trace(rank=3, world=8, device="NVIDIA H200").metadata(hocket={"version": 1, "transport": "nccl"})
+    trace = read(made.kernel("k", 0, 1).write(tmp_path / "a.json"))
+    assert (trace.rank, trace.world, trace.device) == (3, 8, "NVIDIA H200")
+    assert trace.run["transport"] == "nccl"
+
+
+def test_a_rank_can_come_from_the_name_of_the_file(tmp_path: Path) -> None:
+    document = Trace().kernel("k", 0, 1).document()
+    del document["distributedInfo"]
+    path = tmp_path / "rank3.json"
+    path.write_text(json.dumps(document))
+    assert (read(path).rank, read(path).world) == (3, 4)
+
+
+def test_groups_that_share_a_description_keep_their_ranks(tmp_path: Path) -> None:
+    made = Trace(world=4).kernel("k", 0, 1).document()
+    made["distributedInfo"]["pg_config"] = [
+        {"pg_name": "1", "pg_desc": "pp_fwd", "ranks": [0, 1]},
+        {"pg_name": "2", "pg_desc": "pp_fwd", "ranks": [3, 0]},
+        {"pg_name": "3", "pg_desc": "undefined", "ranks": [0, 2]},
+    ]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(made))
+    assert read(path).groups == {"pp_fwd": (0, 1), "pp_fwd #2": (3, 0), "group 3": (0, 2)}
+
+
+WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.json", b"", "the file is empty"),
+        ("cut.json", WHOLE[:-40].encode(), "ends in the middle"),
+        ("cut.json.gz", gzip.compress(WHOLE.encode())[:-30], "cut off or broken"),
+        ("half.json.gz", gzip.compress(WHOLE[: len(WHOLE) // 2].encode()), "ends in the middle"),
+        ("named.json.gz", WHOLE.encode(), "not gzip"),
+        ("text.json", b"hello there", "not JSON"),
+        ("binary.json", bytes(range(256)), "not JSON"),
+        ("list.json", b"[1, 2]", "JSON without traceEvents"),
+        ("other.json", b'{"a": 1}', "JSON without traceEvents"),
+        ("strange.json", b'{"traceEvents": [1, 2]}', "not as the PyTorch profiler writes it"),
+        ("no_name.json", b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]}', "not as the PyTorch profiler"),
+        ("nothing.json", b'{"traceEvents": []}', "no kernels and no torch ops"),
+    ],
+)
+def test_files_that_are_no_traces_give_one_clear_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=said) as raised:
+        load([path])
+    assert "\n" not in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_missing_files_and_folders_give_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"absent\.json: there is no such file"):
+        load([tmp_path / "absent.json"])
+    with pytest.raises(TraceError, match="this is a directory"):
+        load([tmp_path])
+    with pytest.raises(TraceError, match="no trace was given"):
+        load([])
+
+
+def test_the_host_side_alone_of_a_gpu_program_is_refused(tmp_path: Path) -> None:
+    path = Trace(world=2).annotation("nccl:all_reduce", 0, 10).op("aten::mm", 0, 5).write(tmp_path / "a.json")
+    with pytest.raises(TraceError, match=r"ProfilerActivity\.CUDA"):
+        read(path)
+
+
+def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
+    paths = [Trace().kernel("k", 0, 1).write(tmp_path / name) for name in ("a.json", "b.json")]
+    with pytest.raises(TraceError, match=r"b\.json: of rank 0, as is .*a\.json"):
+        load(paths)
