@@ -85,6 +85,18 @@ CONTENDERS: dict[str, Entry] = {
     "pipelining_1f1b": Entry(f"{_PEERS}.pipelining:one_f_one_b", "torch pipelining, 1F1B", pp="many"),
     "pipelining_interleaved": Entry(f"{_PEERS}.pipelining:interleaved", "torch pipelining, interleaved", pp="many"),
     "pipelining_zb": Entry(f"{_PEERS}.pipelining:zero_bubble", "torch pipelining, zero-bubble V", pp="many"),
+    "megatron_core": Entry(
+        f"{_PEERS}.megatron_core:megatron_core", "megatron-core: schedules, DDP, sharded optimizer, expert overlap",
+        package="megatron-core==0.19.2", cuda=True, pp="any",
+    ),
+    "megatron_core_fp32": Entry(
+        f"{_PEERS}.megatron_core:megatron_core_fp32", "megatron-core, gradients in fp32",
+        package="megatron-core==0.19.2", cuda=True, pp="any",
+    ),
+    "megatron_core_sync": Entry(
+        f"{_PEERS}.megatron_core:megatron_core_sync", "megatron-core, synchronous expert all-to-all",
+        package="megatron-core==0.19.2", cuda=True, pp="any", model="moe",
+    ),
 }  # fmt: skip
 """Every contender by name."""
 

@@ -149,7 +149,7 @@ class MegatronCore:
             model = plain_model(workload, rank, layers=layers, first=first, last=last, exchange=rows)
             materialize(model, workload, rank, self.device)
             for name, param in model.named_parameters():
-                param.allreduce = not (".experts." in name and mesh.ep > 1)
+                param.allreduce = not (".experts." in name and mesh.ep > 1)  # pyrefly: ignore[missing-attribute]
             stage = Stage(self.config, model, number, Experts(rows, counts) if self.overlap else None)
             if self.delayed:
                 stage.announce_late_gradients()

@@ -120,6 +120,7 @@ class LateGradients:
             weight.value = param.detach()
             self.ready[weight] = (param, hook)
 
+    @torch.no_grad()  # gradients that came from another pipeline rank say that they require gradients
     def compute(self, queue: WgradQueue) -> None:
         """Compute what a node's backward left over; DDP adds it up and reduces full buckets."""
         found: dict[Weight, Tensor] = {}
@@ -189,23 +190,23 @@ class DenseParts:
         self.late_before = Late(part.late) if part.late else None
         self.late_inside = Late(part.late) if part.late else None
 
-    def before(self, node: Any, x_BSD: Tensor) -> Any:
+    def before(self, node: Any, x: Tensor) -> Any:
         self.part.wait()
         with gathering(self.late_before):
-            return self.layer.forward_attn(x_BSD)  # pyrefly: ignore[not-callable]
+            return self.layer.forward_attn(x)  # pyrefly: ignore[not-callable]
 
-    def inside(self, node: Any, x_BSD: Tensor) -> Tensor:
+    def inside(self, node: Any, x: Tensor) -> Tensor:
         with gathering(self.late_inside):
-            return self.layer.forward_mlp(x_BSD)  # pyrefly: ignore[not-callable]
+            return self.layer.forward_mlp(x)  # pyrefly: ignore[not-callable]
 
 
 class MoEParts(DenseParts):
     """What the nodes of a MoE layer compute."""
 
-    def before(self, node: Any, x_BSD: Tensor) -> Tensor:
+    def before(self, node: Any, x: Tensor) -> Tensor:
         self.part.wait()
         with gathering(self.late_before):
-            rows_RD, residual, shared, probs, routing = self.layer.forward_attn(x_BSD)  # pyrefly: ignore[not-callable]
+            rows_RD, residual, shared, probs, routing = self.layer.forward_attn(x)  # pyrefly: ignore[not-callable]
         state = node.layer_state
         # They skip the nodes between; their gradients come back to this node by the detached copies.
         state.residual, state.probs = node.detach(residual), node.detach(probs)
@@ -218,9 +219,9 @@ class MoEParts(DenseParts):
         splits = node.layer_state.splits = node.layer_state.counts.read()
         return self.part.experts.rows.move(rows_RD, splits.recv, splits.send)
 
-    def inside(self, node: Any, rows_RD: Tensor) -> Tensor:
+    def inside(self, node: Any, x: Tensor) -> Tensor:
         with gathering(self.late_inside):
-            return self.layer.forward_experts(rows_RD, node.layer_state.splits)  # pyrefly: ignore[not-callable]
+            return self.layer.forward_experts(x, node.layer_state.splits)  # pyrefly: ignore[not-callable]
 
     def combine(self, node: Any, rows_RD: Tensor) -> Tensor:
         state = node.layer_state
@@ -239,7 +240,7 @@ class Counts:
         sizes = torch.stack([sent_PL.sum(1), self.received_PL.sum(1)])
         self.host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=sizes.is_cuda)
         self.host.copy_(sizes, non_blocking=True)
-        self.copied = torch.cuda.Event()
+        self.copied = torch.Event(sizes.device)
         self.copied.record()
 
     def read(self) -> Splits:
