@@ -35,7 +35,7 @@ def trace_of(folder: Path, rank: int, run: str = "tiny") -> dict[str, Any]:
     return json.loads(gzip.decompress((folder / f"runs/{run}/traces/rank{rank}.json.gz").read_bytes()))
 
 
-def annotations(trace: dict[str, Any]) -> Counter[str]:
+def named(trace: dict[str, Any]) -> Counter[str]:
     return Counter(e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation")
 
 
@@ -79,7 +79,7 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
     assert sorted(path.name for path in stale.iterdir()) == [f"rank{rank}.json.gz" for rank in range(4)]
     for rank in range(4):
         trace = trace_of(tmp_path, rank)
-        seen = annotations(trace)
+        seen = named(trace)
         about = trace["hocket"]
         assert about["settings"]["mesh"] == {"pp": 2, "dp": 2, "ep": 2}
         assert about["coordinates"] == {"pp": rank // 2, "dp": rank % 2, "edp": 0, "ep": rank % 2}
@@ -171,7 +171,7 @@ def test_ops_are_named_inside_the_window_only(tmp_path):
     assert all(c.run is run for c, run in zip(engine.executor._ops, before, strict=True))
     engine.train_step(batch, 1e-3)
     recording.write(tmp_path / "rank0.json.gz")
-    seen = annotations(json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes())))
+    seen = named(json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes())))
     assert seen["hocket step 7"] == 1
     assert {str(op) for op in engine.program.ranks[0]} <= seen.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
