@@ -49,15 +49,15 @@ _OP_CLASS = _patterns(
     ("optimizer", r"_fused_(adam|sgd|adagrad|lamb)|_foreach_"),
     ("grouped gemm", r"grouped_mm"),
     ("attention", r"attention|flash|fmha"),
-    ("gemm", r"::_?(mm|bmm|mv|addmm|addbmm|baddbmm|addmv|matmul|linear|scaled_mm|convolution|cudnn_convolution)"),
+    ("gemm", r"::_?(mm|bmm|mv|addmm|addbmm|baddbmm|addmv|matmul|linear|scaled_mm|convolution|cudnn_convolution)(?![a-z])"),
     ("norm", r"(rms|layer|group|batch)_norm"),
-    ("indexing", r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique)"),
-    ("indexing", r"::_?(bincount|repeat_interleave|arange)"),
-    ("reduction", r"softmax|nll_loss|cross_entropy|::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|arg)"),
-    ("reduction", r"::_?(cumsum|any|all|prod|logsumexp)"),
+    ("indexing", r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique)(?![a-z])"),
+    ("indexing", r"::_?(bincount|repeat_interleave|arange)(?![a-z])"),
+    ("reduction", r"softmax|nll_loss|cross_entropy|::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|argmax|argmin)(?![a-z])"),
+    ("reduction", r"::_?(cumsum|any|all|prod|logsumexp)(?![a-z])"),
     ("copy", r"::_?(copy_|cat|to|to_copy|clone|contiguous|fill_|zero_|zeros|full|ones|stack)(_out)?$"),
-    ("elementwise", r"::_?(add|sub|rsub|mul|div|neg|pow|exp|log|sqrt|rsqrt|silu|gelu|relu|sigmoid|tanh|where|lerp)"),
-    ("elementwise", r"::_?(addcmul|addcdiv|abs|clamp|dropout|floor_divide|eq|ne|lt|le|gt|ge)(_|$)"),
+    ("elementwise", r"::_?(add|sub|rsub|mul|div|neg|pow|exp|log|sqrt|rsqrt|silu|gelu|relu|sigmoid|tanh|where|lerp)(?![a-z])"),
+    ("elementwise", r"::_?(addcmul|addcdiv|abs|clamp|dropout|floor_divide|eq|ne|lt|le|gt|ge)(?![a-z])"),
 )
 """Torch op -> class; the first that fits."""
 
@@ -150,7 +150,7 @@ def _by_group(description: str, collective: str, small: bool) -> Kind | None:
         return "tp"
     if words & {"pp", "pipe", "pipeline"}:
         return "pp"
-    if words & {"cp", "context"}:
+    if words & {"cp", "context"} and not words & {"data", "dp"}:
         return "other"
     if words & {"a2a", "ep", "expert", "experts", "moe"} and not words & {"gather", "reduce", "data", "dp", "edp"}:
         return "a2a"
