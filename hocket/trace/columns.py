@@ -29,7 +29,7 @@ def plain(lines: Sequence[Line]) -> str:
 
 def wrapped(text: str, width: int, style: str = "", hang: str = "") -> list[Line]:
     """A paragraph; lines after the first begin with `hang`. A number stays with its unit."""
-    text = re.sub(r"(?<=\d) (?=(ms|%)(\W|$))", "\N{NO-BREAK SPACE}", text)
+    text = re.sub(r"(?<=\d) (?=(s|ms|µs|%)(\W|$))", "\N{NO-BREAK SPACE}", text)
     parts = textwrap.wrap(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
     return [line(part.replace("\N{NO-BREAK SPACE}", " "), style) for part in parts]
 
@@ -87,7 +87,10 @@ def size(count: float) -> str:
 
 def rate(bandwidth: float | None) -> str:
     """Bytes per second as GB/s, without the unit."""
-    return UNKNOWN if bandwidth is None else f"{bandwidth / 1e9:.3g}" if bandwidth < 1e12 else f"{bandwidth / 1e9:,.0f}"
+    if bandwidth is None:
+        return UNKNOWN
+    value = bandwidth / 1e9
+    return "<0.1" if value < 0.1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def number(count: float) -> str:
@@ -97,9 +100,9 @@ def number(count: float) -> str:
 
 def short_kernel(name: str) -> str:
     """A kernel's name without types, arguments and namespaces; of a generic kernel also what it is made to do."""
-    if name.startswith("_ZN"):  # mangled: `_ZN7cutlass13device_kernelI...`
-        words = re.findall(r"(?<=\d)[A-Za-z_]\w*?kernel(?=[IE])", name)[:1] + re.findall(r"Gemm[A-Z][a-z]+", name)[:1]
-        return " ".join(words) or name
+    if mangled := re.match(r"_ZN(?:\d+[a-z_]\w*?(?=\d))*?\d+(\w*?kernel\w*?)(?=[IE])", name):
+        made = re.search(r"Gemm[A-Z][a-z]+", name)
+        return f"{re.sub(r'^.*[0-9](?=[A-Za-z_])', '', mangled.group(1))}{' ' + made.group() if made else ''}"
     inner = re.search(r"(\w*[Ff]unctor\w*|(?!gpu_)\b\w+_kernel_(?:cuda|impl))(?=[<({:,>]|$)", name.partition("<")[2])
     outer = re.sub(r"\(anonymous namespace\)::|^void ", "", name)
     outer = re.split(r"[<(]", outer, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or name

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hocket.plan.timeline import STYLE
+from hocket.plan.timeline import STYLE, duration
 from hocket.trace.as_json import to_json
-from hocket.trace.columns import milliseconds, percent
+from hocket.trace.columns import percent
 from hocket.trace.data import RankTrace, Report
 from hocket.trace.scene import COLORS, Scene, Word, draw, numbers
 from hocket.trace.table import warnings
@@ -48,7 +48,7 @@ def _scene(report: Report, traces: Sequence[RankTrace], step: int | None, width:
     figures = to_json(report)
     rows = [row for row in figures["by_rank_and_step"] if row["step"] == number]
     longest = max(rows, key=lambda row: row["rank_seconds"])
-    parts = [f"step {number}", f"{milliseconds(longest['rank_seconds'])} ms"]
+    parts = [f"step {number}", duration(longest["rank_seconds"])]
     if longest["communication_seconds"]:
         exposed = sum(row["exposed_share"] for row in rows) / len(rows)
         parts.append(f"communication exposed for {percent(exposed)}")

@@ -1,7 +1,7 @@
 """What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
 
 The rows are those of `plan/timeline.py`: for each rank its lanes, compute first, and below compute a strip that marks
-the exposed time. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
+exposed time, and time in which the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from hocket.trace.data import Floats, Ints, RankTrace
 from hocket.trace.intervals import Spans, clip, subtract, union
 
 COLORS = {
-    "compute": PLAN_COLORS["fwd"], **PLAN_COLORS, "tp": "#e2799b", "control": "#7f8ea3", "other": "#a39b8b",
-    "late": "#e3b341",
+    "compute": "#4a7fc9", **{name: PLAN_COLORS[name] for name in PLAN_COLORS if name != "exposed"}, "tp": "#e2799b",
+    "control": "#7f8ea3", "other": "#a39b8b", "exposed": PLAN_COLORS["exposed"], "late": "#e3b341",
 }  # fmt: skip
 """Colours by kind; compute of a plan's op has that of its verb. `late` is a host that has not launched yet."""
+
+ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
+"""Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
 
 GUTTER, _TOP, _GAP = 148, 56, 12
 _MAIN, _STRIP, _LOW = 24, 5, 11
 _NARROW = 1.0
 """What is narrower than this many pixels shares its pixels with others."""
 _SHADES = 8
+_GOOD_PART = 0.05
 
 
 class Box(NamedTuple):
@@ -79,20 +83,21 @@ class Lane(NamedTuple):
 
     name: str
     compute: bool
-    """Whether it computes for most of its busy time."""
+    """Whether it computes for most of its busy time, and for a good part of the rank's."""
     rows: Ints
 
 
 def lanes(trace: RankTrace) -> list[Lane]:
     """The lanes of a rank as they are shown: those that compute, then hocket's in its order, then the others."""
     seconds = trace.end - trace.start
-    computes = trace.of_kind("compute")
+    computes = np.where(trace.of_kind("compute"), seconds, 0.0)
     found = []
     for index in np.unique(trace.lane):
         rows = np.flatnonzero(trace.lane == index)
-        most = seconds[rows][computes[rows]].sum() > seconds[rows].sum() / 2
-        found.append(Lane(trace.words[index], bool(most), rows))
-    known = {name: n for n, name in enumerate(LANES)}
+        busy = computes[rows].sum()
+        much = busy > seconds[rows].sum() / 2 and busy > computes.sum() * _GOOD_PART
+        found.append(Lane(trace.words[index], bool(much), rows))
+    known: dict[str, int] = {name: n for n, name in enumerate(LANES)}
     return sorted(found, key=lambda lane: (not lane.compute, known.get(lane.name, len(known)), _natural(lane.name)))
 
 
@@ -119,6 +124,20 @@ def exposed(trace: RankTrace, start: float, end: float) -> Spans:
     return clip(subtract(union(trace.start[~computes], trace.end[~computes]), running), start, end)
 
 
+def idle(trace: RankTrace, start: float, end: float) -> Spans:
+    """Stretches between two times in which nothing runs on a rank."""
+    return subtract(np.array([[start, end]]), union(trace.start, trace.end))
+
+
+def late(trace: RankTrace, start: float, end: float) -> Spans:
+    """Of the idle stretches, until the host had launched what runs next: it was late."""
+    rests = idle(trace, start, end)
+    following = np.searchsorted(trace.start, rests[:, 1], side="left")
+    launched = np.append(trace.launched, np.nan)[np.minimum(following, len(trace))]
+    stop = np.clip(np.nan_to_num(launched, nan=-np.inf), rests[:, 0], rests[:, 1])
+    return union(rests[:, 0], stop)
+
+
 def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:
     """From the first start of a step on any rank to its last end."""
     steps = [step for trace in traces for step in trace.steps if step.number == number]
@@ -136,7 +155,7 @@ def draw(traces: Sequence[RankTrace], number: int, head: str, width: int = 1200)
     scene = Scene(width)
     chart = width - GUTTER - 12
     scale = chart / ((end - start) or 1.0)
-    top, used = _TOP, {"exposed"}
+    top, used = _TOP, {"exposed", "late"}
     for trace in traces:
         names = colors(trace)
         for n, lane in enumerate(_shown(trace, start, end)):
@@ -151,8 +170,9 @@ def draw(traces: Sequence[RankTrace], number: int, head: str, width: int = 1200)
             top += height + 2
             if n == 0:
                 scene.boxes.append(Box(GUTTER, top, chart, _STRIP, "lane"))
-                for box in _strip(exposed(trace, start, end), start, scale):
-                    scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=_STRIP))
+                for color, spans in (("exposed", exposed(trace, start, end)), ("late", late(trace, start, end))):
+                    for box in _strip(spans, color, start, scale):
+                        scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=_STRIP))
                 top += _STRIP + 2
         top += _GAP
     _frame(scene, head, (end - start, chart, top - _GAP), used)
@@ -173,29 +193,31 @@ def _bars(trace: RankTrace, lane: Lane, names: Sequence[str], view: tuple[float,
     left = (np.clip(trace.start[lane.rows], start, end) - start) * scale
     right = (np.clip(trace.end[lane.rows], start, end) - start) * scale
     narrow = right - left < _NARROW
-    shades: dict[str, Ints] = {}
-    for name in dict.fromkeys(names[row] for row in lane.rows[narrow]):
-        shades[name] = np.array([names[row] == name for row in lane.rows]) & narrow
-    yield from columns({name: (left[mask], right[mask]) for name, mask in shades.items()}, "short activities")
+    here = np.array([names[row] for row in lane.rows])
+    masks = {name: (here == name) & narrow for name in dict.fromkeys(here[narrow].tolist())}
+    yield from columns({name: (left[mask], right[mask]) for name, mask in masks.items()}, "short activities")
     for n in np.flatnonzero(~narrow):
         width = right[n] - left[n]
         row = int(lane.rows[n])
-        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, _title(trace, row))
+        told = _title(trace, row) if width >= 2 else ""  # nobody could point at it
+        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told)
 
 
-def _strip(spans: Spans, start: float, scale: float) -> Iterator[Box]:
-    """The bars of the exposed time."""
+def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box]:
+    """The bars of the strip below compute."""
     left, right = (spans[:, 0] - start) * scale, (spans[:, 1] - start) * scale
     narrow = right - left < _NARROW
     if narrow.any():
-        yield from columns({"exposed": (left[narrow], right[narrow])}, "short exposed stretches")
+        yield from columns({color: (left[narrow], right[narrow])}, f"short stretches: {ABSENT[color]}")
     for x, end in zip(left[~narrow].tolist(), right[~narrow].tolist(), strict=True):
-        yield Box(x, 0, end - x, 0, "exposed", 1.0, f"exposed for {duration((end - x) / scale)}")
+        yield Box(x, 0, end - x, 0, color, 1.0, f"{ABSENT[color]} for {duration((end - x) / scale)}")
 
 
 def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[Box]:
-    """Boxes for stretches too narrow to be seen, colour -> (left, right): every pixel has the colour that fills most of
-    it, as opaque as all fill it, and pixels that look alike are one box."""
+    """Boxes for stretches too narrow to be seen, colour -> (left, right).
+
+    Every pixel has the colour that fills most of it, as opaque as all fill it; pixels that look alike are one box.
+    """
     if not narrow:
         return
     width = int(max(right.max() for _, right in narrow.values())) + 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hocket.plan.timeline import duration
 from hocket.trace.as_json import by_launcher, to_json
 from hocket.trace.columns import (
     Line,
@@ -42,6 +43,8 @@ PARTS = (
     ("rest", "idle", "idle", "nothing runs: the next kernel waits for another lane or rank"),
 )
 """What a step consists of: name, title, colour, explanation. `rest` is idle without host bound."""
+
+OP_HEADS = ("op, and kernels it launched", "class", "count", "time", "of step", "exposed")
 
 STYLES = {"compute": "blue", "exposed": "bold red", "late": "yellow", "idle": "dim"}
 
@@ -110,20 +113,18 @@ def headline(figures: Figures) -> str:
     if step["rank_seconds"] == 0:
         return "The traces contain no step."
     if not step["communication_seconds"]:
-        text = f"A step takes {_ms(step['step_seconds'])}, without any communication."
+        text = f"A step takes {duration(step['step_seconds'])}, without any communication."
     else:
         text = (
-            f"A step takes {_ms(step['step_seconds'])}. Communication is exposed for {_ms(step['exposed_seconds'])} "
+            f"A step takes {duration(step['step_seconds'])}. Communication is exposed for {duration(step['exposed_seconds'])} "
             f"({percent(step['exposed_share'])}): {percent(step['hidden_fraction'])} of it is hidden."
         )
-    text += f" No compute runs for {_ms(step['absent_seconds'])} ({percent(step['absent_share'])})"
+    text += f" No compute runs for {duration(step['absent_seconds'])} ({percent(step['absent_share'])})"
     if step["host_bound_seconds"]:
-        text += (
-            f", in {_ms(step['host_bound_seconds'])} of which the host is late ({percent(step['host_bound_share'])})"
-        )
+        text += f", in {duration(step['host_bound_seconds'])} of which the host is late ({percent(step['host_bound_share'])})"
     text += "."
     if tax:
-        text += f" Without communication a step takes {_ms(tax['null_step_seconds'])}:"
+        text += f" Without communication a step takes {duration(tax['null_step_seconds'])}:"
         text += f" the tax is {percent(tax['tax_share'])}."
     return text
 
@@ -272,39 +273,59 @@ def _ops(figures: Figures, width: int) -> list[Line]:
     rows, styles = [], []
     for total, kernels in groups[:_LAUNCHERS]:
         name = total["launcher"] or "(launcher not known)"
-        if len(kernels) == 1 and len(both := f"{name}: {short_kernel(kernels[0]['kernel'])}") <= _TOGETHER:
+        if len(kernels) == 1 and len(both := together(name, kernels[0]["kernel"])) <= _TOGETHER:
             name, kernels = both, []
-        rows.append([name, *_op_cells(total)])
+        rows.append([name, *op_cells(total)])
         styles.append("")
         for kernel in kernels[:_KERNELS]:
-            rows.append(["  " + short_kernel(kernel["kernel"]), *_op_cells(kernel)])
+            rows.append(["  " + short_kernel(kernel["kernel"]), *op_cells(kernel)])
             styles.append("dim")
-    heads = ["op, and kernels it launched", "class", "count", "time", "of step", "exposed"]
-    body = [*grid(heads, rows, width, styles), *_more(groups, _LAUNCHERS, "op")]
+    body = [*grid(OP_HEADS, rows, width, styles), *_more(groups, _LAUNCHERS, "op")]
     return section("Costliest ops", "per step of one rank; milliseconds", body)
 
 
-def _op_cells(row: Figures) -> list[str]:
+def together(launcher: str, kernel: str) -> str:
+    """An op and its only kernel, once if they have one name, as on a CPU."""
+    short = short_kernel(kernel)
+    return launcher if launcher.endswith(short) else f"{launcher}: {short}"
+
+
+def op_cells(row: Figures) -> list[str]:
+    """Class or kind, count, milliseconds, share of a step, and of communication milliseconds exposed."""
     exposed = milliseconds(row["exposed_seconds"]) if row["kind"] != "compute" else ""
     cells = [number(row["count"]), milliseconds(row["seconds"]), percent(row["step_share"]), exposed]
     return [row["class"] or row["kind"], *cells]
+
+
+def tax_text(tax: Figures) -> str:
+    """What communication costs, and where it shows."""
+    words = {"compute": "longer kernels", "exposed": "exposed transfer", "host_bound": "late host", "idle": "idle"}
+    parts = ", ".join(f"{words.get(p['part'], p['part'])} {p['seconds'] * 1e3:+.2f}" for p in tax["parts"])
+    longer = (tax["step_seconds"] - tax["null_step_seconds"]) * 1e3
+    change = "longer" if longer >= 0 else "shorter"
+    return f"A step is {abs(longer):.2f} ms {change} than without communication: {parts} ms."
+
+
+def prediction_text(found: Figures) -> str:
+    """The predicted and the measured step, and what the difference is made of."""
+    predicted, measured = found["predicted_step_seconds"], found["measured_step_seconds"]
+    text = f"Predicted {duration(predicted)} from {found['costs']}, measured {duration(measured)}"
+    text += f" ({_longer(measured / predicted - 1)})." if predicted else "."
+    causes = ", ".join(f"{row['cause']} {row['seconds'] * 1e3:+.2f}" for row in found["explained"])
+    return text + (f" The difference: {causes} ms." if causes else "")
 
 
 def _tax(figures: Figures, width: int) -> list[Line]:
     tax = figures["tax"]
     if not tax:
         return []
-    words = {"compute": "longer kernels", "exposed": "exposed transfer", "host_bound": "late host", "idle": "idle"}
-    parts = ", ".join(f"{words.get(p['part'], p['part'])} {p['seconds'] * 1e3:+.2f}" for p in tax["parts"])
-    longer = (tax["step_seconds"] - tax["null_step_seconds"]) * 1e3
-    text = f"Communication makes a step {longer:.2f} ms longer ({_longer(tax['tax_share'])}): {parts} ms."
     heads = ["kernels", "with communication", "without", "slow-down"]
     rows = [
         *slowdown_rows([tax["contention"]], "name"),
         *slowdown_rows(tax["classes"][:_CLASSES], "class"),
         *slowdown_rows(tax["ops"][:_OPS], "name"),
     ]
-    body = [(("  ", ""), *one) for one in wrapped(text, width - 2)] + grid(heads, rows, width)
+    body = [(("  ", ""), *one) for one in wrapped(tax_text(tax), width - 2)] + grid(heads, rows, width)
     return section("Tax of communication", "milliseconds", [*body, *_listed(tax["notes"], width)])
 
 
@@ -312,14 +333,9 @@ def _prediction(figures: Figures, width: int) -> list[Line]:
     found = figures["prediction"]
     if not found:
         return []
-    predicted, measured = found["predicted_step_seconds"], found["measured_step_seconds"]
-    text = f"Predicted {_ms(predicted)} from {found['costs']}, measured {_ms(measured)}"
-    text += f" ({_longer(measured / predicted - 1)})." if predicted else "."
-    causes = ", ".join(f"{row['cause']} {row['seconds'] * 1e3:+.2f}" for row in found["explained"])
-    text += f" The difference: {causes} ms." if causes else ""
     heads, rows = predicted_rows(found)
-    body = [(("  ", ""), *one) for one in wrapped(text, width - 2)] + grid(heads, rows[:_OPS], width)
-    body += _more(rows, _OPS, "kind of op", "kinds of ops")
+    body = [(("  ", ""), *one) for one in wrapped(prediction_text(found), width - 2)]
+    body += grid(heads, rows[:_OPS], width) + _more(rows, _OPS, "kind of op", "kinds of ops")
     return section("Predicted and measured", "milliseconds of one op", [*body, *_listed(found["notes"], width)])
 
 
@@ -339,10 +355,6 @@ def _more(rows: Sequence[object], shown: int, one: str, many: str = "") -> list[
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _ms(seconds: float) -> str:
-    return f"{milliseconds(seconds)} ms"
 
 
 def _longer(share: float | None) -> str:
