@@ -69,6 +69,7 @@ class Entry:
 
 
 _PEERS, _OURS = "hocket.bench.peers", "hocket.bench.ours"
+_MFSDP = "megatron-fsdp==0.6.1"
 
 CONTENDERS: dict[str, Entry] = {
     "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
@@ -85,6 +86,13 @@ CONTENDERS: dict[str, Entry] = {
     "pipelining_1f1b": Entry(f"{_PEERS}.pipelining:one_f_one_b", "torch pipelining, 1F1B", pp="many"),
     "pipelining_interleaved": Entry(f"{_PEERS}.pipelining:interleaved", "torch pipelining, interleaved", pp="many"),
     "pipelining_zb": Entry(f"{_PEERS}.pipelining:zero_bubble", "torch pipelining, zero-bubble V", pp="many"),
+    "megatron_fsdp": Entry(f"{_PEERS}.megatron_fsdp:megatron_fsdp", "megatron-fsdp, double buffer", _MFSDP, cuda=True),
+    "megatron_fsdp_experimental": Entry(
+        f"{_PEERS}.megatron_fsdp:experimental", "megatron-fsdp, experimental fully_shard", _MFSDP, cuda=True
+    ),
+    "megatron_fsdp_symmetric": Entry(
+        f"{_PEERS}.megatron_fsdp:symmetric", "the experimental one in NCCL's symmetric memory", _MFSDP, cuda=True
+    ),
     "megatron_core": Entry(
         f"{_PEERS}.megatron_core:megatron_core", "megatron-core: schedules, DDP, sharded optimizer, expert overlap",
         package="megatron-core==0.19.2", cuda=True, pp="any",

@@ -14,7 +14,9 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfi
 from tests.helpers.ranks import run_ranks
 from tests.reference import Reference
 
-STEPS, LR = 4, 1e-2
+STEPS, LR = 4, 3e-2
+EPS = 1e-2
+"""So large that the size of a gradient matters: AdamW would not notice one that is wrong by a factor."""
 SIZES: dict[str, Any] = dict(vocab=31, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16)
 DENSE = ModelConfig(**SIZES)
 MOE = ModelConfig(**SIZES, experts=4, top_k=2, shared_ffn=16, dense_layers=(0,), aux_loss=0.1)
@@ -23,7 +25,7 @@ MOE = ModelConfig(**SIZES, experts=4, top_k=2, shared_ffn=16, dense_layers=(0,),
 def workload(model: ModelConfig, mesh: MeshConfig, microbatches: int = 4, chunks: int = 2) -> Workload:
     train = TrainConfig(
         microbatches=microbatches, sequences=2, dtype="fp32", transport="gloo", device="cpu", lr=LR,
-        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip=0.0,
+        betas=(0.9, 0.95), eps=EPS, weight_decay=0.0, clip=0.0,
     )  # fmt: skip
     plan = PlanConfig(chunks=chunks)
     return Workload(Config(model=model, mesh=mesh, plan=plan, data=DataConfig(sequence_length=8), train=train))
