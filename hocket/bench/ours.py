@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,15 +17,21 @@ from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups
+from hocket.runtime.transports import Null
 
 _groups: dict[tuple[Mesh, str], Groups] = {}
 """Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""
+
+
+_lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
+"""hocket as configured, by the identity of its workload: without an optimizer, its bound can use the same weights."""
 
 
 class Planned:
     """An engine as a contender."""
 
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
+        self.workload = workload
         mesh, transport = workload.mesh, config.train.transport
         shared = _groups.get((mesh, transport))
         self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
@@ -47,9 +54,35 @@ class Planned:
         del self.engine
 
 
+class Muted:
+    """Another contender's engine whose groups only pretend while it steps. Weights must not be updated."""
+
+    def __init__(self, lender: Planned) -> None:
+        self.engine, self.lr = lender.engine, lender.lr
+        self.settings: Mapping[str, str] = {
+            **lender.settings,
+            "transport": "null; weights and memory are those of hocket",
+        }
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        moved_by = {group: group.transport for group in self.engine.groups}
+        for group in moved_by:
+            if group.size > 1:
+                group.transport = Null(group.size, group.rank, self.engine.device)
+        try:
+            return self.engine.train_step(microbatches, self.lr).loss
+        finally:
+            for group, transport in moved_by.items():
+                group.transport = transport
+
+    def close(self) -> None:
+        del self.engine
+
+
 def planned(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured."""
-    return Planned(workload, rank, device, workload.config)
+    made = _lenders[id(workload)] = Planned(workload, rank, device, workload.config)
+    return made
 
 
 def sequential(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -65,6 +98,9 @@ def interleaved(workload: Workload, rank: int, device: torch.device) -> Contende
 
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, without communication: a step's bound. Its losses mean nothing."""
+    lender = _lenders.get(id(workload))
+    if lender is not None and lender.workload is workload and not workload.optimizer:
+        return Muted(lender)
     train = dataclasses.replace(workload.config.train, transport="null")
     return Planned(workload, rank, device, dataclasses.replace(workload.config, train=train))
 

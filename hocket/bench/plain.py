@@ -128,9 +128,9 @@ def compile_layers(model: PlainModel) -> None:
     """Compile each layer's forward, inside its hooks. The rows' way to the experts stays outside of any graph."""
     for layer in model.layers.values():
         if isinstance(layer, MoELayer):
-            layer.attn.forward = torch.compile(layer.attn.forward, fullgraph=True)
+            layer.attn.forward = torch.compile(layer.attn.forward, fullgraph=True, dynamic=False)
         else:
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
 
 
 def first_value(name: str, shape: Sequence[int], workload: Workload, rank: int, device: torch.device) -> Tensor:

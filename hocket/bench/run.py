@@ -127,6 +127,7 @@ class Session:
             gauge.close()
         while contenders:
             self.close(contenders.popitem()[1])
+        torch.compiler.reset()  # another workload has other shapes
         return Measured(workload, verdict, settings, blocks, resident, dict(self.phases), hardware_name(self.device))
 
     def allocated(self) -> int:
