@@ -1,124 +1,95 @@
-"""Does communication run beside compute? One profiled step of the merged plan, lane by lane.
+"""What does communication cost one step of the merged plan? All ranks' traces, with and without communication.
 
     torchrun --nproc-per-node 8 -m benchmarks.overlap_trace
 
-A second profiled step, in which every op shows under its name, tells which CUDA stream is which lane. For every
-communication lane: how long its kernels ran, and how much of that time some compute kernel ran too (unions of
-intervals). A receive's kernel runs from when it is posted, so its time holds the wait for the sender.
+A step of each is profiled with every op under its name, and read with `hocket.trace`: per kind of communication how
+long it ran, waited for peers and was exposed; the tax against the same step without communication; and how much longer
+compute kernels take beside it. The profiler slows the host down, so both steps are also timed without it.
+
+With --out, the ranks' traces are kept beside the result: the real ones, and of those without communication the first of
+every pipeline rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import dataclasses
-import gzip
-import json
+import shutil
+import statistics
 import tempfile
-from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import write
-from benchmarks.step_time import batch, for_world, join
+from benchmarks.step_time import batch, for_world, join, timed_block
+from hocket.config import Config
 from hocket.engine import Engine
 from hocket.recipes import recipe
 from hocket.runtime.actions import Microbatch
+from hocket.trace import load, report
+from hocket.trace.as_json import to_json
+from hocket.trace.compare import compare
+from hocket.trace.data import RankTrace
+from hocket.trace.table import render
+from hocket.train.recording import Recording
 
-Interval = tuple[float, float]
+WARM_UP = 3
+"""Steps before anything is measured: the rehearsal, and two that overlap."""
 
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in ascending order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def overlap(a: list[Interval], b: list[Interval]) -> float:
-    """Length of the intersection of two unions."""
-    total, j = 0.0, 0
-    for start, end in a:
-        while j < len(b) and b[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(b) and b[k][0] < end:
-            total += min(end, b[k][1]) - max(start, b[k][0])
-            k += 1
-    return total
+KEPT = ("step", "by_rank", "kinds", "classes", "imbalance", "tax", "notes")
+"""Of all figures of a report: what the documents' tables are made from, and what one would look up."""
 
 
-def lane_of(name: str) -> str:
-    """The lane of an op by its name, such as `fwd dispatch m0 c0 l1`."""
-    verb, part = name.split()[:2]
-    if verb in ("send", "recv"):
-        return f"{verb}_{part}"
-    if verb in ("gather", "reduce"):
-        return verb
-    return "a2a" if part in ("dispatch", "combine") else "compute"
+def contenders(config: Config) -> dict[str, Config]:
+    """The step, and the same without communication."""
+    null = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="null"))
+    return {"real": config, "null": null}
 
 
-def lanes_of_streams(events: list[dict[str, Any]], names: set[str]) -> dict[Any, str]:
-    """The lane of every CUDA stream: that of the op during which the host launched most of its kernels."""
-    ops = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("name") in names and is_host(e))
-    starts = [start for start, _, _ in ops]
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat", "").startswith("cuda_")}
-    votes: dict[Any, Counter[str]] = defaultdict(Counter)
-    for event in events:
-        if event.get("cat") == "kernel" and event["args"].get("correlation") in launched:
-            at = launched[event["args"]["correlation"]]
-            i = bisect.bisect_right(starts, at) - 1
-            if i >= 0 and at <= ops[i][1]:
-                votes[event["tid"]][lane_of(ops[i][2])] += 1
-    return {stream: counts.most_common(1)[0][0] for stream, counts in votes.items()}
-
-
-def is_host(event: dict[str, Any]) -> bool:
-    return event.get("cat") == "user_annotation"
-
-
-def analyse(events: list[dict[str, Any]], lane: dict[Any, str]) -> dict[str, Any]:
-    """Busy and hidden milliseconds of every lane, from the events of a Chrome trace."""
-    by_lane: dict[str, list[Interval]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            by_lane[lane.get(event["tid"], "other")].append((event["ts"], event["ts"] + event["dur"]))
-    busy = {name: union(intervals) for name, intervals in by_lane.items()}
-    compute = busy["compute"]
-    everything = union([i for intervals in busy.values() for i in intervals])
-    result: dict[str, Any] = {"step_ms": (everything[-1][1] - everything[0][0]) / 1e3, "lanes": {}}
-    for name, intervals in sorted(busy.items()):
-        total = sum(end - start for start, end in intervals)
-        hidden = overlap(intervals, compute)
-        result["lanes"][name] = {
-            "streams": [stream for stream, where in lane.items() if where == name],
-            "kernels": len(by_lane[name]),
-            "busy_ms": total / 1e3,
-            "hidden_ms": hidden / 1e3,
-            "hidden_fraction": hidden / total if total else 1.0,
-        }
-    return result
-
-
-def profiled_step(engine: Engine, microbatches: list[Microbatch], activities: list[ProfilerActivity]) -> bytes:
-    """The Chrome trace of one step."""
+def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path) -> None:
+    """Write the trace of one step. The step before it runs under the profiler too, so that it finds it warm."""
+    recording = Recording(engine, rank)
+    recording.prepare()
+    engine.train_step(microbatches, 1e-4)
     torch.cuda.synchronize()
     dist.barrier()
-    with profile(activities=activities, acc_events=True) as profiler:
+    recording.start()
+    with recording.step(WARM_UP + 1):
         engine.train_step(microbatches, 1e-4)
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return path.read_bytes()
+    recording.stop()
+    recording.write(path)
+
+
+def figures(
+    real: Sequence[RankTrace], null: Sequence[RankTrace], config: Config, seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """The result, from the traces of all ranks; `seconds` are those of a step without the profiler."""
+    found, bound = report(real), report(null)
+    whole = to_json(found, compare(found, bound, real, null))
+    stages = []
+    for p in range(config.mesh.pp):
+        ranks = range(p * config.mesh.dp, (p + 1) * config.mesh.dp)
+        part = dataclasses.replace(found, steps=tuple(step for step in found.steps if step.rank in ranks))
+        stages.append({name: to_json(part)[name] for name in ("ranks", "step", "kinds")})
+    return {
+        "config": dataclasses.asdict(config),
+        "seconds_without_profiler": dict(seconds),
+        "stages": stages,
+        "report": {name: whole[name] for name in KEPT},
+    }
+
+
+def keep(traces: Mapping[str, Sequence[Path]], dp: int, folder: Path) -> None:
+    """Copy the traces worth keeping."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, paths in traces.items():
+        for path in paths if name == "real" else paths[::dp]:
+            shutil.copyfile(path, folder / f"{name}_{path.name}")
 
 
 def main() -> None:
@@ -128,35 +99,38 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
-    config = for_world(recipe(options.recipe), dist.get_world_size())
+    world = dist.get_world_size()
+    config = for_world(recipe(options.recipe), world)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="nccl", dtype="bf16"))
-    engine = Engine(config, rank, device)
-    engine.init_weights()
-    microbatches = batch(engine, 0)
-    for _ in range(4):
-        engine.train_step(microbatches, 1e-4)
-    # Timed without the host's side of the profiler, which would slow the step down; explained by a second step.
-    text = profiled_step(engine, microbatches, [ProfilerActivity.CUDA])
-    engine.executor.annotate()
-    named = profiled_step(engine, microbatches, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
-    lane = lanes_of_streams(json.loads(named)["traceEvents"], {str(op) for op in engine.program.ranks[engine.where.pp]})
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, analyse(json.loads(text)["traceEvents"], lane))
+    folders: list[Any] = [tempfile.mkdtemp(prefix="overlap-trace-") if rank == 0 else ""]
+    dist.broadcast_object_list(folders)  # all ranks are on this host
+    traces, seconds = {}, {}
+    for name, settings in contenders(config).items():
+        engine = Engine(settings, rank, device)
+        engine.init_weights()
+        microbatches = batch(engine, 0)
+        for _ in range(WARM_UP):
+            engine.train_step(microbatches, 1e-4)
+        seconds[name] = statistics.median(timed_block(engine, microbatches, 3))
+        traces[name] = [Path(folders[0]) / name / f"rank{r}.json.gz" for r in range(world)]
+        record(engine, rank, microbatches, traces[name][rank])
+        del engine
+        torch.cuda.empty_cache()
+    dist.barrier()
+    # Two ranks read, the others wait: reading takes longer than all steps.
+    mine = load(traces[("real", "null")[rank]]) if rank < 2 else ()
+    read: list[Any] = [None] * world
+    dist.all_gather_object(read, mine)
     if rank == 0:
-        for r in (0, config.mesh.dp):
-            print(f"rank {r}: step {results[r]['step_ms']:.1f} ms")
-            for name, row in results[r]["lanes"].items():
-                print(
-                    f"  {name:10} stream {row['streams']}  {row['kernels']:5} kernels  busy {row['busy_ms']:8.2f} ms  "
-                    f"hidden {100 * row['hidden_fraction']:5.1f} %"
-                )
-        print(
-            write(
-                "overlap_trace", {"config": dataclasses.asdict(config), "ranks": results}, options.out, options.commit
-            )
-        )
+        real, null = read[:2]
+        result = figures(real, null, config, seconds)
+        found, bound = report(real), report(null)
+        print(render(found, compare(found, bound, real, null)))
+        print(f"without the profiler: {seconds}, of which 'null' is the bound")
+        print(write("overlap_trace", result, options.out, options.commit))
         if options.out:
-            (options.out / "trace_rank0.json.gz").write_bytes(gzip.compress(named))
+            keep(traces, config.mesh.dp, options.out)
+        shutil.rmtree(folders[0])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -95,6 +95,43 @@ def _same_work(config: Result) -> None:
 
 
 def overlap_trace(result: Result) -> str:
+    """Kinds of communication by pipeline rank, then what they cost."""
+    if "stages" not in result:
+        return _overlap_by_lane(result)
+    stages = result["stages"]
+    found = [{row["kind"]: row for row in stage["kinds"]} for stage in stages]
+    rows = []
+    for kind in (row["kind"] for row in result["report"]["kinds"] if row["kind"] != "control"):
+        cells = [kind]
+        for rows_here in found:
+            row = rows_here.get(kind, {"seconds": 0.0, "waiting_seconds": 0.0, "hidden_fraction": 1.0})
+            waits = "not known" if row["waiting_seconds"] is None else _ms(row["waiting_seconds"])
+            cells += [_ms(row["seconds"]), waits, f"{row['hidden_fraction']:.0%}"]
+        rows.append(cells)
+    for words, key in (("compute", "compute"), ("exposed, all kinds", "exposed"), ("whole step", "rank")):
+        rows.append([words, *(c for stage in stages for c in (_ms(stage["step"][f"{key}_seconds"]), "", ""))])
+    names = ("busy, pipeline rank {}", "of it waiting for a peer", "of it beside compute")
+    head = ["kind", *(name.format(p) for p in range(len(stages)) for name in names)]
+    return f"{table(head, rows)}\n\n{_overlap_tax(result)}"
+
+
+def _overlap_tax(result: Result) -> str:
+    """A step with and without communication, and which compute became slower."""
+    tax, plain = result["report"]["tax"], result["seconds_without_profiler"]
+    lines = [("step, without the profiler", plain["null"], plain["real"])]
+    lines += [("step, profiled", tax["null_step_seconds"], tax["step_seconds"])]
+    classes = [{**tax["contention"], "class": "compute kernels, all"}, *tax["classes"]]
+    lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in classes]
+    rows = [[name, _ms(null), _ms(real), f"{real / null - 1:.0%}" if null else ""] for name, null, real in lines]
+    return table(["slowest rank", "without communication", "with it", "longer by"], rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def _overlap_by_lane(result: Result) -> str:
+    """Of results recorded before all ranks' traces were read together."""
     pp, dp = result["config"]["mesh"]["pp"], result["config"]["mesh"]["dp"]
     stages = [result["ranks"][p * dp : (p + 1) * dp] for p in range(pp)]
     rows = []
