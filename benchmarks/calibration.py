@@ -22,7 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -233,7 +233,7 @@ def measure(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
 
 
 def predictions(
-    bench: Bench, name: str, plans: dict[str, Settings], times: dict[str, Sequence[float]]
+    bench: Bench, name: str, plans: Mapping[str, Settings], times: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """What the recorded steps say about all plans of a shape."""
     real, null = load(bench.traces(name)), load(bench.traces(f"{name}-null"))

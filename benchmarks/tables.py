@@ -172,6 +172,29 @@ def plan_scaling(result: Result) -> str:
     return table(["pp x chunks x microbatches x layers", "ops", "plan", "check", "per op", "peak memory"], rows)
 
 
+def calibration(result: Result) -> str:
+    """Steps as predicted from another recorded step, as measured, and as the cost model has them."""
+    rows = []
+    for shape, found in result["shapes"].items():
+        for plan, row in found["plans"].items():
+            times = [f"{1e3 * row[key]:,.0f} ms" for key in ("predicted", "measured", "modelled")]
+            ratios = [row["ratio"], row["measured"] / row["modelled"]]
+            rows.append([f"{shape}, {plan}", times[0], times[1], f"{ratios[0]:.2f}", times[2], f"{ratios[1]:.2f}"])
+    return table(["plan", "predicted", "measured", "ratio", "model alone", "ratio"], rows)
+
+
+def calibration_rest(result: Result) -> str:
+    """Where the rest of the recorded step went: measured - predicted by cause, in ms on the slowest rank."""
+    shapes = result["shapes"]
+    causes = dict.fromkeys(cause for found in shapes.values() for cause in found["explained"]["calibrated"])
+    rows = [
+        [shape, f"{1e3 * found['recorded_step']:,.0f}"]
+        + [f"{1e3 * found['explained']['calibrated'].get(cause, 0.0):+,.1f}" for cause in causes]
+        for shape, found in shapes.items()
+    ]
+    return table(["ms", "recorded step", *causes], rows)
+
+
 def gpu_tests(result: Result) -> str:
     files: dict[str, list[str]] = {}
     for name, test in result["tests"].items():
@@ -188,6 +211,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overlap_trace": ("overlap_trace", overlap_trace),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "calibration": ("calibration", calibration),
+    "calibration_rest": ("calibration", calibration_rest),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
 }

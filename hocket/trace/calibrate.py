@@ -61,11 +61,13 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
         )
     if not null:
         notes.append("no null trace: contention was found by comparing ops of this run with each other")
-    absent = [kind for kind, factor in zip(KINDS, factors, strict=True) if factor == 0]
+    contention = named(factors)
+    absent = [kind for kind in KINDS if kind not in contention]
     if absent:
         notes.append(f"no contention was found with {', '.join(absent)}")
-    issue, counts = _host([rows for _, rows in runs], kinds)
-    friction = Friction(named(factors), issue, counts)
+    on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
+    issue, counts = _host([rows for _, rows in runs], kinds) if on_gpu else ({}, None)
+    friction = Friction(contention, issue, counts)
     return Measurement(source=_source(traces), seconds=seconds, friction=friction, notes=tuple(notes))
 
 

@@ -34,6 +34,10 @@ _MEMBERS = np.array([[bool(subset >> k & 1) for k in range(len(KINDS))] for subs
 
 ENOUGH = 0.01
 """Share of compute beside a kind below which its factor is not asked for."""
+MOST = 1.0
+"""Greatest factor: compute is at most half as fast. What would ask for more is no contention."""
+LEAST = 1e-3
+"""Factors below this are no contention."""
 _STEADY = 0.3
 """Residuals (of a logarithm) above which an op counts less."""
 
@@ -91,7 +95,7 @@ def factors_of(ops: Overlaps, works: Mapping[int, float]) -> Floats:
         a = slope[:, asked] * np.sqrt(steady)[:, None]
         step = np.linalg.lstsq(a.T @ a + 1e-9 * weight.sum() * np.eye(len(asked)), -a.T @ (np.sqrt(steady) * residual))
         new = factors.copy()
-        new[asked] = np.clip(factors[asked] + step[0], 0.0, 5.0)
+        new[asked] = np.clip(factors[asked] + step[0], 0.0, MOST)
         done = np.abs(new - factors).max() < 1e-6
         factors = new
         if done:
@@ -124,8 +128,8 @@ def _mean_of_key(key: Ints, values: Floats) -> Floats:
 
 
 def named(factors: Floats) -> dict[Kind, float]:
-    """Factors by kind, those that are not 0."""
-    return {kind: float(value) for kind, value in zip(KINDS, factors, strict=True) if value > 0}
+    """Factors by kind, without those that are as good as 0."""
+    return {kind: float(value) for kind, value in zip(KINDS, factors, strict=True) if value > LEAST}
 
 
 def numbers_of(keys: Sequence[CostKey]) -> dict[CostKey, int]:

@@ -10,12 +10,13 @@ import pytest
 
 from hocket.plan.cost import Measurement
 from hocket.plan.ops import Program
-from hocket.plan.schedule import Friction, cost_key
+from hocket.plan.schedule import Friction, Kind, Time, cost_key
 from hocket.plan.simulate import Timeline
 from hocket.planning import hardware_of, predict, program_of
 from hocket.resolve import Settings
 from hocket.trace.align import load
 from hocket.trace.calibrate import calibrate
+from hocket.trace.data import RankTrace
 from tests.trace.simulated import settings_for, traces_of
 
 PLANS: list[dict[str, Any]] = [
@@ -68,10 +69,10 @@ def test_costs_of_one_plan_predict_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_null", [True, False], ids=["null", "alone"])
 def test_contention_comes_back(with_null: bool, tmp_path: Path) -> None:
-    factors = {"a2a": 0.25, "pp": 0.1, "gather": 0.15, "reduce": 0.4}
+    factors: dict[Kind, Time] = {"a2a": 0.25, "pp": 0.1, "gather": 0.15, "reduce": 0.4}
     settings = settings_for(microbatches=6, **PLANS[0])
-    _, timeline = simulated(settings, Friction(factors))  # ty: ignore
-    null = ()
+    _, timeline = simulated(settings, Friction(factors))
+    null: tuple[RankTrace, ...] = ()
     if with_null:
         _, free = simulated(settings, Friction())
         null = load(traces_of(settings, free, tmp_path, transport="null"))

@@ -83,9 +83,9 @@ def test_kernels_by_name_outside_hocket(tmp_path: Path) -> None:
 def test_the_median_of_the_slowest_ranks_steps_counts() -> None:
     def step(number: int, rank: int, seconds: float) -> StepReport:
         none: Mapping[Any, Any] = {}
-        times = dict(compute=seconds, communication=0.0, exposed=0.0, idle=0.0, host_bound=0.0)
-        more = dict(kinds=none, exposed_for=none, layers=none, classes=none)
-        return StepReport(rank=rank, step=number, seconds=seconds, **times, **more)  # type: ignore[arg-type]
+        more: dict[str, Any] = {"kinds": none, "exposed_for": none, "layers": none, "classes": none}
+        more |= dict.fromkeys(("communication", "exposed", "idle", "host_bound"), 0.0)
+        return StepReport(rank=rank, step=number, seconds=seconds, compute=seconds, **more)
 
     steps = [step(1, 0, 5), step(1, 1, 7), step(2, 0, 9), step(2, 1, 1), step(3, 0, 2), step(3, 1, 3)]
     whole = Report(sources=("x",), device="d", transport="", world=2, steps=tuple(steps), ops=())
