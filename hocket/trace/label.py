@@ -44,20 +44,28 @@ def _patterns(*table: tuple[KernelClass, str]) -> tuple[tuple[re.Pattern[str], K
     return tuple((re.compile(pattern, re.IGNORECASE), found) for found, pattern in table)
 
 
+def _ops(words: str) -> str:
+    """Ops of any library by the first words of their names: `mm` stands for `aten::mm` and `aten::_mm_out`."""
+    return rf"::_?({'|'.join(words.split())})(?![a-z])"
+
+
 _OP_CLASS = _patterns(
     ("copy", r"_foreach_copy|split_with_sizes_copy|all_gather_copy_in|chunk_cat"),
     ("optimizer", r"_fused_(adam|sgd|adagrad|lamb)|_foreach_"),
     ("grouped gemm", r"grouped_mm"),
     ("attention", r"attention|flash|fmha"),
-    ("gemm", r"::_?(mm|bmm|mv|addmm|addbmm|baddbmm|addmv|matmul|linear|scaled_mm|convolution|cudnn_convolution)(?![a-z])"),
+    ("gemm", _ops("mm bmm mv addmm addbmm baddbmm addmv matmul linear scaled_mm convolution cudnn_convolution")),
     ("norm", r"(rms|layer|group|batch)_norm"),
-    ("indexing", r"::_?(index|embedding|gather|scatter|sort|argsort|topk|searchsorted|nonzero|masked|take|unique)(?![a-z])"),
-    ("indexing", r"::_?(bincount|repeat_interleave|arange)(?![a-z])"),
-    ("reduction", r"softmax|nll_loss|cross_entropy|::_?(sum|mean|norm|linalg_vector_norm|max|min|amax|amin|argmax|argmin)(?![a-z])"),
-    ("reduction", r"::_?(cumsum|any|all|prod|logsumexp)(?![a-z])"),
-    ("copy", r"::_?(copy_|cat|to|to_copy|clone|contiguous|fill_|zero_|zeros|full|ones|stack)(_out)?$"),
-    ("elementwise", r"::_?(add|sub|rsub|mul|div|neg|pow|exp|log|sqrt|rsqrt|silu|gelu|relu|sigmoid|tanh|where|lerp)(?![a-z])"),
-    ("elementwise", r"::_?(addcmul|addcdiv|abs|clamp|dropout|floor_divide|eq|ne|lt|le|gt|ge)(?![a-z])"),
+    ("reduction", r"softmax|nll_loss|cross_entropy"),
+    (
+        "reduction",
+        _ops("sum mean norm linalg_vector_norm max min amax amin argmax argmin cumsum any all prod logsumexp"),
+    ),
+    ("indexing", _ops("index embedding gather scatter sort argsort topk searchsorted nonzero masked take unique")),
+    ("indexing", _ops("bincount repeat_interleave arange")),
+    ("copy", _ops("(copy|cat|to|to_copy|clone|contiguous|fill|zero|zeros|full|ones|stack)(_|_out)?$")),
+    ("elementwise", _ops("add sub rsub mul div neg pow exp log sqrt rsqrt silu gelu relu sigmoid tanh where lerp")),
+    ("elementwise", _ops("addcmul addcdiv abs clamp dropout floor_divide eq ne lt le gt ge")),
 )
 """Torch op -> class; the first that fits."""
 

@@ -1,0 +1,164 @@
+"""Traces of programs that compute on the CPU and communicate with gloo."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from hocket.trace import load, report
+from hocket.trace.data import RankTrace
+from hocket.trace.read import read
+from tests.trace.build import MAIN, Trace
+
+US = 1e-6
+A2A, REDUCE = (201, 202), (301, 302)
+"""Threads of two process groups."""
+
+
+def close(value: float, microseconds: float) -> bool:
+    return math.isclose(value, microseconds * US, abs_tol=2e-9)
+
+
+def cpu(rank: int = 0, world: int = 2) -> Trace:
+    made = Trace(rank, world, device="")
+    for group in ("gather_dense", "reduce_dense", "a2a", "pp_fwd"):
+        made.group(group, tuple(range(world)))
+    return made
+
+
+def rows(trace: RankTrace, name: str) -> list[int]:
+    return [i for i, word in enumerate(trace.text(trace.name)) if word == name]
+
+
+def test_outermost_ops_and_what_runs_around_them_are_rows(tmp_path: Path) -> None:
+    made = (
+        cpu()
+        .op("autograd::engine::evaluate_function: MmBackward0", 0, 100)
+        .op("MmBackward0", 4, 96)
+        .op("aten::matmul", 20, 60)
+        .op("aten::mm", 25, 55)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    found = [(name, a, b) for name, a, b in zip(trace.text(trace.name), trace.start / US, trace.end / US, strict=True)]
+    assert [name for name, _, _ in found] == ["MmBackward0", "aten::matmul", "MmBackward0"]
+    np.testing.assert_allclose([(a, b) for _, a, b in found], [(0, 20), (20, 60), (60, 100)], atol=2e-3)
+    assert trace.device == "cpu"
+    assert close(report([trace]).steps[0].compute, 100)
+    assert close(report([trace]).steps[0].classes["gemm"], 40)
+
+
+def test_calls_waits_and_gloos_own_copies_are_no_compute(tmp_path: Path) -> None:
+    made = (
+        cpu()
+        .op("Custom", 0, 100)
+        .op("c10d::_allgather_base_", 10, 30)
+        .annotation("wait gather dense t0 c0 l0 s0", 50, 80)
+        .annotation("gloo:all_gather", 20, 70, thread=201)
+        .op("aten::copy_", 60, 65, thread=201)
+    )
+    step = report([read(made.write(tmp_path / "a.json"))]).steps[0]
+    assert close(step.compute, 10 + 20 + 20)
+    assert close(step.communication, 50)
+    assert close(step.exposed, 10 + 20)
+
+
+def test_compute_of_all_threads_counts(tmp_path: Path) -> None:
+    made = cpu().op("aten::mm", 0, 20).op("aten::add", 10, 40, thread=MAIN + 1)
+    trace = read(made.write(tmp_path / "a.json"))
+    assert close(report([trace]).steps[0].compute, 40)
+    assert sorted(trace.text(trace.lane)) == ["compute", f"thread {MAIN + 1}"]
+
+
+def test_transfers_belong_to_the_calls_of_their_group(tmp_path: Path) -> None:
+    """Two groups call the same collective in turn; the second reduce is held up, and starts after later calls."""
+    made = (
+        cpu()
+        .annotation("reduce dense m0 c0 l1 s0", 0, 20)
+        .gloo("all_to_all", "c10d::alltoall_base_", 12, 40, launched=10, thread=REDUCE[0])
+        .annotation("reduce dense m0 c0 l0 s1", 20, 40)
+        .gloo("all_to_all", "c10d::alltoall_base_", 95, 99, launched=30, thread=REDUCE[0])
+        .annotation("fwd dispatch m0 c0 l1", 50, 70)
+        .gloo("all_to_all", "c10d::alltoall_base_", 62, 80, launched=60, thread=A2A[0])
+        .annotation("fwd combine m0 c0 l1", 80, 90)
+        .gloo("all_to_all", "c10d::alltoall_base_", 87, 120, launched=85, thread=A2A[0])
+        .op("aten::mm", 90, 130)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    transfers = rows(trace, "gloo:all_to_all")
+    assert [trace.words[trace.op[i]] for i in transfers] == [
+        "reduce dense m0 c0 l1 s0", "fwd dispatch m0 c0 l1", "fwd combine m0 c0 l1", "reduce dense m0 c0 l0 s1",
+    ]  # fmt: skip
+    assert [trace.words[trace.kind[i]] for i in transfers] == ["reduce", "a2a", "a2a", "reduce"]
+    assert [trace.words[trace.group[i]] for i in transfers] == ["reduce_dense", "a2a", "a2a", "reduce_dense"]
+    assert [trace.words[trace.lane[i]] for i in transfers] == ["reduce", "a2a", "a2a", "reduce"]
+    np.testing.assert_allclose(
+        trace.launched[transfers] - trace.launched[transfers[0]], [0, 50e-6, 75e-6, 20e-6], atol=1e-9
+    )
+
+
+def test_sends_that_overlap_ops_of_their_thread_do_not_hide_them(tmp_path: Path) -> None:
+    """A send of gloo is shown on the caller's thread until it is waited for, across whatever runs there meanwhile."""
+    made = (
+        cpu()
+        .annotation("send act m0 c0", 0, 20)
+        .gloo("send", "c10d::send", 11, 100, launched=10, thread=MAIN)
+        .annotation("fwd attn m1 c0 l0", 20, 60)
+        .op("aten::mm", 30, 50)
+        .annotation("fwd attn m2 c0 l0", 90, 130)
+        .op("aten::mm", 95, 120)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    first, second = rows(trace, "aten::mm")
+    (send,) = rows(trace, "gloo:send")
+    assert trace.words[trace.op[first]] == "fwd attn m1 c0 l0"
+    assert trace.words[trace.op[second]] == "fwd attn m2 c0 l0"
+    assert trace.words[trace.kind[send]] == "pp"
+    assert trace.words[trace.op[send]] == "send act m0 c0"
+    assert close(report([trace]).steps[0].kinds["pp"].exposed, 89 - 20 - 5)
+
+
+def test_a_transfer_from_before_the_trace_has_no_call(tmp_path: Path) -> None:
+    made = (
+        cpu()
+        .annotation("gloo:all_reduce", 0, 5, thread=201)
+        .gloo("all_reduce", "c10d::allreduce_", 12, 20, launched=10, thread=201)
+        .op("aten::mm", 0, 30)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    early, late = rows(trace, "gloo:all_reduce")
+    assert np.isnan(trace.launched[early])
+    assert close(trace.launched[late] - trace.start[early], 10)
+
+
+def test_agreement_outside_the_plan_is_control(tmp_path: Path) -> None:
+    made = (
+        cpu()
+        .annotation("fwd attn m0 c0 l0", 0, 10)
+        .op("aten::mm", 1, 9)
+        .gloo("all_reduce", "c10d::allreduce_", 22, 30, launched=20)
+    )
+    assert set(report([read(made.write(tmp_path / "a.json"))]).steps[0].kinds) == {"control"}
+
+
+def test_all_reduces_of_other_programs_are_gradients(tmp_path: Path) -> None:
+    made = cpu().op("aten::mm", 1, 9).gloo("all_reduce", "c10d::allreduce_", 22, 30, launched=20)
+    assert set(report([read(made.write(tmp_path / "a.json"))]).steps[0].kinds) == {"reduce"}
+
+
+def test_ranks_are_matched_and_late_ones_waited_for(tmp_path: Path) -> None:
+    def trace(rank: int, start: float) -> Trace:
+        made = cpu(rank).op("aten::mm", 0, 5).annotation("fwd dispatch m0 c0 l1", 5, 9)
+        return made.gloo("all_to_all", "c10d::alltoall_base_", start, 60, launched=6)
+
+    found = report(load([trace(rank, 10 + 20 * rank).write(tmp_path / f"{rank}.json") for rank in (0, 1)]))
+    assert close(found.steps[0].kinds["a2a"].waiting, 20)
+    assert close(found.steps[1].kinds["a2a"].waiting, 0)
+
+
+def test_python_between_ops_is_host_bound(tmp_path: Path) -> None:
+    made = cpu().op("aten::mm", 0, 10).op("aten::mm", 30, 40)
+    step = report([read(made.write(tmp_path / "a.json"))]).steps[0]
+    assert close(step.idle, 20)
+    assert close(step.host_bound, 20)
