@@ -105,6 +105,18 @@ CONTENDERS: dict[str, Entry] = {
         f"{_PEERS}.megatron_core:megatron_core_sync", "megatron-core, synchronous expert all-to-all",
         package="megatron-core==0.19.2", cuda=True, pp="any", model="moe",
     ),
+    "torchtitan": Entry(
+        f"{_PEERS}.torchtitan:torchtitan", "torchtitan: FSDP2 wiring, experts' plan, its best pipeline",
+        package="torchtitan==0.2.2", cuda=True, pp="any",
+    ),
+    "torchtitan_fp32": Entry(
+        f"{_PEERS}.torchtitan:torchtitan_fp32", "torchtitan, fp32 reduce",
+        package="torchtitan==0.2.2", cuda=True, pp="any",
+    ),
+    "torchtitan_dispatcher": Entry(
+        f"{_PEERS}.torchtitan:torchtitan_dispatcher", "torchtitan with its own permutation of rows",
+        package="torchtitan==0.2.2", cuda=True, pp="any", model="moe",
+    ),
 }  # fmt: skip
 """Every contender by name."""
 
