@@ -32,6 +32,9 @@ from hocket.trace.intervals import clip, length, subtract, union
 from hocket.trace.planops import PlanOps, all_plan_ops, waiting_of
 from hocket.trace.rebuild import pipeline_rank, rebuilt
 
+UNEVEN = 0.02
+"""Share by which a rank's compute must exceed the mean to be remarked on."""
+
 
 def predict(
     traces: Sequence[RankTrace], measured: Report, costs: Measurement | None = None, tax: Tax | None = None
@@ -51,6 +54,7 @@ def predict(
     if tax is not None and not (costs and costs.friction.contention):
         explained["contention"] = tax.parts["compute"]
         explained["longer compute"] -= tax.parts["compute"]
+    notes += _imbalance(traces, measured)
     if measured.transport == "null":
         notes.append("the transport is null: communication is predicted, but there is none")
     return Prediction(
@@ -61,6 +65,21 @@ def predict(
         explained={cause: seconds for cause, seconds in explained.items() if seconds},
         notes=tuple(notes),
     )
+
+
+def _imbalance(traces: Sequence[RankTrace], measured: Report) -> list[str]:
+    """A remark if ranks that run the same list compute for different times: the others wait for the slowest."""
+    compute: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        mine = [step.compute for step in measured.steps if step.rank == trace.rank]
+        compute[pipeline_rank(trace)].append(float(np.mean(mine)))
+    spread = {rank: max(times) / float(np.mean(times)) - 1 for rank, times in compute.items()}
+    worst = max(spread, key=spread.__getitem__)
+    if spread[worst] < UNEVEN:
+        return []
+    longer = f"one computes {spread[worst]:.0%} longer than their mean"
+    why = "uneven routing or a slower device; that the others wait for it is not predicted"
+    return [f"of the ranks of pipeline rank {worst}, {longer}: {why}"]
 
 
 def _rows(measured: Sequence[PlanOps], timeline: Timeline, program: Program) -> tuple[OpPrediction, ...]:
