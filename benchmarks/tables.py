@@ -211,8 +211,6 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overlap_trace": ("overlap_trace", overlap_trace),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
-    "calibration": ("calibration", calibration),
-    "calibration_rest": ("calibration", calibration_rest),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
 }
