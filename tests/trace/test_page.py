@@ -1,0 +1,178 @@
+"""The page: complete in itself, and opened in a real browser without a network its numbers are those of the JSON."""
+
+from __future__ import annotations
+
+import html as html_module
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.trace.as_json import to_json
+from hocket.trace.data import RankTrace, Step
+from hocket.trace.exposure import report
+from hocket.trace.page import html
+from hocket.trace.table import headline
+from tests.trace.reports import Row, busy, op, prediction, step_of, tax, trace
+from tests.trace.reports import report as made
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def page_of(traces: list[RankTrace]) -> str:
+    return html(report(traces), traces)
+
+
+def data(page: str) -> dict[str, Any]:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found.group(1))
+
+
+def opened(page: str, folder: Path, address: str = "") -> str:
+    """The document after its scripts have run, in a browser that reaches no host."""
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed: looked for chromium, google-chrome and chrome on PATH")
+    path = folder / "page.html"
+    path.write_text(page, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,900", "--virtual-time-budget=5000"]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    program = [str(BROWSER), *flags, f"{path.as_uri()}{address}"]
+    return subprocess.run(program, capture_output=True, text=True, timeout=50, check=True).stdout
+
+
+def attribute(document: str, name: str) -> str:
+    found = re.search(rf'<body[^>]*\bdata-{name}="([^"]*)"', document)
+    assert found, f"the page did not come to data-{name}"
+    return html_module.unescape(found.group(1))
+
+
+def text_of(document: str, name: str) -> str:
+    """The text of the element with this id."""
+    found = re.search(rf'id="{name}"[^>]*>(.*?)</(?:span|p|div)>', document, re.DOTALL)
+    assert found
+    return html_module.unescape(re.sub(r"<[^>]+>", "", found.group(1)))
+
+
+# ------------------------------------------------------------------------------------------------- in a browser
+
+
+def test_numbers_computed_by_the_page_are_those_of_the_json(tmp_path: Path) -> None:
+    traces = [busy(400, rank=rank, world=2) for rank in range(2)]
+    document = opened(page_of(traces), tmp_path)
+    computed = {(row["rank"], row["step"]): row for row in json.loads(attribute(document, "figures"))}
+    told = to_json(report(traces))
+    assert len(computed) == 4
+    for row in told["by_rank_and_step"]:
+        for name in ("rank_seconds", "compute_seconds", "communication_seconds", "exposed_seconds"):
+            seconds = computed[row["rank"], row["step"]][name]
+            assert seconds == pytest.approx(row[name], abs=2e-6), name  # the page counts whole nanoseconds
+            assert seconds > 0
+    assert int(attribute(document, "rows")) == sum(map(len, traces))
+    assert html_module.unescape(document).replace("\N{NO-BREAK SPACE}", " ").count(headline(told)) == 1
+
+
+def test_the_page_shows_the_stretch_that_its_address_names(tmp_path: Path) -> None:
+    """From 10 to 20 ms: compute in 4, a gather in all 10."""
+    rows: list[Row] = [
+        (0, 14, "compute", "compute", "mm", "fwd attn m0 c0 l0"),
+        (8, 24, "gather", "gather", "all_gather", "gather dense t0 c0 l1"),
+        (30, 60, "compute", "compute", "mm", "bwd attn m0 c0 l0"),
+    ]
+    one = trace(rows, (Step(3, 0.0, 0.1),))
+    document = opened(page_of([one]), tmp_path, "#step=3&from=10&to=20&find=gather")
+    assert text_of(document, "view") == "in view 10 ms: compute 40.0 %, exposed 60.0 %, 40.0 % of communication hidden"
+    assert text_of(document, "found") == "1 found, 16 ms together"
+    assert '<option value="3">3</option>' in document
+    assert [name for name in ("fwd", "bwd", "gather", "exposed", "a2a") if f"</i>{name}</span>" in document] == [
+        "fwd",
+        "bwd",
+        "gather",
+        "exposed",
+    ]
+
+
+@pytest.mark.parametrize("steps", [(), (Step(0, 0.0, 0.0),)], ids=["none", "empty"])
+def test_a_page_without_steps_opens(steps: tuple[Step, ...], tmp_path: Path) -> None:
+    rows: list[Row] = [(0, 14, "compute", "compute", "mm", "")]
+    document = opened(page_of([trace(rows, steps)]), tmp_path)
+    assert "The traces contain no step." in document
+    assert len(json.loads(attribute(document, "figures"))) == len(steps)
+
+
+# ------------------------------------------------------------------------------------------------- in the file
+
+
+class Reader(HTMLParser):
+    """All text outside scripts and styles, and all that a page would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tag, self.words, self.loads = "", list[str](), list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tag = tag
+        self.loads += [f"{tag} {value}" for name, value in attrs if name in ("src", "href", "data", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        if self.tag not in ("script", "style") and data.strip():
+            self.words.append(data.strip())
+
+
+def test_the_page_loads_nothing() -> None:
+    page = page_of([busy(50)])
+    assert not Reader(page).loads
+    code = page.replace(str(data(page)), "")
+    assert not re.findall(r"https?:|url\(|@import|\bfetch\(|XMLHttp|import\(", code)
+
+
+def test_tables_have_the_numbers_of_the_terminal() -> None:
+    words = Reader(html(made(steps=(step_of(0, 1), step_of(1, 1))), [busy(50)], tax(), prediction())).words
+    for text in ("Tax of communication", "Predicted and measured", "fwd experts moe", "+10.1 %", "310", "aten::mm"):
+        assert text in words, text
+    assert "Traces of ranks 4 to 7 are missing: waiting for them counts as transfer." in words
+
+
+def test_names_cannot_break_the_page() -> None:
+    evil = "</script><script>alert(1)</script> {{style}} {{data}} & \"quoted\" 'too'"
+    one = trace([(0, 50, "compute", "compute", evil, "")], (Step(1, 0.0, 0.1),))
+    page = html(made(steps=(step_of(0, 1),), ops=(op(evil, evil, "compute", "gemm", 1, 1.0),)), [one])
+    assert evil in data(page)["words"]
+    assert page.count("<script") == 2
+    assert any(evil in word for word in Reader(page).words)
+    assert "--bg: #ffffff" in page.partition("</style>")[0]
+
+
+def test_loud_words_are_on_the_page() -> None:
+    page = html(made(steps=(step_of(0, 1),), transport="null"), [busy(50)])
+    assert "NULL TRANSPORT: no communication, not training" in " ".join(Reader(page).words)
+
+
+def test_activities_take_little_room() -> None:
+    """What the columns say is what the trace says, in under 20 bytes for each."""
+    many = busy(20_000)
+    page = page_of([many])
+    held = data(page)
+    assert len(page) < 20 * len(many) + 100_000
+    rank, what = held["ranks"][0], held["what"]
+    assert sum(rank["gap"]) + rank["length"][-1] == pytest.approx(many.end[-1] * 1e9, abs=1)
+    row = len(many) // 2
+    n = rank["what"][row]
+    assert held["words"][what["op"][n]] == many.text(many.op)[row]
+    assert what["layer"][n] == many.layer[row]
+    assert rank["length"][row] == pytest.approx((many.end[row] - many.start[row]) * 1e9, abs=1)
+
+
+def test_what_ran_outside_all_steps_stays_out() -> None:
+    one = busy(100)
+    first = replace(one, steps=one.steps[:1])
+    held = data(page_of([first]))
+    assert len(held["ranks"][0]["gap"]) == int((one.start < one.steps[0].end).sum())
+    assert held["to"] == 100_000_000

@@ -1,0 +1,169 @@
+"""`hocket trace` from the command line: what it reads, what it writes, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from hocket import cli
+from hocket.commands.trace import only, parse, trace_files
+from hocket.trace import load, report
+from hocket.trace.as_json import to_json
+from hocket.trace.table import render
+from tests.trace.build import Trace
+from tests.trace.reports import busy
+
+
+def build(rank: int, folder: Path, steps: int = 2, shift: float = 0.0, speed: float = 1.0) -> Path:
+    """A rank with steps of 100 µs: a gemm for 60 µs, and a gather beside it of which 20 µs are exposed."""
+    made = Trace(rank=rank, world=2).group("gather_dense", (0, 1))
+    for n in range(steps):
+        begin = 100.0 * n
+        made.annotation(f"hocket step {n + 5}", begin, begin + 100)
+        made.kernel("nvjet_sm90", begin, begin + 60 * speed, op="aten::mm", plan_op=f"fwd attn m0 c0 l{n}")
+        start = begin + 40 + shift
+        if speed == 1:
+            made.collective("_allgather_base", "gather_dense", start, begin + 80, launched=start, sent=512, received=1024)
+        made.kernel("nvjet_sm90", begin + 85, begin + 100, op="aten::mm", plan_op=f"bwd attn m0 c0 l{n}")
+    return Path(made.write(folder / f"rank{rank}.json.gz"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run" / "traces").mkdir(parents=True)
+    build(0, tmp_path / "run" / "traces")
+    build(1, tmp_path / "run" / "traces", shift=10)
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    return tmp_path / "run"
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["trace", *map(str, words)])
+    captured = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, captured.out, captured.err
+
+
+def test_a_folder_stands_for_its_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, folder)
+    assert (code, err) == (0, "")
+    assert out.startswith("hocket trace: 2 ranks, NVIDIA H200, steps 5, 6\n")
+    assert out.strip() == render(report(load(trace_files([str(folder / "traces")])))).strip()
+
+
+def test_json_has_the_figures_of_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = command(capsys, folder, "--json")
+    figures = json.loads(out)
+    assert figures == to_json(report(load(trace_files([str(folder)]))))
+    assert figures["step"]["step_seconds"] == pytest.approx(100e-6)
+    assert figures["step"]["exposed_seconds"] == pytest.approx(20e-6)
+    assert figures["kinds"][0]["waiting_seconds"] == pytest.approx(5e-6)  # rank 0 waits 10 µs for rank 1
+
+
+def test_step_looks_at_one_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = json.loads(command(capsys, folder, "--json", "--step", 6)[1])
+    assert figures["steps"] == [6]
+    assert {row["step"] for row in figures["by_rank_and_step"]} == {6}
+    code, _, err = command(capsys, folder, "--step", 7)
+    assert code == 2
+    assert "--step 7 (command line): not in " in err
+    assert "fix: one of its steps: 5, 6" in err
+
+
+def test_a_step_alone_has_the_figures_that_it_has_among_others() -> None:
+    traces = (busy(300, rank=0, world=2), busy(300, rank=1, world=2))
+    whole = [row for row in to_json(report(traces))["by_rank_and_step"] if row["step"] == 2]
+    alone = to_json(report([only(trace, 2) for trace in traces]))["by_rank_and_step"]
+    assert alone == [{name: pytest.approx(value) for name, value in row.items()} for row in whole]
+
+
+def test_all_files_are_written_and_the_table_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    targets = {name: folder / f"out.{name}" for name in ("html", "svg", "perfetto")}
+    words = [word for name, path in targets.items() for word in (f"--{name}", path)]
+    code, out, err = command(capsys, folder / "traces" / "rank0.json.gz", *words)
+    assert (code, out) == (0, "")
+    assert [line.split()[0] for line in err.splitlines()] == ["wrote"] * 3
+    assert targets["html"].read_text().startswith("<!doctype html>")
+    assert targets["svg"].read_text().startswith("<svg")
+    assert json.loads(gzip.decompress(targets["perfetto"].read_bytes()))["traceEvents"]
+
+
+def test_null_adds_the_tax(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "null").mkdir()
+    for rank in (0, 1):
+        build(rank, tmp_path / "null", speed=0.5)
+    code, out, err = command(capsys, folder, "--null", tmp_path / "null")
+    assert (code, err) == (0, "")
+    assert "Tax of communication" in out
+    figures = json.loads(command(capsys, "--null", tmp_path / "null", "--json", folder)[1])
+    gemm = next(row for row in figures["tax"]["classes"] if row["class"] == "gemm")
+    assert gemm["slowdown_share"] == pytest.approx(75 / 45 - 1)
+
+
+def test_the_order_of_words_does_not_matter() -> None:
+    asked = parse(["a.json", "--step=3", "--null", "n1.json", "n2.json", "--html", "x.html", "b.json", "--json"])
+    assert (asked.real, asked.null) == (("a.json", "b.json"), ("n1.json", "n2.json"))
+    assert (asked.step, asked.json, asked.files) == (3, True, {"html": "x.html"})
+
+
+def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, "--help")[0] == 0
+    code, out, _ = command(capsys)
+    assert code == 2
+    assert "--perfetto FILE" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{run}", "--colour"], "--colour (command line): there is no such option; fix: hocket trace --help"),
+        (["-x", "{run}"], "-x (command line): there is no such option"),
+        (["--json"], "the traces are missing"),
+        (["{run}/none.json"], "none.json (command line): no such file"),
+        (["{run}/empty"], "no traces in this folder"),
+        (["{run}", "{run}/traces/rank0.json.gz"], "rank0.json.gz (command line): is given twice"),
+        (["{run}", "--null"], "--null (command line): says nothing; fix: --null FILE"),
+        (["{run}", "--null", "{run}"], "is given as the run and with --null; fix: traces of two runs"),
+        (["{run}", "--html"], "--html (command line): says nothing; fix: --html FILE"),
+        (["{run}", "--html", "--json"], "--html (command line): says nothing"),
+        (["{run}", "--step", "two"], "--step two (command line): not the number of a step"),
+        (["{run}", "--svg", "{run}/a", "--html", "{run}/a"], "another option names it too; fix: two names"),
+        (["{run}", "--json", "--json"], "--json (command line): is given twice"),
+        (["{run}", "--html", "{run}/none/x.html"], "cannot be written (No such file or directory)"),
+        (["{run}", "--svg", "{run}/empty"], "cannot be written (Is a directory)"),
+        (["{run}/metrics.json"], "metrics.json"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (folder / "empty").mkdir()
+    code, out, err = command(capsys, *(word.format(run=folder) for word in words))
+    assert code == 2
+    assert said in err
+    assert err.startswith("hocket: ")
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_a_null_trace_that_communicates_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    for rank in (0, 1):
+        build(rank, tmp_path / "other")
+    code, _, err = command(capsys, folder, "--null", tmp_path / "other")
+    assert code == 2
+    assert "no run without communication" in err
+
+
+def test_traces_do_not_wait_for_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, hocket.commands.trace; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
