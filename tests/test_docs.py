@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.tables import CONTENDERS, DOCS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
+from hocket.commands.bench import Bench
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
@@ -110,7 +111,7 @@ def test_commands_exist(path: Path) -> None:
             assert importlib.util.find_spec(words[0]), words
 
 
-KINDS = {"train": Train, "plan": Plan}
+KINDS = {"train": Train, "plan": Plan, "bench": Bench}
 """Commands that take a recipe -> their options."""
 
 

@@ -150,6 +150,8 @@ def workloads(settings: Settings, bench: Bench) -> list[Workload]:
 def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: Any) -> None:
     """The job of a worker: measure every workload, and let rank 0 print and write what came out."""
     session = Session(bench, rank, device, say if rank == 0 else lambda text: None)
+    for decision in settings.decisions:
+        session.say(f"note     {decision}")
     found: list[Measured] = []
     for workload in workloads(settings, bench):
         measured = session.run(workload)

@@ -1,0 +1,56 @@
+"""Workloads small enough for a laptop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hocket.bench import gate
+from hocket.bench.contender import Contender, load
+from hocket.bench.peers.bound import WholeWeights, bound
+from hocket.bench.plain import MainWeights
+from hocket.bench.workload import Workload
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.resolve import resolve
+
+CPU = torch.device("cpu")
+
+
+def workload(
+    dp: int, ep: int = 1, *, moe: bool = False, optimizer: bool = True, microbatches: int = 2, **plan: Any
+) -> Workload:
+    """Three layers, two microbatches of two sequences of 16 tokens."""
+    sizes = dict(vocab=64, hidden=32, layers=3, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    experts = dict(experts=8, top_k=2, expert_ffn=32, shared_ffn=32, dense_layers=(0,), aux_loss=0.01) if moe else {}
+    config = Config(
+        model=ModelConfig(**sizes, **experts),  # pyrefly: ignore
+        mesh=MeshConfig(dp=dp, ep=ep),
+        plan=PlanConfig(**plan),
+        data=DataConfig(sequence_length=16),
+        train=TrainConfig(microbatches=microbatches, sequences=2, clip=0.0, lr=3e-3),
+    )
+    return gate.sensitive(Workload(resolve(config), optimizer))
+
+
+def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str, list[float]]:
+    """The gate's curves of contenders on one rank."""
+    found = {}
+    for name in names:
+        contender = load(name)(work, rank, CPU)
+        assert all(contender.settings.values())
+        found[name] = gate.curve(contender, work, rank, CPU, steps)
+        contender.close()
+    return found
+
+
+def built(name: str, rank: int, work: Workload) -> Contender:
+    return load(name)(work, rank, CPU)
+
+
+def half_gradients(work: Workload, rank: int, device: torch.device) -> Contender:
+    """A contender that gets its gradients wrong by a factor."""
+    made = bound(work, rank, device)
+    assert isinstance(made, WholeWeights)
+    made.optimizers = [MainWeights(dict(made.model.named_parameters()), work, rank, scale=0.5)]
+    return made

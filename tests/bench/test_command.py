@@ -1,0 +1,152 @@
+"""`hocket bench` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket import cli
+from hocket.bench.contender import CONTENDERS, Entry, why_not
+from hocket.bench.gate import NumericsError
+from hocket.bench.run import Bench, Session
+from hocket.commands.bench import check, chosen
+from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hocket.resolve import resolve
+from tests.bench.setup import CPU, workload
+from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start
+from tests.helpers.ranks import run_ranks
+
+QUICK = ["--blocks", "2", "--steps", "1", "--gate_steps", "3"]
+SLOW = ["--train.transport", "slow", "--train.slow_latency", "0.001"]
+LITTLE = ["--model.layers", "2", "--train.microbatches", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The message of a command that makes no sense."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", *words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_list_names_every_contender(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "--list"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CONTENDERS)
+    assert all(len(line.split()) >= 3 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny", "--against", "fdsp2"], "against = fdsp2 .* no such contender; fix: did you mean fsdp2"),
+        (["tiny", "--against", "xyz"], "against = xyz .* fix: hocket bench --list"),
+        (["tiny", "--against", "ddp,ddp"], "against = ddp .* twice"),
+        (["tiny", "--blocks", "0"], "blocks = 0 .*--blocks.* out of range; fix: 1 or more"),
+        (
+            ["tiny", "--steps", "0", "--gate_steps", "-1"],
+            "2 settings (.|\n)* steps = 0(.|\n)*gate_steps = -1",
+        ),
+        (["tiny", "--lengths", "16", "0"], "lengths = 16 0 .* out of range"),
+        (["tiny", "--lengths", "long"], "lengths = long .* not a list of int"),
+        (["tiny", "--optimizer", "maybe"], "optimizer = maybe .* one of on, off"),
+        (["tiny", "--out", "missing/folder/x.json"], "out = missing/folder/x.json .*no such folder"),
+        (["tiny", "--train.clip", "2"], "train.clip = 2.0 .* contenders clip differently; fix: leave it out"),
+        (["tiny", "--against", "fsdp2"], "against = fsdp2 .* knows no pipeline, and mesh.pp = 2"),
+        (["tiny", "--against", "hocket_null", "--train.transport", "null"], "train.transport = null .* hocket alone"),
+        (["tiny", *ALONE, "--against", "ddp", *SLOW], "train.transport = slow .* ddp would run"),
+        (["tiny", *ALONE, "--against", "ddp", "--model.bias_rate", "0.1"], "model.bias_rate = 0.1 .* balance biases"),
+        (
+            ["tiny", *ALONE, "--plan.chunks", "1", "--against", "ddp", "--model.tied", "True"],
+            "model.tied = True .* cannot tie",
+        ),
+        (["tiny", *ALONE, "--against", "ep_sync"], "against = ep_sync .* needs experts on several ranks"),
+        (["tiny", "--mesh.pp", "1", "--against", "ddp,bound"], "against = ddp .* mesh.ep = 2; fix: mesh.ep = 1"),
+        (["tiny", *ALONE, "--against", "megatron_fsdp"], "against = megatron_fsdp .* needs GPUs; fix: leave it out"),
+        (["--against", "ddp"], "the recipe is missing"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(capsys, words, message):
+    assert re.search(message, failure(capsys, *words))
+
+
+def disagree(rank: int) -> None:
+    CONTENDERS["half"] = Entry("tests.bench.setup:half_gradients", "gradients off by a factor", model="whole")
+    work = workload(1)
+    session = Session(Bench(("hocket", "half"), (16,)), rank, CPU, print)
+    session.run(work)
+
+
+def test_contenders_that_disagree_are_not_timed(capsys):
+    with pytest.raises(NumericsError, match="half does not compute what hocket computes"):
+        run_ranks(disagree, 1)
+    out = capsys.readouterr().out
+    assert "WORKLOAD" in out
+    assert "measure" not in out
+
+
+def resolved(**mesh: int) -> Config:
+    return resolve(Config(model=ModelConfig(experts=4), mesh=MeshConfig(**mesh), train=TrainConfig(device="cpu")))
+
+
+def test_missing_and_other_versions_of_packages_are_named(monkeypatch):
+    monkeypatch.setitem(CONTENDERS, "absent", Entry("a:b", "x", package="no-such-package==1.2"))
+    monkeypatch.setitem(CONTENDERS, "older", Entry("a:b", "x", package="numpy==0.0.1"))
+    monkeypatch.setitem(CONTENDERS, "here", Entry("a:b", "x", package="numpy"))
+    assert "no-such-package is not installed; fix: pip install no-such-package==1.2" in why_not("absent", resolved())
+    assert "written for numpy==0.0.1, and " in why_not("older", resolved())
+    assert why_not("here", resolved()) == ""
+
+
+def test_without_a_choice_what_fits_takes_part():
+    for mesh in (dict(), dict(dp=2), dict(dp=2, ep=2), dict(pp=2)):
+        config = resolved(**mesh)
+        names = chosen("", config)
+        check(names, config, {})  # pyrefly: ignore
+        assert {"hocket", "hocket_null"} <= set(names)
+    assert chosen("bound, ddp", resolved()) == ("hocket", "bound", "ddp")
+    assert chosen("bound,hocket", resolved()) == ("bound", "hocket")
+
+
+def test_a_benchmark_from_start_to_result(tmp_path: Path):
+    mesh = ["--mesh.pp", "1", "--plan.chunks", "1", "--gpus", "2", "--optimizer", "off"]
+    words = [*SMALL, *mesh, *QUICK, *LITTLE, "--lengths", "8", "16", "--out", "result.json", "--commit", "abc"]
+    done = hocket(tmp_path, "bench", *words)
+    assert done.code == 0, done.err
+    assert done.out.count("same losses over 3 steps") == 2
+    assert "units: each layer; embedding and head in the root" in done.out, "settings of peers are printed"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["commit"] == "abc"
+    assert result["command"].startswith("python -m hocket bench tiny")
+    assert "result.json" not in result["command"]
+    assert [w["config"]["data"]["sequence_length"] for w in result["workloads"]] == [8, 16]
+    for found in result["workloads"]:
+        assert list(found["contenders"]) == ["bound", "ep_sync", "hocket", "hocket_null"]
+        assert found["gate"]["worst"] <= found["gate"]["tolerance"]
+        assert set(found["phases"]) == {"gate", "build", "warm-up", "measure"}
+        for row in found["contenders"].values():
+            assert row["settings"]
+            assert row["seconds"] > 0
+            assert len(row["blocks"]) == 2
+    assert not (tmp_path / "runs" / "tiny").exists(), "the folder of training runs stays alone"
+
+
+def test_torchrun_starts_a_benchmark(tmp_path: Path):
+    words = [*SMALL, "--mesh.pp", "1", "--plan.chunks", "1", "--mesh.dp", "2", "--mesh.ep", "1", *QUICK]
+    words += LITTLE
+    launcher = ["--nproc-per-node", "2", "--master-port", "29645", "-m", "hocket", "bench"]
+    done = finish(start(tmp_path, *launcher, *words, "--against", "ddp", module="torch.distributed.run"))
+    assert done.code == 0, done.err
+    assert done.out.count("RESULT") == 1, "only rank 0 prints"

@@ -1,0 +1,81 @@
+"""Timing: turns, steps that count, and that the slowest rank decides."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+from torch import Tensor
+
+from hocket.bench.gate import Verdict
+from hocket.bench.measure import Gauge, take_turns
+from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text
+from tests.bench.setup import CPU, workload
+from tests.helpers.ranks import run_ranks
+
+LOG: list[str] = []
+
+
+class Sleeper:
+    """Sleeps for a while per step; its first step after another contender's is slow."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+        self.settings = {"seconds": str(seconds)}
+
+    def step(self, microbatches: object) -> Tensor:
+        switched = not LOG or LOG[-1] != self.name
+        LOG.append(self.name)
+        assert not gc.isenabled()
+        time.sleep(self.seconds + 0.2 * switched)
+        return torch.zeros(())
+
+    def close(self) -> None:
+        pass
+
+
+def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]]]:
+    LOG.clear()
+    # Rank 1 is the slow one of a, rank 0 of b.
+    contenders = {"a": Sleeper("a", 0.01 + 0.04 * rank), "b": Sleeper("b", 0.05 - 0.04 * rank)}
+    blocks = take_turns(contenders, [], 3, 2, CPU, Gauge(False))
+    assert gc.isenabled()
+    return LOG, {name: [block.seconds for block in of] for name, of in blocks.items()}
+
+
+def test_contenders_take_turns_and_the_slowest_rank_counts():
+    (order, seconds), (_, others) = run_ranks(turns, 2)
+    assert "".join(order) == "aaabbb" + "bbbaaa" + "aaabbb", "the order turns around; one step more than is timed"
+    assert seconds == others, "all ranks know the same figures"
+    times = [t for blocks in seconds.values() for block in blocks for t in block]
+    assert len(times) == 2 * 3 * 2
+    assert all(0.05 <= t < 0.15 for t in times), "the slow first step does not count"
+
+
+def report(rank: int) -> tuple[str, dict]:
+    contenders = {"hocket": Sleeper("hocket", 0.01), "fsdp2": Sleeper("fsdp2", 0.02), "bound": Sleeper("bound", 0.005)}
+    blocks = take_turns(contenders, [], 2, 1, CPU, Gauge(False))
+    verdict = Verdict({"hocket": [4.0, 3.0], "fsdp2": [4.0, 3.0]}, 1e-4, 0.0, 0.25, 3)
+    settings = {name: contender.settings for name, contender in contenders.items()}
+    measured = Measured(workload(1), verdict, settings, blocks, dict.fromkeys(contenders, 0), {}, "CPU")
+    text = "\n".join([verdict_text(verdict), settings_text(settings), table(measured)])
+    return text, as_json(measured)
+
+
+def test_the_report_has_every_figure():
+    ((text, result),) = run_ranks(report, 1)
+    assert "share of bound" in text
+    assert "speed over fsdp2" in text
+    assert "hocket, fsdp2: same losses over 2 steps of 3 layers" in text
+    assert "seconds: 0.02" in text
+    rows = result["contenders"]
+    assert list(rows) == ["hocket", "fsdp2", "bound"]
+    assert result["bound"] == "bound"
+    assert result["best_peer"] == "fsdp2"
+    faster = rows["hocket"]["speed_over"]["fsdp2"]
+    assert 1.5 < faster["median"] < 2.1
+    assert faster["low"] <= faster["median"] <= faster["high"]
+    assert rows["hocket"]["speed_over"]["bound"]["median"] < 1
+    assert rows["fsdp2"]["tokens_per_second"] * rows["fsdp2"]["seconds"] == result["tokens_per_step"]
+    assert all(len(row["blocks"]) == 2 and row["settings"] for row in rows.values())
