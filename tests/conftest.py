@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--parity-cases", type=int, default=2000, help="cases of the full parity matrix, drawn at random; 0 takes all"
     )
+    parser.addoption("--renew-golden", action="store_true", help="write what is shown now to tests/golden")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -126,7 +126,7 @@ def trace_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = _inside(path) or _inside(path / "traces")
+            inside = _inside(path / "traces") or _inside(path)
             if not inside:
                 raise _problem(name, "no traces in this folder", "a folder with .json or .json.gz files")
             found += inside
@@ -143,10 +143,10 @@ def trace_files(names: Sequence[str]) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Traces of a folder. Settings of a run, metrics and reports are JSON files too, but are not of this form."""
+    """The traces right in a folder, by name."""
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.name.endswith(_ENDINGS) and p.is_file() and "rank" in p.name)
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
 
 
 def only(trace: RankTrace, number: int) -> RankTrace:

@@ -14,6 +14,8 @@ Piece = tuple[str, str]
 Line = tuple[Piece, ...]
 
 UNKNOWN = "–"
+_NAME = 8
+"""A first column is not made narrower."""
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -37,14 +39,15 @@ def wrapped(text: str, width: int, style: str = "", hang: str = "") -> list[Line
 def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, styles: Sequence[str] = ()) -> list[Line]:
     """A head and rows below it: the first column to the left and as narrow as `width` asks, the others to the right.
 
-    `styles` has one style per row.
+    Of columns that do not fit then, the last are left out. `styles` has one style per row.
     """
     widths = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
-    others = sum(widths[1:]) + 2 * len(widths)
-    widths[0] = max(min(widths[0], width - others), 8)
+    while len(widths) > 2 and min(widths[0], _NAME) + sum(widths[1:]) + 2 * len(widths) > width:
+        widths.pop()
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * len(widths)), min(widths[0], _NAME))
     lines = []
     for row, style in zip([heads, *rows], ["dim", *(styles or [""] * len(rows))], strict=True):
-        rest = (f"{cell:>{wide}}" for cell, wide in zip(row[1:], widths[1:], strict=True))
+        rest = (f"{cell:>{wide}}" for cell, wide in zip(row[1 : len(widths)], widths[1:], strict=True))
         cells = [f"{shortened(row[0], widths[0]):{widths[0]}}", *rest]
         lines.append(line("  " + "  ".join(cells), style))
     return lines

@@ -35,7 +35,7 @@ def html(
     figures = to_json(report, tax, prediction)
     headline, *about = table.title(figures, 10_000)[0][0][0].split(": ", 1)
     parts = {
-        "title": headline,
+        "title": escape(headline),
         "about": escape(": ".join(about)),
         "warnings": "".join(f'<p class="warning">{escape(text)}</p>' for text in table.warnings(figures)),
         "headline": re.sub(r"(?<=\d) (?=s\b|ms|µs|%)", "&nbsp;", escape(table.headline(figures))),
@@ -45,11 +45,7 @@ def html(
         "style": _asset("page.css"),
         "script": _asset("page.js") + _asset("control.js"),
     }
-    page = _asset("page.html")
-    for name, text in parts.items():
-        before, mark, behind = page.rpartition(f"{{{{{name}}}}}")
-        page = before + text + behind if mark else page
-    return page.replace("{{title}}", escape(headline))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
@@ -185,8 +181,10 @@ def _ops(figures: Mapping[str, Any]) -> str:
     lines = []
     for total, kernels in by_launcher(figures["ops"])[:_OPS]:
         lines.append(_line([total["launcher"] or "(launcher not known)", *table.op_cells(total)]))
-        for row in kernels[:_KERNELS]:
-            lines.append(_line([short_kernel(row["kernel"]), *table.op_cells(row)], "part", row["kernel"]))
+        lines += [
+            _line([short_kernel(row["kernel"]), *table.op_cells(row)], "part", row["kernel"])
+            for row in kernels[:_KERNELS]
+        ]
     if not lines:
         return ""
     heads = "".join(f"<th>{name}</th>" for name in table.OP_HEADS)

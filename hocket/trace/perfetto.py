@@ -1,8 +1,8 @@
 """The activities of a run as a small trace for ui.perfetto.dev and chrome://tracing.
 
-Only what ran on the devices is in it: a process per rank, a thread per lane, one colour per kind, and three tracks of
-what the report is about: exposed stretches, idle ones, and steps. Each rank has a counter of the bytes that it sends per
-second. A step whose profile has 400 MB with all host events takes a few megabytes so.
+Only what ran on the devices is in it: a process per rank, a thread per lane, one colour per kind, and tracks of what
+the report is about: steps, exposed stretches, and idle ones with those in which the host was late. A counter shows how
+fast each rank's link is. Host events, which are most of a profile, are left out.
 """
 
 from __future__ import annotations

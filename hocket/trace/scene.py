@@ -1,7 +1,8 @@
 """What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
 
 The rows are those of `plan/timeline.py`: for each rank its lanes, compute first, and below compute a strip that marks
-exposed time, and time in which the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
+exposed time, and time in which the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes
+and colours.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAIN, _STRIP, _LOW = 24, 5, 11
 _NARROW = 1.0
 """What is narrower than this many pixels shares its pixels with others."""
 _SHADES = 8
-_GOOD_PART = 0.05
+_GOOD_PART = 0.1
 
 
 class Box(NamedTuple):

@@ -116,12 +116,13 @@ def headline(figures: Figures) -> str:
         text = f"A step takes {duration(step['step_seconds'])}, without any communication."
     else:
         text = (
-            f"A step takes {duration(step['step_seconds'])}. Communication is exposed for {duration(step['exposed_seconds'])} "
-            f"({percent(step['exposed_share'])}): {percent(step['hidden_fraction'])} of it is hidden."
+            f"A step takes {duration(step['step_seconds'])}. Communication is exposed for "
+            f"{duration(step['exposed_seconds'])} ({percent(step['exposed_share'])}): {percent(step['hidden_fraction'])} of it is hidden."
         )
     text += f" No compute runs for {duration(step['absent_seconds'])} ({percent(step['absent_share'])})"
     if step["host_bound_seconds"]:
-        text += f", in {duration(step['host_bound_seconds'])} of which the host is late ({percent(step['host_bound_share'])})"
+        late = percent(step["host_bound_share"])
+        text += f", in {duration(step['host_bound_seconds'])} of which the host is late ({late})"
     text += "."
     if tax:
         text += f" Without communication a step takes {duration(tax['null_step_seconds'])}:"
@@ -145,11 +146,11 @@ def rank_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
     heads = ["rank", "step", "compute", "comm.", "exposed", "of step", "hidden", "late peers", "host late", "idle"]
     rows = []
     for row in figures["by_rank"]:
-        names = ("rank", "compute", "communication", "exposed")
+        names = ("rank", "compute", "communication", "exposed")  # a rank's own seconds are those of its step
         times = [milliseconds(row[f"{name}_seconds"]) for name in names]
         shares = [percent(row["exposed_share"]), percent(row["hidden_fraction"])]
         more = [milliseconds(row[f"{name}_seconds"]) for name in ("waiting", "host_bound", "idle")]
-        rows.append([f"rank {row['rank']}", *times, *shares, *more])
+        rows.append([str(row["rank"]), *times, *shares, *more])
     return heads, rows
 
 

@@ -66,7 +66,9 @@ def test_stretches_are_those_of_the_report() -> None:
 
 def test_lanes_stand_in_the_order_of_the_plan_and_streams_in_that_of_their_numbers() -> None:
     names = ["stream 20", "reduce", "a2a", "compute", "stream 7"]
-    rows: list[Row] = [(n, n + 1, name, "compute" if name == "compute" else "a2a", "x", "") for n, name in enumerate(names)]
+    rows: list[Row] = [
+        (n, n + 1, name, "compute" if name == "compute" else "a2a", "x", "") for n, name in enumerate(names)
+    ]
     shown = lanes(trace(rows, STEPS))
     assert [lane.name for lane in shown] == ["compute", "a2a", "reduce", "stream 7", "stream 20"]
     assert [lane.compute for lane in shown] == [True, False, False, False, False]
@@ -100,7 +102,9 @@ def test_svg_is_a_document_with_titles_and_the_colours_of_the_plan() -> None:
     assert "communication is exposed for 20 ms" in titles
     fills = {rect.get("fill") for rect in root.iter(f"{space}rect")}
     assert {PLAN_COLORS[name] for name in ("fwd", "bwd", "gather", "exposed")} <= fills
-    assert "step 3, 100 ms, communication exposed for 20.0 %, NVIDIA H200" in [t.text for t in root.iter(f"{space}text")]
+    assert "step 3, 100 ms, communication exposed for 20.0 %, NVIDIA H200" in [
+        t.text for t in root.iter(f"{space}text")
+    ]
 
 
 def test_png_and_svg_show_the_same() -> None:

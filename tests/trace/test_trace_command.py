@@ -26,7 +26,9 @@ def build(rank: int, folder: Path, steps: int = 2, shift: float = 0.0, speed: fl
         made.kernel("nvjet_sm90", begin, begin + 60 * speed, op="aten::mm", plan_op=f"fwd attn m0 c0 l{n}")
         start = begin + 40 + shift
         if speed == 1:
-            made.collective("_allgather_base", "gather_dense", start, begin + 80, launched=start, sent=512, received=1024)
+            made.collective(
+                "_allgather_base", "gather_dense", start, begin + 80, launched=start, sent=512, received=1024
+            )
         made.kernel("nvjet_sm90", begin + 85, begin + 100, op="aten::mm", plan_op=f"bwd attn m0 c0 l{n}")
     return Path(made.write(folder / f"rank{rank}.json.gz"))
 

@@ -208,6 +208,8 @@ matchMedia('(prefers-color-scheme: dark)').addEventListener('change', resize);
 legend();
 resize();
 recall();
+view.ready = true;
+draw();
 // For whoever wants to check the page: what it computed from the activities that it holds.
 document.body.dataset.rows = String(ranks.reduce((sum, rank) => sum + rank.lanes.reduce((n, lane) => n + lane.what.length, 0), 0));
 document.body.dataset.figures = JSON.stringify(figures());

@@ -97,7 +97,7 @@ function figures() {
 
 // ---------------------------------------------------------------------------------------------------- view
 
-const view = { from: 0, to: 1, step: null, wanted: null, marked: null };
+const view = { from: 0, to: 1, step: null, wanted: null, marked: null, ready: false };
 const all = { from: page.from, to: page.to };
 
 /** From the first start of a step to its last end. */
@@ -182,6 +182,7 @@ function duration(ns) {
 }
 
 function draw() {
+  if (!view.ready) return;
   const pen = lanesCanvas.getContext('2d'), offset = scroll.scrollTop;
   pen.fillStyle = colors.bg;
   pen.fillRect(0, 0, width, height);
