@@ -240,6 +240,6 @@ def check(workload: Workload) -> None:
     microbatches = c.train.microbatches
     if schedule_of(workload) == "Interleaved1F1B" and microbatches % mesh.pp:
         raise ValueError(
-            f"{prefix}Interleaved1F1B needs a multiple of mesh.pp = {mesh.pp}, and train.microbatches = {microbatches}; "
+            f"{prefix}Interleaved1F1B, and mesh.pp = {mesh.pp} does not divide train.microbatches = {microbatches}; "
             f"fix: train.microbatches = {mesh.pp * -(-microbatches // mesh.pp)}"
         )
