@@ -188,7 +188,7 @@ def _ops(figures: Mapping[str, Any]) -> str:
     if not lines:
         return ""
     heads = "".join(f"<th>{name}</th>" for name in table.OP_HEADS)
-    head = "<h2>Costliest ops <small>per step of one rank; milliseconds</small></h2>"
+    head = "<h2>Costliest ops <small>summed, per step of one rank; milliseconds</small></h2>"
     return f"<section>{head}<table><tr>{heads}</tr>{''.join(lines)}</table></section>"
 
 

@@ -117,7 +117,8 @@ def headline(figures: Figures) -> str:
     else:
         text = (
             f"A step takes {duration(step['step_seconds'])}. Communication is exposed for "
-            f"{duration(step['exposed_seconds'])} ({percent(step['exposed_share'])}): {percent(step['hidden_fraction'])} of it is hidden."
+            f"{duration(step['exposed_seconds'])} ({percent(step['exposed_share'])}): "
+            f"{percent(step['hidden_fraction'])} of it is hidden."
         )
     text += f" No compute runs for {duration(step['absent_seconds'])} ({percent(step['absent_share'])})"
     if step["host_bound_seconds"]:
@@ -282,7 +283,7 @@ def _ops(figures: Figures, width: int) -> list[Line]:
             rows.append(["  " + short_kernel(kernel["kernel"]), *op_cells(kernel)])
             styles.append("dim")
     body = [*grid(OP_HEADS, rows, width, styles), *_more(groups, _LAUNCHERS, "op")]
-    return section("Costliest ops", "per step of one rank; milliseconds", body)
+    return section("Costliest ops", "summed, per step of one rank; milliseconds", body)
 
 
 def together(launcher: str, kernel: str) -> str:
