@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.overlap_trace import figures, keep
+from benchmarks.tables import overlap_trace
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.recipes import recipe
 from hocket.resolve import resolve
+from hocket.trace import load
 from hocket.train.exposed import TraceReader
 from hocket.train.profiling import WARM_UP, window_of
 from hocket.train.recording import Recording, describe
@@ -66,8 +69,8 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
     stale.mkdir(parents=True)
     (stale / "rank9.json.gz").write_text("of an earlier run on more ranks")
     (stale / "rank2.json.gz.tmp").write_text("of an earlier run that was killed")
-    words = [*SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "60", "--profile"]
-    ended = hocket(tmp_path, "train", *words)
+    words = [*SMALL, "--data.paths", text_in(tmp_path), "--profile"]
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "60")
     assert ended.code == 0, ended
     assert f"trace    runs/tiny/traces: steps {WARM_UP + 1} to {WARM_UP + 2} of 4 ranks" in ended.out
     assert "trace    A step takes" in ended.out
@@ -93,15 +96,31 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
         assert waits
         assert waits <= seen.keys(), "a wait is for an op of the plan"
 
-
-def test_traces_of_a_run_without_communication_and_of_an_emulated_network_say_so(tmp_path):
-    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
-    ended = hocket(tmp_path, "train", *words, "--train.transport", "null")
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "5", "--train.transport", "null")
     assert "NULL TRANSPORT" in ended.out, ended
     assert trace_of(tmp_path, 1, "tiny-null")["hocket"]["label"] == "no communication"
-    slow = ["--train.transport", "slow", "--train.slow_latency", "0.001"]
-    ended = hocket(tmp_path, "train", *words, *slow)
+    tables_of(tmp_path)
+
+
+def tables_of(folder: Path) -> None:
+    """The benchmark of overlap makes its tables from such a pair of runs."""
+    real, null = ([folder / f"runs/{run}/traces/rank{r}.json.gz" for r in range(4)] for run in ("tiny", "tiny-null"))
+    seconds = {"real": 0.3, "null": 0.2}
+    result = json.loads(json.dumps(figures(load(real), load(null), recipe("tiny"), seconds)))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in overlap_trace(result).splitlines()]
+    table = {row[0]: row[1:] for row in rows if row}
+    assert {"gather", "reduce", "a2a", "pp", "compute", "whole step"} <= table.keys()
+    assert len(table["gather"]) == 6
+    assert table["step, without the profiler"] == ["200 ms", "300 ms", "50%"]
+    keep({"real": real, "null": null}, 2, folder / "kept")
+    assert len(list((folder / "kept").iterdir())) == 6
+
+
+def test_whatever_an_emulated_network_touches_says_so(tmp_path):
+    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
+    ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow_latency", "0.001")
     assert "EMULATED NETWORK" in ended.out, ended
+    assert "threads that the profiler does not see" in ended.out
     assert "emulated network: validation loss" in ended.out
     assert trace_of(tmp_path, 1)["hocket"]["label"] == "emulated network"
     assert {(r["transport"], r["label"]) for r in records(tmp_path)} == {("slow", "emulated network")}

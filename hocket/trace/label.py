@@ -21,7 +21,8 @@ _MODULE_LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|blocks?|h)[._/](\d+)", re.IG
 _TRANSFER = re.compile(
     r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"
     r"|(^|[^a-z])(barrier|(put|wait)_signal|(one|two)_shot_all_\w+)_kernel|all_?to_?all|all_?reduce_kernel"
-    r"|Memcpy (PtoP|P2P)",
+    r"|Memcpy (PtoP|P2P)"
+    r"|(^|::)spin_kernel",  # an emulated network keeps a lane busy
     re.IGNORECASE,
 )
 _ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")

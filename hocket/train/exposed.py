@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+UNSEEN = (
+    "On CPUs an emulated network moves data on threads that the profiler does not see. "
+    "The annotations `wait <op>` in the traces show where the host stands still for it."
+)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -59,8 +64,10 @@ def main(paths: Sequence[str]) -> None:
 
     try:
         figures = to_json(report(load([Path(path) for path in paths])))
-        lines = [*warnings(figures), headline(figures)]
-        reading = Reading("\n".join(lines), figures["step"]["exposed_share"])
+        lines, exposed = [*warnings(figures), headline(figures)], figures["step"]["exposed_share"]
+        if figures["emulated"] and figures["device"] == "cpu":
+            lines[-1], exposed = UNSEEN, None
+        reading = Reading("\n".join(lines), exposed)
     except TraceError as error:
         reading = Reading(problem=str(error))
     sys.stdout.write(json.dumps(asdict(reading)))
