@@ -195,6 +195,21 @@ def calibration_rest(result: Result) -> str:
     return table(["ms", "recorded step", *causes], rows)
 
 
+def trace_reading(result: Result) -> str:
+    rows = [
+        [
+            f"{row['mb']:.0f} MB",
+            f"{row['events']:,}",
+            f"{row['kernels']:,}",
+            f"{row['read_s']:.2f} s",
+            f"{row['report_s']:.2f} s",
+            f"{row['peak_mib']:.0f} MiB",
+        ]
+        for row in result["rows"]
+    ]
+    return table(["trace", "events", "kernels", "read", "report", "peak memory"], rows)
+
+
 def gpu_tests(result: Result) -> str:
     files: dict[str, list[str]] = {}
     for name, test in result["tests"].items():
@@ -211,6 +226,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overlap_trace": ("overlap_trace", overlap_trace),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
 }
