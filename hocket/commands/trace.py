@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
         traces = tuple(only(trace, asked.step) for trace in traces)
     found = report(traces)
     tax = _tax(found, traces, null_paths)
-    prediction = _prediction(found, traces, tax)
+    found, prediction = _prediction(found, traces, tax)
     makers: dict[str, Callable[[], str | bytes]] = {
         "html": lambda: html(found, traces, tax, prediction),
         "svg": lambda: svg(found, traces, asked.step),
@@ -171,11 +171,14 @@ def _tax(found: Report, traces: Sequence[RankTrace], null_paths: Sequence[Path])
     return compare(found, report(nulls), traces, nulls)
 
 
-def _prediction(found: Report, traces: Sequence[RankTrace], tax: Tax | None) -> Prediction | None:
-    """The prediction of a hocket run; another program has none."""
+def _prediction(found: Report, traces: Sequence[RankTrace], tax: Tax | None) -> tuple[Report, Prediction | None]:
+    """The prediction of a hocket run; another program has none. The report is noted why a run cannot be predicted."""
     if not traces[0].run or not found.steps:
-        return None
-    return predict(traces, found, tax=tax)
+        return found, None
+    try:
+        return found, predict(traces, found, tax=tax)
+    except ValueError as error:  # the measured figures are good all the same
+        return replace(found, notes=(*found.notes, f"no prediction: {error}")), None
 
 
 def _show(figures: dict[str, object]) -> None:

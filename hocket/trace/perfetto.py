@@ -69,7 +69,9 @@ def _names(trace: RankTrace, shown: Sequence[str]) -> Iterator[Event]:
         return {"ph": "M", "pid": trace.rank, "tid": thread, "name": what, "args": {key: value}}
 
     yield meta("process_name", 0, "name", f"rank {trace.rank}")
-    yield meta("process_labels", 0, "labels", trace.device)
+    about = {"slow": "EMULATED NETWORK", "null": "NULL TRANSPORT: no communication"}
+    labels = [trace.device, about.get(str(trace.run.get("transport")), "")]
+    yield meta("process_labels", 0, "labels", ", ".join(filter(None, labels)))
     yield meta("process_sort_index", 0, "sort_index", trace.rank)
     for thread, name in [*enumerate(_TRACKS, start=1), *enumerate(shown, start=_FIRST_LANE)]:
         yield meta("thread_name", thread, "name", name)

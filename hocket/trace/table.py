@@ -37,7 +37,7 @@ _TOGETHER = 44
 
 PARTS = (
     ("alone", "compute alone", "compute", ""),
-    ("beside", "compute + transfer", "compute", "communication hidden behind compute"),
+    ("beside", "compute + transfer", "both", "communication hidden behind compute"),
     ("exposed", "exposed transfer", "exposed", "communication, and no compute beside it"),
     ("host_bound", "host late", "late", "nothing runs: the next kernel is not launched yet"),
     ("rest", "idle", "idle", "nothing runs: the next kernel waits for another lane or rank"),
@@ -46,7 +46,7 @@ PARTS = (
 
 OP_HEADS = ("op, and kernels it launched", "class", "count", "time", "of step", "exposed")
 
-STYLES = {"compute": "blue", "exposed": "bold red", "late": "yellow", "idle": "dim"}
+STYLES = {"compute": "bright_blue", "both": "blue", "exposed": "bold red", "late": "yellow", "idle": "dim"}
 
 
 def render(report: Report, tax: Tax | None = None, prediction: Prediction | None = None, width: int = 100) -> str:

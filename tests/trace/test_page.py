@@ -98,6 +98,73 @@ def test_the_page_shows_the_stretch_that_its_address_names(tmp_path: Path) -> No
     ]
 
 
+HANDS = """
+<script>
+const seen = {}, at = (x, y) => ({ clientX: lanesCanvas.getBoundingClientRect().left + x,
+  clientY: lanesCanvas.getBoundingClientRect().top + y, bubbles: true, cancelable: true, button: 0, pointerId: 1 });
+const state = () => ({ from: view.from, to: view.to });
+const key = name => document.dispatchEvent(new KeyboardEvent('keydown', { key: name, bubbles: true }));
+scroll.setPointerCapture = () => {};
+seen.start = state();
+const middle = (GUTTER + width) / 2, held = timeOf(middle);
+scroll.dispatchEvent(new WheelEvent('wheel', { ...at(middle, 20), deltaY: -200 }));
+seen.wheel = { ...state(), held, now: timeOf(middle) };
+scroll.dispatchEvent(new PointerEvent('pointerdown', at(500, 20)));
+scroll.dispatchEvent(new PointerEvent('pointermove', at(400, 20)));
+scroll.dispatchEvent(new PointerEvent('pointerup', at(400, 20)));
+seen.drag = { ...state(), pixels: 100 / (width - GUTTER) };
+key('ArrowLeft');
+seen.left = state();
+scroll.dispatchEvent(new MouseEvent('dblclick', at(500, 20)));
+seen.fit = state();
+key('+');
+seen.plus = state();
+key('0');
+scroll.dispatchEvent(new PointerEvent('pointermove', at(xOf(10e6), 20)));
+seen.tip = tip.hidden ? '' : tip.innerText;
+scroll.dispatchEvent(new PointerEvent('pointermove', at(xOf(20e6), 31)));
+seen.exposed = tip.hidden ? '' : tip.innerText;
+scroll.dispatchEvent(new PointerEvent('pointermove', at(xOf(90e6), 20)));
+seen.nothing = tip.hidden ? '' : tip.innerText;
+find('find').value = 'bwd'; find('find').oninput({ target: find('find') });
+key('Enter');
+seen.next = { ...state(), marked: word(what.op[view.marked.lane.what[view.marked.i]]) };
+choose(4);
+seen.step = state();
+document.body.dataset.seen = JSON.stringify(seen);
+</script></body>
+"""
+
+
+def test_the_page_can_be_handled(tmp_path: Path) -> None:
+    """Wheel, drag, keys, double-click, pointing, finding and choosing a step, one after the other."""
+    rows: list[Row] = [
+        (0, 14, "compute", "compute", "mm", "fwd attn m0 c0 l0"),
+        (8, 24, "gather", "gather", "all_gather", "gather dense t0 c0 l1"),
+        (30, 60, "compute", "compute", "mm", "bwd attn m0 c0 l0"),
+        (100, 160, "compute", "compute", "mm", "step all"),
+    ]
+    page = page_of([trace(rows, (Step(3, 0.0, 0.1), Step(4, 0.1, 0.2)))])
+    seen = json.loads(attribute(opened(page.replace("</body>", HANDS), tmp_path), "seen"))
+    length = {name: view["to"] - view["from"] for name, view in seen.items() if isinstance(view, dict)}
+    assert length["start"] == pytest.approx(101e6)
+    assert length["wheel"] == pytest.approx(101e6 * 2.718281828**-0.6)
+    assert seen["wheel"]["now"] == pytest.approx(seen["wheel"]["held"])  # what is under the pointer stays there
+    moved = seen["drag"]["from"] - seen["wheel"]["from"]
+    assert moved == pytest.approx(seen["drag"]["pixels"] * length["wheel"])
+    assert seen["left"]["from"] == pytest.approx(seen["drag"]["from"] - 0.15 * length["drag"])
+    assert seen["fit"] == seen["start"]
+    assert length["plus"] == pytest.approx(0.7 * 101e6)
+    for text in ("fwd attn m0 c0 l0", "14 ms", "aten::mm", "compute, gemm", "layer"):
+        assert text in seen["tip"], text
+    assert "exposed" in seen["exposed"]
+    assert "10 ms" in seen["exposed"]
+    assert seen["nothing"] == ""
+    assert seen["next"]["marked"] == "bwd attn m0 c0 l0"
+    assert (seen["next"]["from"] + seen["next"]["to"]) / 2 == pytest.approx(45e6)
+    assert seen["step"]["from"] == pytest.approx(100e6 - 0.5e6)
+
+
 @pytest.mark.parametrize("steps", [(), (Step(0, 0.0, 0.0),)], ids=["none", "empty"])
 def test_a_page_without_steps_opens(steps: tuple[Step, ...], tmp_path: Path) -> None:
     rows: list[Row] = [(0, 14, "compute", "compute", "mm", "")]

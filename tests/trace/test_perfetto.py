@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,13 @@ def test_the_counter_of_the_link_starts_and_ends_at_nothing() -> None:
     assert max(levels) == pytest.approx(0.2, rel=1e-3)  # a gather and a reduce at once, 0.1 GB/s each
     assert all(e["ts"] >= 0 for e in found)
     assert Counter(e["name"] for e in found) == {"link GB/s": len(found)}
+
+
+@pytest.mark.parametrize(("transport", "words"), [("slow", "EMULATED"), ("null", "NULL TRANSPORT"), ("nccl", "H200")])
+def test_processes_say_what_is_no_real_training(transport: str, words: str) -> None:
+    one = replace(toy(), run={"transport": transport})
+    label = next(e["args"]["labels"] for e in events(filtered([one])) if e["name"] == "process_labels")
+    assert words in label
 
 
 def test_the_same_traces_give_the_same_bytes() -> None:

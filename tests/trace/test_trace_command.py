@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,9 @@ from tests.trace.build import Trace
 from tests.trace.reports import busy
 
 
-def build(rank: int, folder: Path, steps: int = 2, shift: float = 0.0, speed: float = 1.0) -> Path:
+def build(rank: int, folder: Path, steps: int = 2, shift: float = 0.0, speed: float = 1.0, **about: Any) -> Path:
     """A rank with steps of 100 µs: a gemm for 60 µs, and a gather beside it of which 20 µs are exposed."""
-    made = Trace(rank=rank, world=2).group("gather_dense", (0, 1))
+    made = Trace(rank=rank, world=2).group("gather_dense", (0, 1)).metadata(**about)
     for n in range(steps):
         begin = 100.0 * n
         made.annotation(f"hocket step {n + 5}", begin, begin + 100)
@@ -104,6 +105,26 @@ def test_null_adds_the_tax(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     figures = json.loads(command(capsys, "--null", tmp_path / "null", "--json", folder)[1])
     gemm = next(row for row in figures["tax"]["classes"] if row["class"] == "gemm")
     assert gemm["slowdown_share"] == pytest.approx(75 / 45 - 1)
+
+
+def test_a_run_that_cannot_be_predicted_is_reported_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"version": 99, "transport": "slow", "rank": 0}
+    code, out, _ = command(capsys, build(0, tmp_path, hocket=run))
+    assert code == 0
+    assert "no prediction: " in out
+    assert "version 99" in out
+    assert "EMULATED NETWORK" in out
+
+
+def test_a_terminal_gets_colours_and_a_file_does_not(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "\x1b[" not in command(capsys, folder)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[1m" in command(capsys, folder)[1]
 
 
 def test_the_order_of_words_does_not_matter() -> None:

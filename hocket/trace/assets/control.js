@@ -138,14 +138,16 @@ function search(text) {
   request();
 }
 
-/** Go to the next or previous activity that was found, counted from the marked one or from the middle. */
+/** Go to the next or previous activity that was found, from the marked one or from the edge of the view; then around. */
 function next(direction) {
   if (!view.wanted) return;
-  const middle = view.marked ? view.marked.lane.start[view.marked.i] : (view.from + view.to) / 2;
+  const edge = direction > 0 ? view.from : view.to, around = (all.to - all.from) * 4;
+  const origin = view.marked ? view.marked.lane.start[view.marked.i] : edge;
   let best = null, distance = Infinity;
   for (const row of rows) for (let i = 0; row.lane && i < row.lane.what.length; i++) {
-    const off = (row.lane.start[i] - middle) * direction;
-    if (view.wanted[row.lane.what[i]] && off > 0 && off < distance) { best = { row, lane: row.lane, i }; distance = off; }
+    if (!view.wanted[row.lane.what[i]]) continue;
+    const off = (row.lane.start[i] - origin) * direction, way = off > 0 ? off : off + around;
+    if (way < distance) { best = { row, lane: row.lane, i }; distance = way; }
   }
   if (!best) return;
   view.marked = best;
