@@ -192,4 +192,4 @@ def _ops(figures: Mapping[str, Any]) -> str:
     return f"<section>{head}<table><tr>{heads}</tr>{''.join(lines)}</table></section>"
 
 
-_OPS, _KERNELS = 24, 6
+_OPS, _KERNELS = 20, 4
