@@ -2,10 +2,9 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.step_time
 
-All contenders stay resident in one job, on the same ranks, and take turns in blocks. A step's time is that of the
-slowest rank, measured with CUDA events. Figures are medians; ratios are of medians of neighbouring blocks, with a
-bootstrap interval. `bound` is the merged plan with the null transport: the same kernels, no communication.
-`merged again` is the merged plan a second time: how far its ratio is from 1 is the noise.
+Plans of one recipe take turns as the contenders of `hocket bench` do. `bound` is the merged plan with the null
+transport: the same kernels, no communication. `merged again` is the merged plan a second time: how far its ratio is
+from 1 is the noise.
 """
 
 from __future__ import annotations
@@ -14,20 +13,24 @@ import argparse
 import dataclasses
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.record import write
+from hocket.bench.gate import curve
+from hocket.bench.measure import Gauge, Timer, slowest, take_turns
+from hocket.bench.ours import Planned
+from hocket.bench.stats import ratio
+from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.plan.cost import model_flops_per_token
+from hocket.environment import prepare
 from hocket.recipes import recipe
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import join_world
 
 
 def contenders(config: Config) -> dict[str, Config]:
@@ -49,10 +52,24 @@ def contenders(config: Config) -> dict[str, Config]:
 
 def join() -> tuple[int, torch.device]:
     """Join the ranks that torchrun started. Returns this one's number and GPU."""
+    prepare(os.environ, int(os.environ["LOCAL_WORLD_SIZE"]))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    join_world(True, 600.0)
     return dist.get_rank(), device
+
+
+def batch(engine: Engine, seed: int) -> list[Microbatch]:
+    """Random tokens, the same for all contenders."""
+    return batches(Workload(engine.config), engine.mesh.rank(engine.where.pp, engine.where.dp), seed, engine.device)
+
+
+def timed_block(engine: Engine, microbatches: list[Microbatch], steps: int) -> list[float]:
+    """Seconds of each step on the slowest rank, after one step that does not count."""
+    timer = Timer(engine.device)
+    timer.settle()
+    _, *mine = timer.steps(lambda: engine.train_step(microbatches, 1e-4), 1 + steps)
+    return slowest(mine)
 
 
 def for_world(config: Config, world: int) -> Config:
@@ -60,42 +77,6 @@ def for_world(config: Config, world: int) -> Config:
     dp = world // config.mesh.pp
     mesh = dataclasses.replace(config.mesh, dp=dp, ep=min(config.mesh.ep, dp))
     return dataclasses.replace(config, mesh=mesh)
-
-
-def batch(engine: Engine, seed: int) -> list[Microbatch]:
-    """Random tokens, the same for all contenders."""
-    config = engine.config
-    generator = torch.Generator().manual_seed(1000 * seed + engine.where.dp)
-    shape = (config.train.sequences, config.data.sequence_length + 1)
-    ids = [torch.randint(config.model.vocab, shape, generator=generator) for _ in range(config.train.microbatches)]
-    return [Microbatch(*(half.contiguous().to(engine.device) for half in (i[:, :-1], i[:, 1:]))) for i in ids]
-
-
-def timed_block(engine: Engine, microbatches: list[Microbatch], steps: int) -> list[float]:
-    """Seconds of each step on the slowest rank, after one step that does not count."""
-    times = []
-    for n in range(steps + 1):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        engine.train_step(microbatches, 1e-4)
-        end.record()
-        torch.cuda.synchronize()
-        seconds = torch.tensor(start.elapsed_time(end) / 1e3, device=engine.device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        if n:
-            times.append(float(seconds))
-    return times
-
-
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    """Median of `slow / fast` over blocks, and its 95 % bootstrap interval."""
-    pairs = np.array(slow) / np.array(fast)
-    chooser = np.random.default_rng(0)
-    samples = np.median(chooser.choice(pairs, (2000, len(pairs))), axis=1)
-    low, high = np.percentile(samples, [2.5, 97.5])
-    return {"median": float(np.median(pairs)), "low": float(low), "high": float(high)}
 
 
 def main() -> None:
@@ -109,69 +90,53 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
-
     config = for_world(recipe(options.recipe), dist.get_world_size())
     changes = {name: getattr(options, name) for name in ("microbatches", "sequences") if getattr(options, name)}
     train = dataclasses.replace(config.train, transport="nccl", dtype="bf16", **changes)
-    config = dataclasses.replace(config, train=train)
-    engines: dict[str, Engine] = {}
-    groups = None
-    for name, settings in contenders(config).items():
-        engines[name] = Engine(settings, rank, device, groups=None if name == "bound" else groups)
-        groups = groups or engines[name].groups
-        engines[name].init_weights()
-    engines["merged again"] = engines["merged"]
-    microbatches = batch(engines["merged"], 0)
-    losses = {}
-    for name, engine in engines.items():  # warm up, and show that the plans agree
-        if name in ("bound", "merged again"):  # one computes on rubbish, the other has been here before
-            losses[name] = []
-            engine.train_step(microbatches, 1e-4)
-            engine.train_step(microbatches, 1e-4)
-            continue
-        steps = [engine.train_step(microbatches, 1e-4).loss for _ in range(3)]
-        losses[name] = [engine.agree(loss)[0] for loss in steps]
-    blocks: dict[str, list[list[float]]] = {name: [] for name in engines}
-    for n in range(options.blocks):
-        order = list(engines) if n % 2 == 0 else list(reversed(engines))
-        for name in order:
-            blocks[name].append(timed_block(engines[name], microbatches, options.steps))
+    workload = Workload(dataclasses.replace(config, train=train))
+    plans = contenders(workload.config)
+    engines = {name: Planned(workload, rank, device, settings) for name, settings in plans.items()}
+    losses = {name: curve(planned, workload, rank, device, 3) for name, planned in engines.items()}  # also warms up
+    losses["bound"] = []  # it computes on rubbish
+    losses["merged again"], engines["merged again"] = [], engines["merged"]
+    gauge = Gauge(device if rank == 0 else None)
+    microbatches = batches(workload, rank, 0, device)
+    blocks = take_turns(engines, microbatches, options.blocks, options.steps, device, gauge)
+    gauge.close()
     if rank == 0:
-        report(options, config, blocks, losses)
+        report(options, workload, {name: [block.seconds for block in of] for name, of in blocks.items()}, losses)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # groups that are still there may hang torch's own shutdown
 
 
 def report(
-    options: argparse.Namespace, config: Config, blocks: dict[str, list[list[float]]], losses: dict[str, list[float]]
+    options: argparse.Namespace,
+    workload: Workload,
+    blocks: dict[str, list[tuple[float, ...]]],
+    losses: dict[str, list[float]],
 ) -> None:
     """Print a table and write the result file."""
     medians = {name: [statistics.median(times) for times in runs] for name, runs in blocks.items()}
-    tokens = config.mesh.dp * config.train.microbatches * config.train.sequences * config.data.sequence_length
-    flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens
-    world = config.mesh.pp * config.mesh.dp
     rows: dict[str, Any] = {}
     for name, runs in medians.items():
         seconds = statistics.median(runs)
+        others = {"speed_up_over_sequential": "sequential", "speed_up_over_interleaved": "interleaved"}
+        over = {key: ratio(medians[other], runs) for key, other in {**others, "fraction_of_bound": "bound"}.items()}
         rows[name] = {
             "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "tflops_per_gpu": flops / seconds / world / 1e12,
-            "speed_up_over_sequential": ratio(medians["sequential"], runs),
-            "speed_up_over_interleaved": ratio(medians["interleaved"], runs),
-            "fraction_of_bound": ratio(medians["bound"], runs),
+            "tokens_per_second": workload.tokens / seconds,
+            "tflops_per_gpu": workload.flops / seconds / workload.mesh.world / 1e12,
+            **{key: dataclasses.asdict(value) for key, value in over.items()},
             "blocks": blocks[name],
             "first_losses": losses[name],
         }
-        print(
-            f"{name:22} {1e3 * seconds:8.1f} ms  {rows[name]['tflops_per_gpu']:6.1f} TFLOP/s/GPU  "
-            f"x{rows[name]['speed_up_over_sequential']['median']:.3f} sequential  "
-            f"x{rows[name]['speed_up_over_interleaved']['median']:.3f} interleaved  "
-            f"{rows[name]['fraction_of_bound']['median']:.3f} of the bound  losses {losses[name]}",
-            flush=True,
-        )
-    result = {"config": dataclasses.asdict(config), "tokens_per_step": tokens, "contenders": rows}
-    print(write("step_time", result, options.out, options.commit))
+        print(f"{name:22} {1e3 * seconds:8.1f} ms  {over}  losses {losses[name]}", flush=True)
+    result = {
+        "config": dataclasses.asdict(workload.config),
+        "tokens_per_step": workload.tokens,
+        "contenders": rows,
+    }
+    print(write("step_time", result, options.out, options.commit), flush=True)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,26 @@ def gpu_tests(result: Result) -> str:
 
 OUTCOMES = ("passed", "failed", "skipped")
 
-TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+
+def contenders(result: Result) -> str:
+    """What `hocket bench` found: a row per contender, for every sequence length."""
+    rows = []
+    for found in result["workloads"]:
+        bound, best = found["bound"], found["best_peer"]
+        tokens = f"{found['config']['train']['sequences'] * found['config']['data']['sequence_length']:,}"
+        for name, row in found["contenders"].items():
+            mfu = f" ({row['mfu']:.0%})" if row["mfu"] else ""
+            cells = [f"{tokens}: {name}", f"{1e3 * row['seconds']:,.1f} ms", f"{row['tflops_per_gpu']:.0f}{mfu}"]
+            for other in (bound, best):
+                ratio = row["speed_over"].get(other)
+                shown = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
+                cells.append(shown if other else "-")
+            rows.append([*cells, f"{row['noise']:.1%}", f"{row['peak_bytes'] / 2**30:.0f}"])
+    head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", "share of the bound"]
+    return table([*head, "speed over the best peer", "A against A", "GiB"], rows)
+
+
+KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_time": ("step_time", step_time),
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
@@ -229,8 +248,17 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
+    "calibration": ("calibration", calibration),
+    "calibration_rest": ("calibration", calibration_rest),
+    "dense_fsdp": ("dense_fsdp", contenders),
+    "dense_fsdp_compiled": ("dense_fsdp_compiled", contenders),
+    "expert_parallel": ("expert_parallel", contenders),
+    "expert_parallel_compiled": ("expert_parallel_compiled", contenders),
 }
 """Table -> the result file it is made from, and its maker."""
+
+TABLES = {name: known for name, known in KNOWN.items() if (RESULTS / f"{known[0]}.json").exists()}
+"""Those of results that have been recorded."""
 
 
 def origin(result: Result) -> str:

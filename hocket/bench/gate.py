@@ -19,7 +19,7 @@ from hocket.bench.workload import Workload, batches
 from hocket.config import ModelConfig
 from hocket.model.transformer import parameter_counts
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest difference of two losses at the same step, relative to the loss, by compute dtype."""
 LAYERS = 4
 """Layers of the gate's model where the workload has no optimizer."""

@@ -35,9 +35,9 @@ class Block:
     seconds: tuple[float, ...]
     """Each step's time on the slowest rank."""
     clock_mhz: float | None
-    """Median SM clock of this host's GPUs while it ran; None where that is not known."""
+    """Median SM clock of rank 0's GPU while it ran; None where that is not known."""
     watts: float | None
-    """Mean power of a GPU of this host while it ran."""
+    """Mean power of that GPU while it ran."""
     peak_bytes: int
     """Largest memory in use during the block beyond what was in use before it, on the rank with the most."""
 
@@ -47,15 +47,18 @@ class Block:
 
 
 class Gauge:
-    """Reads clock and power of this host's GPUs through `nvidia-smi`, where there is one."""
+    """Reads clock and power of a GPU through `nvidia-smi`, where there is one. Without a GPU it reads nothing."""
 
-    def __init__(self, active: bool) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._samples: list[tuple[float, float, float]] = []
-        """(time, MHz, W) of one GPU each."""
+        """(time, MHz, W)."""
         self._process: subprocess.Popen[str] | None = None
-        program = shutil.which("nvidia-smi") if active else None
+        on_gpu = device is not None and device.type == "cuda"
+        program = shutil.which("nvidia-smi") if on_gpu else None
         if program:
-            query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
+            # By its UUID: numbers are those of the machine, not of the GPUs that this process may see.
+            gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+            query = [gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(
                     [program, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -123,10 +126,15 @@ class Timer:
         _, *mine = self.steps(lambda: contender.step(microbatches), 1 + steps)
         clock, watts = gauge.between(start, time.monotonic())
         peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else 0
-        worst = torch.tensor([*mine, float(peak)], dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        *seconds, peak = worst.tolist()
+        *seconds, peak = slowest([*mine, float(peak)])
         return Block(tuple(seconds), clock, watts, int(peak))
+
+
+def slowest(mine: Sequence[float]) -> list[float]:
+    """The largest of all ranks' numbers, one by one. Every rank calls this."""
+    worst = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ class Session:
                 self.phases["estimate"] = self.phases.get("estimate", 0.0) + last
         estimate = self.phases.pop("estimate") * self.bench.blocks * (1 + self.bench.steps)
         self.say(f"measuring about {estimate:.0f} s and the switches")
-        gauge = Gauge(self.rank == 0 and self.device.type == "cuda")
+        gauge = Gauge(self.device if self.rank == 0 else None)
         try:
             with self.phase("measure"):
                 blocks = take_turns(contenders, microbatches, self.bench.blocks, self.bench.steps, self.device, gauge)
@@ -127,7 +127,8 @@ class Session:
             gauge.close()
         while contenders:
             self.close(contenders.popitem()[1])
-        torch.compiler.reset()  # another workload has other shapes
+        if workload.compile:
+            torch.compiler.reset()  # the next workload has other shapes
         return Measured(workload, verdict, settings, blocks, resident, dict(self.phases), hardware_name(self.device))
 
     def allocated(self) -> int:

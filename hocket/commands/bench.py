@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hocket.bench.contender import CONTENDERS, find, why_not
+from hocket.bench.contender import CONTENDERS, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import Config
 from hocket.leaves import problem
@@ -53,6 +53,9 @@ def run(words: list[str]) -> int:
 
     settings, worker = launch.arrive(config, origins)
     check(names, settings, origins)
+    for name in names:
+        if not CONTENDERS[name].package:  # before workers are forked, which then need not; who knows what others start
+            load(name)
     measurement = Measurement(
         names=names,
         lengths=options.lengths or (config.data.sequence_length,),

@@ -39,7 +39,7 @@ def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]]]:
     LOG.clear()
     # Rank 1 is the slow one of a, rank 0 of b.
     contenders = {"a": Sleeper("a", 0.01 + 0.04 * rank), "b": Sleeper("b", 0.05 - 0.04 * rank)}
-    blocks = take_turns(contenders, [], 3, 2, CPU, Gauge(False))
+    blocks = take_turns(contenders, [], 3, 2, CPU, Gauge(None))
     assert gc.isenabled()
     return LOG, {name: [block.seconds for block in of] for name, of in blocks.items()}
 
@@ -55,7 +55,7 @@ def test_contenders_take_turns_and_the_slowest_rank_counts():
 
 def report(rank: int) -> tuple[str, dict]:
     contenders = {"hocket": Sleeper("hocket", 0.01), "fsdp2": Sleeper("fsdp2", 0.02), "bound": Sleeper("bound", 0.005)}
-    blocks = take_turns(contenders, [], 2, 1, CPU, Gauge(False))
+    blocks = take_turns(contenders, [], 2, 1, CPU, Gauge(None))
     verdict = Verdict({"hocket": [4.0, 3.0], "fsdp2": [4.0, 3.0]}, 1e-4, 0.0, 0.25, 3)
     settings = {name: contender.settings for name, contender in contenders.items()}
     measured = Measured(workload(1), verdict, settings, blocks, dict.fromkeys(contenders, 0), {}, "CPU")

@@ -1,0 +1,60 @@
+"""The runs behind the tables of contenders: `hocket bench` with the words that make each of them.
+
+    python -m benchmarks.baselines dense_fsdp --gpus 4
+    python -m benchmarks.baselines --list
+
+Whatever follows the number of GPUs goes to `hocket bench`, such as `--blocks 3` or `--lengths 4096`. The result goes
+to benchmarks/results/, or where `--out` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.record import ROOT
+from hocket.commands import bench
+
+DENSE = (
+    "llama3_8b --optimizer off --train.microbatches 1 "
+    "--against bound,fsdp2,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_null"
+)
+"""Llama-3 8B sharded over all ranks: what gathers and reductions cost."""
+EXPERTS = (
+    "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
+    "--train.microbatches 2 --against bound,ep_sync,fsdp2_tuned,hocket,hocket_null"
+)
+"""A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
+
+PRESETS = {
+    "dense_fsdp": (DENSE, (2048, 4096, 8192)),
+    "dense_fsdp_compiled": (f"{DENSE} --compile on", (2048, 4096, 8192)),
+    "expert_parallel": (EXPERTS, (4096, 8192)),
+    "expert_parallel_compiled": (f"{EXPERTS} --compile on", (4096, 8192)),
+}
+"""Result -> the words of `hocket bench`, and the sequence lengths."""
+
+
+def words(name: str, gpus: int, more: list[str]) -> list[str]:
+    """The words of `hocket bench` for a preset; those in `more` come last, and win."""
+    preset, lengths = PRESETS[name]
+    found = [*preset.format(gpus=gpus).split(), "--gpus", str(gpus)]
+    found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
+    found += [] if "--out" in more else ["--out", str(ROOT / "benchmarks" / "results" / f"{name}.json")]
+    return [*found, *more]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", nargs="?", choices=list(PRESETS))
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--list", action="store_true")
+    options, more = parser.parse_known_args()
+    if options.list or not options.preset:
+        for name in PRESETS:
+            print(f"hocket bench {' '.join(words(name, options.gpus, more))}")
+        return
+    bench.run(words(options.preset, options.gpus, more))
+
+
+if __name__ == "__main__":
+    main()

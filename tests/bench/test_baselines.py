@@ -1,0 +1,50 @@
+"""The committed benchmarks make sense, and their tables can be made."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.baselines import PRESETS, words
+from benchmarks.tables import KNOWN, contenders
+from hocket.commands.bench import Bench, check, chosen, for_bench
+from hocket.commands.options import parse
+from hocket.resolve import resolve
+from hocket.rules import Host
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_presets_are_commands_that_work_on_gpus(name, gpus):
+    options, origins = parse(Bench, "bench", words(name, gpus, []))
+    settings = resolve(for_bench(options, origins), Host(gpus=gpus), origins)
+    names = chosen(options.against, settings)
+    check(names, settings, origins)
+    assert settings.world == gpus
+    assert settings.train.dtype == "bf16"
+    assert settings.train.clip == 0
+    assert {"bound", "hocket", "hocket_null", "fsdp2_tuned"} < set(names)
+    assert options.optimizer == "off"
+    assert options.compile == ("on" if name.endswith("compiled") else "off")
+    assert name in KNOWN
+    if name.startswith("expert"):
+        assert settings.mesh.ep == gpus
+        assert settings.plan.merge == "on"
+
+
+def test_what_follows_a_preset_wins():
+    options, _ = parse(Bench, "bench", words("dense_fsdp", 4, ["--lengths", "64", "--out", "x.json", "--blocks", "2"]))
+    assert (options.lengths, options.out, options.blocks) == ((64,), "x.json", 2)
+    options, _ = parse(Bench, "bench", words("dense_fsdp", 4, []))
+    assert options.lengths == (2048, 4096, 8192)
+    assert options.out.endswith("benchmarks/results/dense_fsdp.json")
+
+
+def test_a_result_becomes_a_table():
+    row = {"seconds": 0.5, "tflops_per_gpu": 400.0, "mfu": 0.404, "noise": 0.004, "peak_bytes": 2**31}
+    ratio = {"median": 0.9, "low": 0.88, "high": 0.91}
+    rows = {"bound": {**row, "speed_over": {"fsdp2": ratio}}, "fsdp2": {**row, "speed_over": {"bound": ratio}}}
+    config = {"train": {"sequences": 2}, "data": {"sequence_length": 2048}}
+    found = {"bound": "bound", "best_peer": "fsdp2", "config": config, "contenders": rows}
+    text = contenders({"workloads": [found]})
+    assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 2 |" in text
+    assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 2 |" in text
