@@ -180,11 +180,14 @@ class Overlap:
     def _take(self, path: Path) -> None:
         trace, events = read(path), parse(path)
         marks = events.host.take(events.host.link == 1)
+        order = np.argsort(marks.name, kind="stable")
+        names, first = np.unique(marks.name[order], return_index=True)
+        blocks = np.split(order, first[1:]) if len(names) else []
         compute = trace.of_kind("compute")
         spans = union(trace.start[compute], trace.end[compute])
         annotations = {
-            events.names[name]: union(marks.start[marks.name == name], marks.end[marks.name == name])
-            for name in np.unique(marks.name)
+            events.names[name]: union(marks.start[rows], marks.end[rows])
+            for name, rows in zip(names, blocks, strict=True)
         }
         self.trace = trace
         self._all = Collectives(tuple(_collectives(trace, spans)), spans, annotations)

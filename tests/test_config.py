@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -260,6 +261,16 @@ def check_message(text: str, setting: str, reason: str) -> None:
     assert re.match(rf"\s*{re.escape(setting)} = .+ \(command line, --{re.escape(setting)}\): .+; fix: .+", lines[0]), (
         text
     )
+
+
+def test_a_link_per_group_or_one_for_all():
+    all_slow = TrainConfig(slow_latency=(0.1,)).slow_links()
+    assert all_slow.keys() == set(get_args(Purpose)) - {"control"}
+    assert set(all_slow.values()) == {(0.1, math.inf)}
+    two = TrainConfig(slow_groups=("a2a", "pp_fwd"), slow_latency=(0.1, 0.2), slow_bandwidth=(1e9,))
+    assert two.slow_links() == {"a2a": (0.1, 1e9), "pp_fwd": (0.2, 1e9)}
+    mixed = TrainConfig(slow_groups=("a2a", "control"), slow_bandwidth=(0.0, 1e9))
+    assert mixed.slow_links() == {"a2a": (0.0, math.inf), "control": (0.0, 1e9)}
 
 
 def test_every_rule_can_be_broken():

@@ -6,6 +6,7 @@ import io
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -69,6 +70,45 @@ def test_a_resumed_run_goes_on_behind_the_step_of_its_checkpoint(tmp_path):
         file.write('{"step": 6, "lo')  # cut off by a crash
     report(settings_in(tmp_path), range(4, 6), done=3)
     assert [r["step"] for r in records(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5]
+
+
+def test_steps_behind_a_profiled_window_carry_its_exposed_share(tmp_path):
+    out = io.StringIO()
+    with Metrics(settings_in(tmp_path), 3.0, console=Console(file=out, width=200)) as metrics:
+        metrics.step(StepRecord(1, 5.0, 0.5, 1e-3, 0.25))
+        metrics.exposed = 0.1234
+        metrics.step(StepRecord(2, 5.0, 0.5, 1e-3, 0.25))
+    assert [r.get("exposed") for r in records(tmp_path)] == [None, 0.1234]
+    assert out.getvalue().count("tok/s  exposed 12 %") == 1
+
+
+def test_what_is_no_training_has_no_loss_and_says_so_on_every_line(tmp_path):
+    text = report(measuring(tmp_path, train__transport="null"), range(1, 3))
+    assert text.count("no communication: step ") == 3  # steps, and the validation that the trainer leaves out
+    assert "grad" not in text
+    assert "no communication: 2 steps in" in text
+    for record in records(tmp_path)[:2]:
+        assert record.keys() == {"step", "seconds", "load", "tokens_per_second", "transport", "label"}
+        assert record["label"] == "no communication"
+
+
+def test_an_emulated_network_is_described_link_by_link(tmp_path):
+    links = dict(train__slow_groups=("a2a", "pp_fwd", "pp_bwd"), train__slow_latency=(1e-5, 2e-4, 2e-4))
+    settings = measuring(tmp_path, train__transport="slow", train__slow_bandwidth=(0.0, 25e9, 25e9), **links)
+    text = report(settings, range(1, 3))
+    assert "network  emulated: 1e-05 s per operation, no limit on bytes/s, for a2a" in text
+    assert "network  emulated: 0.0002 s per operation, 2.5e+10 bytes/s, for pp_fwd, pp_bwd" in text
+    told = [line for line in text.splitlines() if line[:5] not in ("model", "corpu", "ranks", "steps", "netwo")]
+    assert len(told) == 5
+    assert all(line.startswith("emulated network: ") for line in told)
+    assert {r["label"] for r in records(tmp_path)} == {"emulated network"}
+
+
+def measuring(folder: Path, **changes: Any) -> Settings:
+    config = replace_leaf(recipe("tiny"), "run.folder", str(folder))
+    for name, value in changes.items():
+        config = replace_leaf(config, name.replace("__", "."), value)
+    return resolve(config, Host())
 
 
 def test_a_new_run_keeps_the_metrics_of_the_old_one(tmp_path):

@@ -260,6 +260,29 @@ def test_slow_delivers_late_and_in_order():
         assert 0.1 <= arrived < 0.6
 
 
+def _two_links(rank):
+    links = {"a2a": Link(0.0, 1e12), "gather_dense": Link(0.05, 4e6)}
+    groups = make_groups(Mesh(dp=2, ep=2), rank, CPU, "slow", CommOptions(links=links, timeout=20))
+    shard, full = torch.ones(50_000), torch.empty(100_000)
+    rows, out = torch.ones(2, 25_000), torch.empty(2, 25_000)
+
+    def seconds(start):
+        begin = time.monotonic()
+        start().wait()
+        return time.monotonic() - begin
+
+    fast = min(seconds(lambda: groups.a2a.all_to_all(out, rows, [1, 1], [1, 1])) for _ in range(3))
+    slow = min(seconds(lambda: groups.gather_dense.all_gather(full, shard)) for _ in range(3))
+    groups.destroy()
+    return fast, slow
+
+
+def test_each_group_has_a_link_of_its_own():
+    for fast, slow in run_ranks(_two_links, 2):
+        assert fast < 0.05
+        assert 0.1 <= slow < 0.5  # 0.05 s, and 0.05 s for the 200,000 bytes that come from the other rank
+
+
 def test_sizes_that_do_not_fit_are_our_own_mistake():
     group = make_groups(Mesh(), 0, CPU, "gloo").gather_dense
     with pytest.raises(AssertionError, match="gather_dense"):

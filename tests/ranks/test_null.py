@@ -41,6 +41,7 @@ class Watched(Actions):
 
     def _all_to_all(self, rows: torch.Tensor, receive: Any, send: Any) -> Any:
         out, pending = super()._all_to_all(rows, receive, send)
+        assert out is not None
         self.rows[self.current] = (len(rows), len(out), list(send), list(receive))
         return out, pending
 
