@@ -106,7 +106,7 @@ const state = () => ({ from: view.from, to: view.to });
 const key = name => document.dispatchEvent(new KeyboardEvent('keydown', { key: name, bubbles: true }));
 scroll.setPointerCapture = () => {};
 seen.start = state();
-const middle = (GUTTER + width) / 2, held = timeOf(middle);
+const middle = Math.round((GUTTER + width) / 2), held = timeOf(middle);
 scroll.dispatchEvent(new WheelEvent('wheel', { ...at(middle, 20), deltaY: -200 }));
 seen.wheel = { ...state(), held, now: timeOf(middle) };
 scroll.dispatchEvent(new PointerEvent('pointerdown', at(500, 20)));
