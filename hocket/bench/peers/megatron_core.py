@@ -213,7 +213,9 @@ class MegatronCore:
             "gradients": f"reduce-scatter in {wire}, summed over microbatches in {sums}, once a step",
             "ddp": "overlap_grad_reduce, overlap_param_gather, average_in_collective, buckets of "
             f"{self.ddp_config.bucket_size} parameters (first chunk of the first pipeline rank; else one bucket)",
-            "optimizer": "DistributedOptimizer, AdamW of torch on fp32 shards" if w.optimizer else "none",
+            "optimizer": "DistributedOptimizer, AdamW of torch on fp32 shards"
+            if w.optimizer
+            else "none; weights are gathered",
             "compile": "off" if not w.compile else ("each part of a layer" if self.overlap else "each layer"),
         }
         if mesh.ep > 1:

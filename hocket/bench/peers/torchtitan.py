@@ -10,7 +10,6 @@ the factor 1 / (microbatches * data-parallel ranks).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -83,7 +82,6 @@ class Torchtitan:
 
     def __init__(self, workload: Workload, rank: int, device: torch.device, options: Options) -> None:
         check(workload)
-        logging.getLogger("root").setLevel(logging.ERROR)  # its logger
         self.workload, self.device, self.options = workload, device, options
         self.mesh, self.where = workload.mesh, workload.mesh.coordinates(rank)
         self.dims, self.schedule_name = dims_of(workload.mesh), schedule_of(workload)
