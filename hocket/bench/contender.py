@@ -93,6 +93,9 @@ CONTENDERS: dict[str, Entry] = {
     "megatron_fsdp_symmetric": Entry(
         f"{_PEERS}.megatron_fsdp:symmetric", "the experimental one in NCCL's symmetric memory", _MFSDP, cuda=True
     ),
+    "deepspeed": Entry(
+        f"{_PEERS}.deepspeed:deepspeed", "DeepSpeed ZeRO-3", "deepspeed==0.19.8", cuda=True, model="whole"
+    ),
     "megatron_core": Entry(
         f"{_PEERS}.megatron_core:megatron_core", "megatron-core: schedules, DDP, sharded optimizer, expert overlap",
         package="megatron-core==0.19.2", cuda=True, pp="any",
