@@ -45,8 +45,9 @@ def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     found, notes = match(traces)
     columns = [trace.match.copy() for trace in traces]
     for number, matched in enumerate(found):
-        for i, rows in matched.rows.items():
-            columns[i][rows] = number
+        if len(matched.rows) == len(set(matched.series[2])):
+            for i, rows in matched.rows.items():
+                columns[i][rows] = number
     traces = [replace(trace, match=column) for trace, column in zip(traces, columns, strict=True)]
     if len(traces) > 1:
         moves, clock = _clocks(traces, found)

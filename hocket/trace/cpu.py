@@ -2,20 +2,21 @@
 
 Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
 rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
-Ops on gloo's own threads belong to its transfers.
+Ops on gloo's own threads belong to its transfers. Of a hocket run whose transfers were started by threads that the
+profiler does not see (the `slow` transport), the waits of the host stand for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hocket.trace import label
-from hocket.trace.data import Ints
+from hocket.trace.data import Floats, Ints
 from hocket.trace.gloo import calls_of, gloo_threads, told_of
 from hocket.trace.intervals import Spans, subtract, union
 from hocket.trace.launch import Activities, Opened, opened_at
@@ -28,25 +29,25 @@ _WRAPPERS = ("autograd::", "torch::autograd")
 
 def cpu_activities(events: Events) -> Activities:
     """Compute and transfers of a CPU, by start."""
-    words = (*events.names, "")
+    awaited = {name: op for name, word in enumerate(events.names) if (op := _awaited(word))}
+    words = (*events.names, *awaited.values(), "")
     by_gloo = np.array([word.startswith("gloo:") for word in words], bool)[events.host.name]
-    host, transfers = events.host.take(~by_gloo), events.host.take(by_gloo)
-    rows = _compute(host, words, gloo_threads(events, transfers))
-    middle = (rows.start + rows.end) / 2
-    inside = opened_at(host, words, middle, rows.where)
+    seen = bool(by_gloo.any()) or not awaited
+    moves = by_gloo if seen else np.isin(events.host.name, list(awaited))
+    host, transfers = events.host.take(~moves), events.host.take(moves)
+    rows = _compute(host, words, gloo_threads(events))
+    inside = opened_at(host, words, (rows.start + rows.end) / 2, rows.where)
     name = np.where(rows.name >= 0, rows.name, inside.launcher)
-
-    call = calls_of(transfers, host, words)
-    at = np.append(host.start, np.nan)[call]
-    sent = opened_at(host, words, at, np.append(host.where, -1)[call])
+    place = {name: len(events.names) + i for i, name in enumerate(awaited)}
+    at, sent = _calls(transfers, host, words) if seen else _waits(transfers, place, words)
+    order = np.argsort(np.concatenate([rows.start, transfers.start]), kind="stable")
 
     def both(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([a, b])[order]
 
-    order = np.argsort(np.concatenate([rows.start, transfers.start]), kind="stable")
     columns = {f.name: both(getattr(inside, f.name), getattr(sent, f.name)) for f in fields(Opened)}
-    columns["launcher"] = both(name, transfers.name)
-    columns["call"] = both(np.full(len(rows), -1), call)
+    columns["launcher"] = both(name, sent.launcher)
+    columns["call"] = both(np.full(len(rows), -1), sent.call)
     opened = Opened(**columns)
     transfer = both(np.zeros(len(rows), bool), np.ones(len(transfers), bool))
     lane, words = _lanes(both(rows.where, transfers.where), opened.op, transfer, words)
@@ -55,12 +56,39 @@ def cpu_activities(events: Events) -> Activities:
         start=both(rows.start, transfers.start),
         end=both(rows.end, transfers.end),
         launched=both(rows.start, at),
-        name=opened.launcher,
+        name=both(name, transfers.name),
         lane=lane,
         opened=opened,
         transfer=transfer,
         args=told_of(events, words, opened.op, transfer),
+        notes=() if seen else (UNSEEN,),
     )
+
+
+UNSEEN = "transfers of gloo are not in the trace, only the host's waits for them: communication that was hidden is not counted"
+
+
+def _awaited(word: str) -> str:
+    """The communication op in a wait's annotation such as `wait gather dense t0 c0 l3 s1`, else empty."""
+    op = word.removeprefix("wait ")
+    return op if op != word and label.is_plan_op(op) and label.lane_of(op) != "compute" else ""
+
+
+def _calls(transfers: Rows, host: Rows, words: tuple[str, ...]) -> tuple[Floats, Opened]:
+    """When each transfer was called for, and what was open then."""
+    call = calls_of(transfers, host, words)
+    at = np.append(host.start, np.nan)[call]
+    opened = opened_at(host, words, at, np.append(host.where, -1)[call])
+    return at, replace(opened, launcher=transfers.name, call=call)
+
+
+def _waits(transfers: Rows, op: Mapping[int, int], words: tuple[str, ...]) -> tuple[Floats, Opened]:
+    """The same for waits of the host, each for the plan op (given by the wait's name) that its name tells."""
+    n, empty = len(transfers), len(words) - 1
+    column = np.array([op[name] for name in transfers.name.tolist()], np.int64)
+    nothing = np.full(n, empty)
+    layer = np.array([label.layer_of(words[i]) for i in column.tolist()], np.int64)
+    return transfers.start, Opened(nothing, column, nothing, layer, np.zeros(n, bool), np.full(n, -1))
 
 
 def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:

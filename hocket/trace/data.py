@@ -77,7 +77,8 @@ class RankTrace:
     bytes: Floats
     """Bytes that a communication moves over this rank's link (the nccl-tests bus bytes); 0 if not known."""
     match: Ints
-    """Equal numbers on all ranks of a group for one collective or one send and its receive; -1 if not known."""
+    """Equal numbers on all ranks of a group for one collective or one send and its receive; -1 if not known, as when
+    the trace of one of the ranks was not given."""
     launched: Floats
     """When the host launched it; nan if not known."""
     steps: tuple[Step, ...]

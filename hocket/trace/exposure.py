@@ -41,34 +41,20 @@ def report(traces: Sequence[RankTrace]) -> Report:
 
 def last_starts(traces: Sequence[RankTrace]) -> tuple[Floats, ...]:
     """For each activity of each trace, when the last rank of its collective started; nan if not all ranks are known."""
-    rows = [np.flatnonzero(trace.match >= 0) for trace in traces]
-    match = np.concatenate([trace.match[r] for trace, r in zip(traces, rows, strict=True)])
-    if not len(match):
-        return tuple(np.full(len(trace), np.nan) for trace in traces)
-    start = np.concatenate([trace.start[r] for trace, r in zip(traces, rows, strict=True)])
-    owner = np.concatenate([np.full(len(r), i) for i, r in enumerate(rows)])
-    order = np.lexsort((start, owner, match))
-    match, start, owner = match[order], start[order], owner[order]
-    first = np.ones(len(match), bool)  # of one rank's activities in one collective
-    first[1:] = (match[1:] != match[:-1]) | (owner[1:] != owner[:-1])
-    latest = np.full(int(match[-1]) + 1, -np.inf)
-    np.maximum.at(latest, match[first], start[first])
-    present = np.bincount(match[first], minlength=len(latest))
+    latest: dict[int, float] = {}
+    for trace in traces:
+        rows = np.flatnonzero(trace.match >= 0)
+        first: dict[int, float] = {}  # of the activities of one collective, which ascend by start
+        for match, start in zip(trace.match[rows].tolist(), trace.start[rows].tolist(), strict=True):
+            first.setdefault(match, start)
+        for match, start in first.items():
+            latest[match] = max(start, latest.get(match, start))
     found = []
-    for trace, r in zip(traces, rows, strict=True):
-        late = np.full(len(trace), np.nan)
-        members = _members(trace)[r]
-        whole = present[trace.match[r]] >= members
-        late[r[whole]] = latest[trace.match[r[whole]]]
-        found.append(late)
+    for trace in traces:
+        last = np.array([latest.get(match, np.nan) for match in trace.match.tolist()], np.float64)
+        alone = np.array([len(trace.groups.get(word, ())) == 1 for word in trace.words], bool)[trace.group]
+        found.append(np.where(alone, trace.start, last))
     return tuple(found)
-
-
-def _members(trace: RankTrace) -> NDArray[np.int64]:
-    """How many ranks take part in each activity: two in a send, else the whole group."""
-    sizes = np.array([len(trace.groups.get(word, ())) or trace.world for word in trace.words], np.int64)
-    pp = trace.of_kind("pp")
-    return np.where(pp, 2, sizes[trace.group])
 
 
 def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:

@@ -24,11 +24,13 @@ _Queue = tuple[str, str]
 """Collective and group."""
 
 
-def gloo_threads(events: Events, transfers: Rows) -> set[int]:
+def gloo_threads(events: Events) -> set[int]:
     """Threads that only move data: those that torch names so, and those of transfers other than sends and receives."""
+    host = events.host
+    transfer = np.array([name.startswith("gloo:") for name in events.names], bool)[host.name]
+    direct = np.array([name.startswith(("gloo:send", "gloo:recv")) for name in events.names], bool)[host.name]
     named = {thread for thread, title in events.threads.items() if "gloo_runloop" in title}
-    direct = np.array([name.startswith(("gloo:send", "gloo:recv")) for name in events.names], bool)[transfers.name]
-    return (named | set(transfers.where[~direct].tolist())) - set(transfers.where[direct].tolist())
+    return (named | set(host.where[transfer & ~direct].tolist())) - set(host.where[direct].tolist())
 
 
 def group_of(op: str) -> str:

@@ -21,8 +21,7 @@ _MODULE_LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|blocks?|h)[._/](\d+)", re.IG
 _TRANSFER = re.compile(
     r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"
     r"|(^|[^a-z])(barrier|(put|wait)_signal|(one|two)_shot_all_\w+)_kernel|all_?to_?all|all_?reduce_kernel"
-    r"|Memcpy (PtoP|P2P)"
-    r"|(^|::)spin_kernel",  # an emulated network keeps a lane busy
+    r"|Memcpy (PtoP|P2P)",
     re.IGNORECASE,
 )
 _ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")
@@ -37,7 +36,7 @@ _SMALL = 4096
 
 _BY_COLLECTIVE: Mapping[str, Kind] = {
     "allgather": "gather", "reducescatter": "reduce", "allreduce": "reduce", "alltoall": "a2a", "send": "pp",
-    "recv": "pp", "sendrecv": "pp", "barrier": "control",
+    "recv": "pp", "sendrecv": "pp", "reduce": "reduce", "barrier": "control",
 }  # fmt: skip
 
 

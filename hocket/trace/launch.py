@@ -51,9 +51,12 @@ class Activities:
     """Communication for sure, whatever its name."""
     args: Mapping[int, Mapping[str, Any]]
     """Row -> what torch says about its collective or copy."""
+    notes: tuple[str, ...] = ()
 
 
-_PURPOSES = ("FSDP", "gather", "reduce", "all_to_all", "DistributedDataParallel", "matmul", "dispatch", "combine")
+_PURPOSES = ("gather", "reduce", "all_to_all", "matmul", "dispatch", "combine")
+_SPIN = "spin_kernel"
+"""The kernel with which hocket's `slow` transport keeps a stream busy before a collective, as a slower link would."""
 
 
 def opened_at(host: Rows, words: Sequence[str], at: Floats, thread: Ints) -> Opened:
@@ -114,7 +117,14 @@ def gpu_activities(events: Events) -> Activities:
     opened = opened_at(events.host, words, at, np.append(launches.where, -1)[launched_by])
     args = {int(row): _told(events, int(original), int(opened.call[row])) for row, original in enumerate(order)
             if original in device.args or opened.call[row] >= 0}  # fmt: skip
+    emulated = _emulated(
+        np.array([_SPIN in word for word in words], bool)[device.name[order]], device.where[order], opened
+    )
+    args |= {row: {**args.get(after, {}), "bytes": 0} for row, after in emulated.items()}
+    opened.call[list(emulated)] = opened.call[list(emulated.values())]
     lane, words = _lanes(device.where[order], opened.op, words)
+    transfer = np.zeros(len(order), bool)
+    transfer[list(emulated)] = True
     return Activities(
         words=words,
         start=device.start[order],
@@ -123,9 +133,25 @@ def gpu_activities(events: Events) -> Activities:
         name=device.name[order],
         lane=lane,
         opened=opened,
-        transfer=np.zeros(len(order), bool),
+        transfer=transfer,
         args=args,
     )
+
+
+def _emulated(spin: NDArray[np.bool_], stream: Ints, opened: Opened) -> dict[int, int]:
+    """Row of a spin that stands for a slower link -> the row of the collective that it holds back.
+
+    That is the next one on its stream, if the same plan op launched both.
+    """
+    found: dict[int, int] = {}
+    for where in np.unique(stream[spin]).tolist():
+        after = -1
+        for row in np.flatnonzero(stream == where)[::-1].tolist():
+            if opened.call[row] >= 0:
+                after = row
+            elif spin[row] and after >= 0 and opened.op[row] == opened.op[after]:
+                found[row] = after
+    return found
 
 
 def _told(events: Events, row: int, call: int) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from hocket.trace.data import Floats, Ints
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cpu_op", "user_annotation")
-LAUNCH = ("cuda_runtime", "cuda_driver", "xpu_runtime", "mtia_ccp_events")
+LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = "record_param_comms"
 """The op that torch puts around every collective, with what is known of it in its args."""
 
@@ -184,4 +184,4 @@ def _take(column: _Column, event: dict[str, Any], is_host: bool, names: dict[str
     column.name.append(names.setdefault(name, len(names)))
     column.ts.append(float(event["ts"]))
     column.dur.append(float(event.get("dur", 0.0)))
-    column.where.append(int(event["tid"]))
+    column.where.append(int(args.get("stream", event["tid"])))

@@ -69,6 +69,7 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
         notes.append(
             f"rank {rank}: the launches of {missing:,} of {len(found.start):,} activities are not in the trace"
         )
+    notes += found.notes
     run = events.about.get("hocket")
     devices = events.about.get("deviceProperties") or [{}]
     return RankTrace(
@@ -157,19 +158,25 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
     kind, group = np.full(n, words["compute"]), np.full(n, words[""])
     size = np.zeros(n)
     planned = any(found.words[i] for i in np.unique(found.opened.op))
-    for row in np.flatnonzero(communicates):
-        told = found.args.get(int(row), {})
+    counted: set[int] = set()
+    for row in np.flatnonzero(communicates).tolist():
+        told = found.args.get(row, {})
         title, description, ranks = groups.of(told)
-        name, launcher = found.words[found.name[row]], found.words[found.opened.launcher[row]]
-        collective = label.collective_of(str(told.get("Collective name", "")), launcher, name)
-        size[row] = float(told["bytes"]) if "bytes" in told else label.bus_bytes(told, collective, rank, ranks)
-        if name.startswith(("Memcpy D", "Memset")):
-            size[row] = 0.0
-        op = found.words[found.opened.op[row]]
-        around = f"{found.words[found.opened.around[row]]} {launcher}"
-        told_kind = label.kind_of(op, description, collective, around, size[row])
-        # hocket runs all but agreement between ranks as ops of its plan.
-        kind[row] = words["control" if planned and not op and not description else told_kind]
+        name, launcher, op, around = (
+            found.words[column[row]]
+            for column in (found.name, found.opened.launcher, found.opened.op, found.opened.around)
+        )
+        collective = label.collective_of(str(told.get("Collective name", "")), launcher, name, around)
+        call = int(found.opened.call[row])
+        moved = label.bus_bytes(told, collective, rank, ranks)
+        if "bytes" in told:
+            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else float(told["bytes"])
+        elif call not in counted:  # a call of several kernels moves its bytes once
+            size[row] = moved
+            counted |= {call} - {-1}
+        kind[row] = words[label.kind_of(op, description, collective, f"{around} {launcher}", moved)]
+        if planned and not op and not description:  # hocket runs all but agreement between ranks as ops of its plan
+            kind[row] = words["control"]
         group[row] = words[title]
     classes = _for_distinct(
         lambda name, launcher, optimizer: words[

@@ -162,3 +162,22 @@ def test_python_between_ops_is_host_bound(tmp_path: Path) -> None:
     step = report([read(made.write(tmp_path / "a.json"))]).steps[0]
     assert close(step.idle, 20)
     assert close(step.host_bound, 20)
+
+
+def test_waits_stand_for_transfers_that_the_profiler_did_not_see(tmp_path: Path) -> None:
+    made = (
+        cpu()
+        .annotation("fwd attn m0 c0 l3", 0, 40)
+        .op("aten::mm", 0, 40)
+        .annotation("wait gather dense t0 c0 l4 s1", 50, 80)
+        .annotation("wait fwd attn m0 c0 l3", 80, 85)  # of compute: no communication
+        .op("aten::mm", 90, 100)
+    )
+    trace = read(made.write(tmp_path / "a.json"))
+    step = report([trace]).steps[0]
+    assert set(step.kinds) == {"gather"}
+    assert close(step.kinds["gather"].exposed, 30)
+    assert close(step.layers[4]["gather"].seconds, 30)
+    assert close(step.compute, 50)
+    assert np.isnan(step.kinds["gather"].waiting)
+    assert any("only the host's waits" in note for note in trace.notes)

@@ -175,6 +175,55 @@ def test_copy_engine_transfers_are_communication(tmp_path: Path) -> None:
     assert close(step.classes["copy"], 5)
 
 
+def test_spinning_before_a_collective_is_an_emulated_link(tmp_path: Path) -> None:
+    made = (
+        grouped()
+        .annotation("gather dense t0 c0 l1 s0", 0, 10)
+        .kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 20, 60, launched=1, stream=20)
+        .kernel("vectorized_elementwise_kernel", 60, 62, launched=3, stream=20)
+        .op("record_param_comms", 4, 8, **{"Collective name": "_allgather_base", "Process Group Name": "1"})
+        .collective("_allgather_base", "gather_dense", 62, 72, launched=5, received=1000, stream=20)
+        .kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 80, 90)  # someone else's delay
+        .kernel("gemm", 30, 40)
+    )
+    step = only_step(tmp_path, made)
+    gather = step.kinds["gather"]
+    assert (gather.count, gather.bytes) == (1, 1000)
+    assert close(gather.seconds, 50)
+    assert close(gather.exposed, 40)
+    assert close(step.compute, 22)
+
+
+def test_a_call_of_several_kernels_moves_its_bytes_once(tmp_path: Path) -> None:
+    made = (
+        grouped()
+        .op("record_param_comms", 0, 10)
+        .collective("_allgather_base", "gather_dense", 20, 30, launched=2, received=1000)
+        .collective("_allgather_base", "gather_dense", 30, 40, launched=5, received=1000)
+    )
+    gather = only_step(tmp_path, made).kinds["gather"]
+    assert (gather.count, gather.bytes) == (1, 1000)
+
+
+def test_copies_between_gpus_take_their_kind_from_an_annotation(tmp_path: Path) -> None:
+    made = Trace(world=2).annotation("FSDP::all_gather (layers.3)", 0, 50).op("aten::copy_", 5, 20)
+    step = only_step(tmp_path, made.peer_copy(60, 80, 4096, launched=10))
+    assert step.layers[3]["gather"].bytes == 4096
+
+
+def test_kernels_of_one_graph_share_a_launch(tmp_path: Path) -> None:
+    made = Trace().annotation("fwd attn m0 c0 l1", 0, 10).kernel("a", 20, 30, launched=5)
+    made.event("kernel", "b", 30, 40, tid=7, correlation=1, stream=7, device=0)
+    (trace,) = load([made.write(tmp_path / "a.json")])
+    assert trace.text(trace.op) == ["fwd attn m0 c0 l1"] * 2
+    assert trace.launched[0] == trace.launched[1]
+
+
+def test_a_group_of_one_waits_for_nobody(tmp_path: Path) -> None:
+    made = Trace(world=1).group("control", (0,)).collective("allreduce", "control", 0, 10)
+    assert only_step(tmp_path, made).kinds["control"].waiting == 0
+
+
 def test_host_bound_time_is_idle_until_the_launch(tmp_path: Path) -> None:
     made = (
         Trace()
