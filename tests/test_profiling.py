@@ -98,6 +98,7 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
 
     ended = hocket(tmp_path, "train", *words, "--train.steps", "5", "--train.transport", "null")
     assert "NULL TRANSPORT" in ended.out, ended
+    assert "hocket trace runs/tiny --null runs/tiny-null" in ended.out
     assert trace_of(tmp_path, 1, "tiny-null")["hocket"]["label"] == "no communication"
     tables_of(tmp_path)
 

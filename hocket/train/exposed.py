@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ class TraceReader:
 
 def main(paths: Sequence[str]) -> None:
     """Print the reading of these traces as JSON."""
+    os.nice(10)  # the ranks come first
     from hocket.trace import TraceError, load, report
     from hocket.trace.as_json import to_json
     from hocket.trace.table import headline, warnings

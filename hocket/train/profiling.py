@@ -17,8 +17,9 @@ from hocket.train.signals import StopRequest
 WARM_UP = 3
 """Steps before a window that is to be soon after the start: kernels are loaded, memory is there."""
 
-PATIENCE = 60.0
-"""Seconds that the end of a run waits for its traces to be read."""
+PATIENCE = 300.0
+"""Seconds that the end of a run waits for its traces to be read. The other ranks wait too, so half of
+train.hang_timeout is the most."""
 
 
 def window_of(profile: tuple[int, ...], done: int, steps: int) -> range:
@@ -66,9 +67,11 @@ class ProfileWindow:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._drop():
             self._say("note     the run ended inside the profiled window; there is no trace")
-        if self._reader is not None:
+        self._read(1.0)
+        if self._reader is not None and kind is None:
+            self._say("trace    reading the traces; Ctrl-C ends without")
             deadline = time.monotonic() + min(PATIENCE, self._settings.train.hang_timeout / 2)
-            while kind is None and self._reader is not None and not self._stop and time.monotonic() < deadline:
+            while self._reader is not None and not self._stop and time.monotonic() < deadline:
                 self._read(0.1)
         if self._reader is not None:
             self._reader.close()
@@ -137,7 +140,12 @@ class ProfileWindow:
         self._metrics.exposed = reading.exposed
         for line in reading.headline.splitlines():
             self._say(f"trace    {line}")
-        self._say(f"trace    more: hocket trace {self._settings.run.folder}")
+        folder = self._settings.run.folder
+        trained = Path(folder.removesuffix("-null"))
+        if self._settings.train.transport == "null" and trained != Path(folder) and (trained / "traces").exists():
+            self._say(f"trace    what communication costs: hocket trace {trained} --null {folder}")
+        else:
+            self._say(f"trace    more: hocket trace {folder}")
 
     def _say(self, text: str) -> None:
         self._metrics.say(text)
