@@ -65,7 +65,7 @@ def cpu_activities(events: Events) -> Activities:
     )
 
 
-UNSEEN = "transfers of gloo are not in the trace, only the host's waits for them: communication that was hidden is not counted"
+UNSEEN = "transfers of gloo are not in the trace, only waits for them: communication that was hidden is not counted"
 
 
 def _awaited(word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.trace import load, report
-from hocket.trace.data import Report, StepReport
+from hocket.trace.data import Kind, Report, StepReport
 from tests.trace.build import Trace
 
 US = 1e-6
@@ -100,33 +101,34 @@ def test_exposed_time_goes_to_what_ends_last_and_adds_up(tmp_path: Path) -> None
 spans = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=7)
 
 
+KINDS: dict[int, Kind] = {0: "gather", 1: "reduce", 2: "a2a"}
+GROUPS = {0: "gather_dense", 1: "reduce_dense", 2: "a2a"}
+
+
 @given(spans)
-def test_attribution_against_brute_force(tmp_path_factory: pytest.TempPathFactory, found: list) -> None:
+def test_attribution_against_brute_force(
+    tmp_path_factory: pytest.TempPathFactory, found: list[tuple[int, int, int]]
+) -> None:
+    """Microsecond by microsecond. Where several kinds end last at once, any of them may have the time."""
     made = grouped()
-    kinds = {0: "gather", 1: "reduce", 2: "a2a"}
-    groups = {0: "gather_dense", 1: "reduce_dense", 2: "a2a"}
     for start, long, which in found:
         if which == 3:
             made.kernel("gemm", start, start + long)
         else:
-            made.collective("x", groups[which], start, start + long)
+            made.collective("x", GROUPS[which], start, start + long)
     step = only_step(tmp_path_factory.mktemp("trace"), made)
-    expected = dict.fromkeys(kinds.values(), 0)
-    total = 0
+    certain: Counter[Kind] = Counter()
+    exposed = 0
     for cell in range(40):
         running = [(start + long, which) for start, long, which in found if start <= cell < start + long]
         if running and all(which != 3 for _, which in running):
-            total += 1
-            last = max(end for end, _ in running)
-            ending = {which for end, which in running if end == last}
-            if len(ending) == 1:
-                expected[kinds[ending.pop()]] += 1
-            else:  # several kinds end at once: either may have it
-                total -= 1
-    assert step.exposed >= total * US - 2e-9
+            exposed += 1
+            last = {which for end, which in running if end == max(running)[0]}
+            certain.update([KINDS[which] for which in last] if len(last) == 1 else [])
+    assert math.isclose(step.exposed, exposed * US, abs_tol=2e-8)
     assert math.isclose(sum(step.exposed_for.values()), step.exposed, abs_tol=1e-9)
-    for kind, cells in expected.items():
-        assert step.exposed_for.get(kind, 0.0) >= cells * US - 2e-8
+    for kind, cells in certain.items():
+        assert step.exposed_for[kind] >= cells * US - 2e-8
 
 
 def test_layers_and_kinds_have_their_shares(tmp_path: Path) -> None:
