@@ -117,14 +117,11 @@ def gpu_activities(events: Events) -> Activities:
     opened = opened_at(events.host, words, at, np.append(launches.where, -1)[launched_by])
     args = {int(row): _told(events, int(original), int(opened.call[row])) for row, original in enumerate(order)
             if original in device.args or opened.call[row] >= 0}  # fmt: skip
-    emulated = _emulated(
-        np.array([_SPIN in word for word in words], bool)[device.name[order]], device.where[order], opened
-    )
+    spin = np.array([_SPIN in word for word in words], bool)[device.name[order]]
+    emulated = _emulated(spin, device.where[order], opened)
     args |= {row: {**args.get(after, {}), "bytes": 0} for row, after in emulated.items()}
     opened.call[list(emulated)] = opened.call[list(emulated.values())]
     lane, words = _lanes(device.where[order], opened.op, words)
-    transfer = np.zeros(len(order), bool)
-    transfer[list(emulated)] = True
     return Activities(
         words=words,
         start=device.start[order],
@@ -133,7 +130,7 @@ def gpu_activities(events: Events) -> Activities:
         name=device.name[order],
         lane=lane,
         opened=opened,
-        transfer=transfer,
+        transfer=np.isin(np.arange(len(order)), list(emulated)),
         args=args,
     )
 
