@@ -91,7 +91,7 @@ class CpuLanes:
         queue = self._pending[producer]
         while queue and queue[0][0] <= position:
             reached, pending = queue[0]
-            if self._names is None:
+            if self._names is None or pending.done:  # nobody waits, or nobody looks
                 pending.wait()
             else:
                 with torch.profiler.record_function(f"wait {self._names[reached]}"):

@@ -67,7 +67,8 @@ def main(paths: Sequence[str]) -> None:
     try:
         figures = to_json(report(load([Path(path) for path in paths])))
         lines, exposed = [*warnings(figures), headline(figures)], figures["step"]["exposed_share"]
-        if figures["emulated"] and figures["device"] == "cpu":
+        shown = {row["kind"] for row in figures["kinds"]} - {"control", "pp"}
+        if figures["emulated"] and figures["device"] == "cpu" and not shown:
             lines[-1], exposed = UNSEEN, None
         reading = Reading("\n".join(lines), exposed)
     except TraceError as error:
