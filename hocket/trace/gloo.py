@@ -46,6 +46,7 @@ def group_of(op: str) -> str:
 def calls_of(transfers: Rows, host: Rows, words: tuple[str, ...]) -> Ints:
     """For each transfer, the host row of the call that started it, -1 if it is not in the trace."""
     collective = [label.collective_of(word) if word.startswith(("c10d::", "gloo:")) else "" for word in words]
+    collective = [name.replace("reducescatter", "allreduce") for name in collective]  # gloo runs the one as the other
     is_call = np.array([word.startswith("c10d::") for word in words], bool)
     calls = np.flatnonzero(is_call[host.name] & (host.link == 0))
     calls = calls[np.argsort(host.start[calls], kind="stable")]
@@ -90,13 +91,14 @@ def _served(transfers: Rows, what: list[str], called: Mapping[_Queue, Floats]) -
 def told_of(
     events: Events, words: tuple[str, ...], op: Ints, transfer: NDArray[np.bool_]
 ) -> Mapping[int, Mapping[str, Any]]:
-    """What can be said about each transfer's group, in the words of a kernel's args."""
+    """What can be said about each transfer's group, in the words of a kernel's args.
+
+    That is the group of its plan op, or the only one there is.
+    """
     about = events.about.get("distributedInfo") or {}
     numbers: dict[str, str] = {}
     for group in about.get("pg_config") or []:
         numbers.setdefault(str(group.get("pg_desc")), str(group.get("pg_name")))
-    told = {}
-    for row in np.flatnonzero(transfer).tolist():
-        if (group := group_of(words[op[row]])) and group in numbers:
-            told[row] = {"Process Group Name": numbers[group]}
-    return told
+    only = "" if len(numbers) != 1 else next(iter(numbers))
+    groups = {row: group_of(words[op[row]]) or only for row in np.flatnonzero(transfer).tolist()}
+    return {row: {"Process Group Name": numbers[group]} for row, group in groups.items() if group in numbers}

@@ -16,7 +16,7 @@ from hocket.trace.data import KernelClass, Kind
 _VERBS, _PARTS = "|".join(get_args(Verb)), "|".join(get_args(Part))
 _PLAN_OP = re.compile(rf"({_VERBS}) ({_PARTS})(?: [tmcls]\d+)*")
 _PLAN_LAYER = re.compile(r" l(\d+)")
-_MODULE_LAYER = re.compile(r"(?:^|[^a-z])(?:layers?|blocks?|h)[._/](\d+)", re.IGNORECASE)
+_MODULE_LAYER = re.compile(r"(?:(?:^|[^a-z])(?:layers?|blocks?|h)[._/]|^FSDP::\w+ \()(\d+)", re.IGNORECASE)
 
 _TRANSFER = re.compile(
     r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"

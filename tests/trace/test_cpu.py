@@ -147,6 +147,22 @@ def test_all_reduces_of_other_programs_are_gradients(tmp_path: Path) -> None:
     assert set(report([read(made.write(tmp_path / "a.json"))]).steps[0].kinds) == {"reduce"}
 
 
+def test_other_programs_with_one_group_are_matched_too(tmp_path: Path) -> None:
+    """FSDP2 on gloo, whose reduce-scatter runs as an all-reduce."""
+
+    def trace(rank: int) -> Trace:
+        made = Trace(rank, 2, device="").group("default_pg", (0, 1)).op("aten::mm", 0, 5)
+        made.annotation("FSDP::all_gather (layers.2)", 5, 10)
+        made.gloo("all_gather", "c10d::_allgather_base_", 12 + 5 * rank, 30, launched=6)
+        made.annotation("FSDP::post_backward_reduce (layers.2)", 40, 50)
+        return made.gloo("all_reduce", "c10d::_reduce_scatter_base_", 45 + 10 * rank, 60, launched=42)
+
+    found = report(load([trace(rank).write(tmp_path / f"{rank}.json") for rank in (0, 1)]))
+    layer = found.steps[0].layers[2]
+    assert close(layer["gather"].waiting, 5)
+    assert close(layer["reduce"].waiting, 10)
+
+
 def test_ranks_are_matched_and_late_ones_waited_for(tmp_path: Path) -> None:
     def trace(rank: int, start: float) -> Trace:
         made = cpu(rank).op("aten::mm", 0, 5).annotation("fwd dispatch m0 c0 l1", 5, 9)

@@ -182,6 +182,8 @@ def test_kernel_classes(name: str, launcher: str, optimizer: bool, kind: str) ->
         ("gather dense t0 c0 l12 s0", 12),
         ("fwd embed m0 c0", -1),
         ("FSDP::all_gather (model.layers.31)", 31),
+        ("FSDP::all_gather (4)", 4),
+        ("FSDP::pre_forward (lm_head)", -1),
         ("model.layers.3.mlp", 3),
         ("transformer.h.7.attn", 7),
         ("nn.Module: blocks/2/attn", 2),
