@@ -295,8 +295,8 @@ def wait_for_whole_layers(chunk: Any, stage: Stage, *, compiled: bool) -> None:
             dense = isinstance(part.layer, DenseLayer)
             part.wait = _waiter(hook, part.layer, whole=dense)
             if compiled and dense:
-                part.layer.forward_attn = torch.compile(part.layer.forward_attn, fullgraph=True)
-                part.layer.forward_mlp = torch.compile(part.layer.forward_mlp, fullgraph=True)
+                part.layer.forward_attn = torch.compile(part.layer.forward_attn, fullgraph=True, dynamic=False)
+                part.layer.forward_mlp = torch.compile(part.layer.forward_mlp, fullgraph=True, dynamic=False)
 
 
 def _waiter(hook: Callable[[nn.Module], None], layer: nn.Module, *, whole: bool) -> Callable[[], None]:
