@@ -18,9 +18,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
-import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -32,22 +30,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from hocket.children import Child, explain, explain_hang
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
 from hocket.leaves import problem
 from hocket.resolve import Settings, resolve
-from hocket.runtime.recorder import HANG_EXIT_CODE, HANG_HEADLINE
+from hocket.runtime.recorder import HANG_EXIT_CODE
 
 GRACE = 2.5
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
 LOCK_WAIT = 2.0
 """Seconds in which the workers of a run that was just killed are gone."""
-TAIL = 15
-"""Lines of a failed worker's log that are shown."""
 
 
-Job = Callable[[Settings, int, Any], None]
-"""What a worker does once all have met: a function of the settings, its rank and its device."""
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a run do."""
+
+    run: Callable[[Settings, int, Any], None]
+    """Called by every worker once all have met, with the settings, its rank and its device."""
+    again: str
+    """What the user can do about a failure."""
+    ending: str = "ending"
+    """What the workers do when they are asked to end."""
 
 
 def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
@@ -57,7 +62,11 @@ def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
     """
     settings, worker = arrive(config, origins)
     check_corpus(settings)
-    work(settings, worker, train_rank)
+    if settings.train.transport == "null":
+        job = Job(train_rank, "nothing is lost: the run was no training")
+    else:
+        job = Job(train_rank, "the same command continues from the last checkpoint", "saving and ending")
+    work(settings, worker, job)
 
 
 def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
@@ -173,7 +182,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
             f"did not meet the others within {settings.train.hang_timeout:g} s; fix: start all of them, with an "
             "address that all can reach"
         ) from None
-    job(settings, worker.rank, device)
+    job.run(settings, worker.rank, device)
     leave_world()
     return 0
 
@@ -200,39 +209,6 @@ def port_in_use(settings: Settings, port: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- parent
 
 
-@dataclass
-class Child:
-    """A worker as its parent sees it."""
-
-    rank: int
-    pid: int
-    pipe: int
-    """Read end of the pipe through which the worker says why it failed."""
-    log: Path
-    status: int | None = None
-    """As from `os.waitpid`; None while it runs."""
-    again: str = "the same command continues from the last checkpoint"
-    """What the user can do about a failure."""
-
-    def poll(self) -> None:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = status if pid else None
-
-    @property
-    def code(self) -> int:
-        """Exit code, negative for a signal."""
-        assert self.status is not None
-        return os.waitstatus_to_exitcode(self.status)
-
-    def last_words(self) -> dict[str, Any]:
-        """What the worker said through the pipe: {kind, text, time}, or nothing."""
-        text = b""
-        while select.select([self.pipe], [], [], 0)[0] and (block := os.read(self.pipe, 65536)):
-            text += block
-        return json.loads(text) if text else {}
-
-
 def start_workers(settings: Settings, job: Job) -> int:
     """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
     port = free_port(settings)
@@ -241,8 +217,7 @@ def start_workers(settings: Settings, job: Job) -> int:
     import hocket.train.trainer  # noqa: F401
 
     children: list[Child] = []
-    ending = "ending" if settings.train.transport == "null" else "saving and ending"
-    with forwarded_signals(children, ending) as asked:
+    with forwarded_signals(children, job.ending) as asked:
         try:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
@@ -277,10 +252,7 @@ def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Chil
     os.close(write)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
-    child = Child(worker.rank, pid, read, log)
-    if settings.train.transport == "null":
-        child.again = "nothing is lost: the run was no training"
-    return child
+    return Child(worker.rank, pid, read, log, job.again)
 
 
 def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: int, parent: int) -> NoReturn:
@@ -403,48 +375,3 @@ def kill(children: list[Child]) -> None:
                 os.killpg(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
             child.status = 0  # not a failure of its own
-
-
-def explain_hang(children: list[Child], silent: list[Child]) -> int:
-    """Say what every rank waited for, and which ones did not say. Returns the exit code."""
-    reports = {child.rank: report_of_hang(child) for child in children if child.code == HANG_EXIT_CODE}
-    still = "".join(f"; rank {child.rank} (process {child.pid}) said nothing and was ended" for child in silent)
-    waited = f"{'ranks' if len(reports) > 1 else 'rank'} {', '.join(map(str, reports))} waited"
-    sys.stderr.write(
-        f"{reports[min(reports)][0]}: {waited}{still}. "
-        f"fix: see {children[0].log.parent}, or raise train.hang_timeout; {children[0].again}\n"
-    )
-    sys.stderr.writelines(f"  | {line}\n" for _, *lines in reports.values() for line in lines)
-    return 1
-
-
-def report_of_hang(child: Child) -> list[str]:
-    """The lines of a watchdog's report, headline first."""
-    lines = child.log.read_text(errors="replace").splitlines()
-    start = max((i for i, line in enumerate(lines) if line.startswith(HANG_HEADLINE)), default=None)
-    return [HANG_HEADLINE, f"rank {child.rank}: its report is missing"] if start is None else lines[start:]
-
-
-def explain(children: list[Child]) -> int:
-    """Say in one message why the run failed, and return the exit code."""
-    failed = [child for child in children if child.status]
-    words = {child.rank: child.last_words() for child in failed}
-    for child in failed:
-        if words[child.rank].get("kind") == "user":
-            sys.stderr.write(f"hocket: {words[child.rank]['text']}\n")
-            return 2
-    # A signal is the cause before an exception, which may only tell that somebody else has gone; so may a later one.
-    cause = min(failed, key=lambda child: (child.code >= 0, words[child.rank].get("time", math.inf)))
-    if cause.code < 0:
-        name = signal.Signals(-cause.code).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        what = f"was ended by {name}{hint}"
-    else:
-        what = f"failed with {words[cause.rank].get('text') or f'exit code {cause.code}'}"
-    sys.stderr.write(
-        f"hocket: rank {cause.rank} (process {cause.pid}) {what}; the other ranks were ended. "
-        f"fix: see {cause.log}; {cause.again}\n"
-    )
-    lines = cause.log.read_text(errors="replace").splitlines() if cause.log.exists() else []
-    sys.stderr.writelines(f"  | {line}\n" for line in lines[-TAIL:])
-    return 1

@@ -239,7 +239,7 @@ def test_the_cause_is_told_from_its_consequences(capsys, tmp_path):
         read, write = os.pipe()
         os.write(write, json.dumps({"kind": "crash", "text": text, "time": when}).encode())
         os.close(write)
-        children.append(Child(rank, 100 + rank, read, tmp_path / "none", status=1 << 8))
+        children.append(Child(rank, 100 + rank, read, tmp_path / "none", "", status=1 << 8))
     assert explain(children) == 1
     assert "rank 1 (process 101) failed with the cause" in capsys.readouterr().err
 

@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
         out=options.out,
         commit=options.commit,
     )
-    return launch.work(settings, worker, functools.partial(bench_rank, measurement, say))
+    return launch.work(settings, worker, launch.Job(functools.partial(bench_rank, measurement, say), "start it again"))
 
 
 def say(text: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +36,31 @@ def test_all_learn_the_same(case):
     assert found[1] == found[0], "every rank comes to the same verdict"
     assert verdict.worst < 2e-6, "far better than the gate demands"
     assert verdict.fall > 0.02
+
+
+def compiled(rank: int) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
+    """Curves of eager and of compiled contenders, and how many graphs were compiled for them."""
+    graphs = []
+    with_inductor = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def without(function: Callable[..., Any], **options: Any) -> Any:
+        return with_inductor(function, backend=backend, **options)
+
+    torch.compile = without  # pyrefly: ignore
+    work, names = workload(1, moe=True), ["bound", "ddp", "fsdp2", "fsdp2_tuned"]
+    eager = curves(rank, names, work, 3)
+    return eager, curves(rank, names, dataclasses.replace(work, compile=True), 3), len(graphs)
+
+
+def test_compiled_layers_compute_the_same_and_share_their_graphs():
+    eager, fast, graphs = run_ranks(compiled, 1)[0]
+    for name, curve in eager.items():
+        assert fast[name] == pytest.approx(curve, rel=1e-5)
+    assert 2 <= graphs <= 4, "one of the dense layer, one of all attentions, for plain and for sharded modules"
 
 
 def test_tokens_are_the_same_for_all_and_differ_by_rank_and_step():
