@@ -14,10 +14,10 @@ LIBRARIES = [
 
 
 def hocket_modules() -> list[str]:
-    """Dotted names of all modules of hocket, except the one that runs on import."""
+    """Dotted names of all modules of hocket, except the one that runs on import, and peers: they may start CUDA."""
     paths = sorted((ROOT / "hocket").rglob("*.py"))
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__") and ".peers." not in name]
 
 
 for name in [*LIBRARIES, *hocket_modules()]:
