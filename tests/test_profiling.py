@@ -64,13 +64,18 @@ def test_a_window_lies_behind_the_start_and_before_the_end(profile, done, steps,
     assert list(window_of(profile, done, steps)) == window
 
 
+@pytest.mark.timeout(150)
 def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
     stale = tmp_path / "runs/tiny/traces"
     stale.mkdir(parents=True)
     (stale / "rank9.json.gz").write_text("of an earlier run on more ranks")
     (stale / "rank2.json.gz.tmp").write_text("of an earlier run that was killed")
     words = [*SMALL, "--data.paths", text_in(tmp_path), "--profile"]
-    ended = hocket(tmp_path, "train", *words, "--train.steps", "60")
+    process = start(tmp_path, "train", *words, "--train.steps", "100000")
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"exposed"' in metrics.read_text(), "a step that tells the exposed share", 60)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
     assert ended.code == 0, ended
     assert f"trace    runs/tiny/traces: steps {WARM_UP + 1} to {WARM_UP + 2} of 4 ranks" in ended.out
     assert "trace    A step takes" in ended.out
