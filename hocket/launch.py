@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -227,16 +228,21 @@ def start_workers(settings: Settings, job: Job) -> int:
             kill(children)
 
 
+PORTS = range(20_000, 32_000)
+"""Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it
+before rank 0 listens there."""
+
+
 def free_port(settings: Settings) -> int:
     """The configured port if it is free, or any free one. Raises ValueError if it is in use."""
-    with socket.socket() as probe_socket:
-        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe_socket.bind(("127.0.0.1", settings.run.port))
+    wanted = settings.run.port
+    for port in [wanted] if wanted else random.sample(PORTS, 100):
+        with socket.socket() as probe_socket, contextlib.suppress(OSError):
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe_socket.bind(("127.0.0.1", port))
             probe_socket.listen()
-        except OSError:
-            raise ValueError(port_in_use(settings, settings.run.port)) from None
-        return probe_socket.getsockname()[1]
+            return port
+    raise ValueError(port_in_use(settings, wanted))
 
 
 def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:
