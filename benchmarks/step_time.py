@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.record import write
 from hocket.bench.gate import curve
-from hocket.bench.measure import Gauge, Timer, slowest, take_turns
+from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.ours import Planned
 from hocket.bench.stats import ratio
 from hocket.bench.workload import Workload, batches
@@ -99,7 +99,7 @@ def main() -> None:
     losses = {name: curve(planned, workload, rank, device, 3) for name, planned in engines.items()}  # also warms up
     losses["bound"] = []  # it computes on rubbish
     losses["merged again"], engines["merged again"] = [], engines["merged"]
-    gauge = Gauge(device if rank == 0 else None)
+    gauge = Gauge(nvml(device) if rank == 0 else None)
     microbatches = batches(workload, rank, 0, device)
     blocks = take_turns(engines, microbatches, options.blocks, options.steps, device, gauge)
     gauge.close()

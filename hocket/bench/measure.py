@@ -8,11 +8,10 @@ contenders is turned around every round.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
-import shutil
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ import torch.distributed as dist
 from hocket.bench.contender import Contender
 from hocket.runtime.actions import Microbatch
 
-PERIOD_MS = 100
-"""Time between two samples of clock and power."""
+PERIOD = 0.05
+"""Seconds between two samples of clock and power."""
 
 
 @dataclass(frozen=True)
@@ -46,44 +45,58 @@ class Block:
         return statistics.median(self.seconds)
 
 
-class Gauge:
-    """Reads clock and power of a GPU through `nvidia-smi`, where there is one. Without a GPU it reads nothing."""
+Reading = Callable[[], tuple[float, float] | None]
+"""Reads (SM clock in MHz, power in W) now; None if that fails."""
 
-    def __init__(self, device: torch.device | None) -> None:
+
+def nvml(device: torch.device) -> Reading | None:
+    """How to read a GPU, through the library of its driver; None for a CPU, or where there is no such library."""
+    if device.type != "cuda":
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle = ctypes.c_void_p()
+    # By its UUID: numbers are those of the machine, not of the GPUs that this process may see.
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+        return None
+    clock, milliwatts, of_sm = ctypes.c_uint(), ctypes.c_uint(), 1  # NVML_CLOCK_SM
+
+    def read() -> tuple[float, float] | None:
+        failed = library.nvmlDeviceGetClockInfo(handle, of_sm, ctypes.byref(clock))
+        failed = library.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)) or failed
+        return None if failed else (float(clock.value), milliwatts.value / 1e3)
+
+    return read
+
+
+class Gauge:
+    """Reads clock and power again and again in a thread of its own, if there is a way to."""
+
+    def __init__(self, read: Reading | None) -> None:
         self._samples: list[tuple[float, float, float]] = []
         """(time, MHz, W)."""
-        self._process: subprocess.Popen[str] | None = None
-        on_gpu = device is not None and device.type == "cuda"
-        program = shutil.which("nvidia-smi") if on_gpu else None
-        if program:
-            # By its UUID: numbers are those of the machine, not of the GPUs that this process may see.
-            gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-            query = [gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
-            with contextlib.suppress(OSError):
-                self._process = subprocess.Popen(
-                    [program, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-                threading.Thread(target=self._read, name="gauge", daemon=True).start()
+        self._stop = threading.Event()
+        if read is not None:
+            threading.Thread(target=self._watch, args=(read,), name="gauge", daemon=True).start()
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # `[N/A]`
-                clock, power = map(float, line.split(","))
-                self._samples.append((time.monotonic(), clock, power))
+    def _watch(self, read: Reading) -> None:
+        while not self._stop.wait(PERIOD):
+            found = read()
+            if found is not None:
+                self._samples.append((time.monotonic(), *found))
 
     def between(self, start: float, end: float) -> tuple[float | None, float | None]:
-        """(median MHz, mean W) of the samples in a span of `time.monotonic`."""
+        """(median MHz, mean W) of the samples in a span of `time.monotonic`; None without samples."""
         found = [(clock, power) for at, clock, power in list(self._samples) if start <= at <= end]
         if not found:
             return None, None
         return statistics.median(clock for clock, _ in found), statistics.fmean(power for _, power in found)
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._stop.set()
 
 
 class Timer:

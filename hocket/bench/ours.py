@@ -59,20 +59,21 @@ class Muted:
 
     def __init__(self, lender: Planned) -> None:
         self.engine, self.lr = lender.engine, lender.lr
+        device, groups = self.engine.device, [group for group in self.engine.groups if group.size > 1]
+        self.pretending = [(group, Null(group.size, group.rank, device)) for group in groups]
         self.settings: Mapping[str, str] = {
             **lender.settings,
             "transport": "null; weights and memory are those of hocket",
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        moved_by = {group: group.transport for group in self.engine.groups}
-        for group in moved_by:
-            if group.size > 1:
-                group.transport = Null(group.size, group.rank, self.engine.device)
+        moved_by = [group.transport for group, _ in self.pretending]
+        for group, transport in self.pretending:
+            group.transport = transport
         try:
             return self.engine.train_step(microbatches, self.lr).loss
         finally:
-            for group, transport in moved_by.items():
+            for (group, _), transport in zip(self.pretending, moved_by, strict=True):
                 group.transport = transport
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hocket.bench import gate
 from hocket.bench.contender import CONTENDERS, Contender, load
-from hocket.bench.measure import Gauge, Timer, take_turns
+from hocket.bench.measure import Gauge, Timer, nvml, take_turns
 from hocket.bench.record import provenance
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
@@ -119,7 +119,7 @@ class Session:
                 self.phases["estimate"] = self.phases.get("estimate", 0.0) + last
         estimate = self.phases.pop("estimate") * self.bench.blocks * (1 + self.bench.steps)
         self.say(f"measuring about {estimate:.0f} s and the switches")
-        gauge = Gauge(self.device if self.rank == 0 else None)
+        gauge = Gauge(nvml(self.device) if self.rank == 0 else None)
         try:
             with self.phase("measure"):
                 blocks = take_turns(contenders, microbatches, self.bench.blocks, self.bench.steps, self.device, gauge)

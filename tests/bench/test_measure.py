@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.bench.gate import Verdict
-from hocket.bench.measure import Gauge, take_turns
+from hocket.bench.measure import Gauge, nvml, take_turns
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
@@ -51,6 +51,19 @@ def test_contenders_take_turns_and_the_slowest_rank_counts():
     times = [t for blocks in seconds.values() for block in blocks for t in block]
     assert len(times) == 2 * 3 * 2
     assert all(0.05 <= t < 0.15 for t in times), "the slow first step does not count"
+
+
+def test_clock_and_power_are_those_of_the_span():
+    readings = iter([(1000.0, 500.0), None, (1200.0, 700.0)])
+    gauge = Gauge(lambda: next(readings, None))
+    start = time.monotonic()
+    assert gauge.between(start - 10, start - 5) == (None, None)
+    while gauge.between(start, time.monotonic())[0] != 1100.0:
+        assert time.monotonic() < start + 20
+        time.sleep(0.01)
+    assert gauge.between(start, time.monotonic()) == (1100.0, 600.0)
+    gauge.close()
+    assert nvml(CPU) is None
 
 
 def report(rank: int) -> tuple[str, dict]:
