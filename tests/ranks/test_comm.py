@@ -261,8 +261,8 @@ def test_slow_delivers_late_and_in_order():
 
 
 def _two_links(rank):
-    links = {"a2a": Link(0.0, 1e12), "gather_dense": Link(0.05, 4e6)}
-    groups = make_groups(Mesh(dp=2, ep=2), rank, CPU, "slow", CommOptions(links=links, timeout=20))
+    options = CommOptions(links={"a2a": Link(0.0, 1e12), "gather_dense": Link(0.05, 4e6)}, timeout=20)
+    groups = make_groups(Mesh(dp=2, ep=2), rank, CPU, "slow", options)
     shard, full = torch.ones(50_000), torch.empty(100_000)
     rows, out = torch.ones(2, 25_000), torch.empty(2, 25_000)
 
