@@ -116,7 +116,7 @@ KINDS = {"train": Train, "plan": Plan, "bench": Bench}
 
 
 def check_hocket(words: list[str]) -> None:
-    if not words or words == ["recipes"] or words[1:] in ([], ["RECIPE"]):
+    if not words or words == ["recipes"] or words[1:] in ([], ["RECIPE"], ["--list"]):
         assert not words or words[0] in COMMANDS, words
         return
     command, recipe, *flags = words
