@@ -71,6 +71,7 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
         )
     notes += found.notes
     run = events.about.get("hocket")
+    run = run if isinstance(run, dict) else {}
     devices = events.about.get("deviceProperties") or [{}]
     return RankTrace(
         source=events.source,
@@ -83,11 +84,11 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
         step=step,
         steps=steps,
         groups=groups.members,
-        run=run if isinstance(run, dict) else {},
+        run=run,
         match=np.full(len(found.start), -1, np.int64),
         calls=found.opened.call,
         origin=events.origin,
-        host=str(events.about.get("host_name", "")),
+        host=str(events.about.get("host_name") or run.get("hostname", "")),  # GPU traces do not name it
         notes=tuple(notes),
         **labels,
         words=tuple(words.known),

@@ -45,6 +45,7 @@ def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
         "pp_rank": engine.where.pp,
         "coordinates": dataclasses.asdict(engine.where),
         "parameters": parameter_counts(config.model)[0],
+        "hostname": platform.node(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "nccl": _nccl()},
     }
     if isinstance(config, Settings):
