@@ -144,7 +144,7 @@ def first_value(name: str, shape: Sequence[int], workload: Workload, rank: int, 
 
 
 def fill(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> None:
-    """Give every parameter its first value, cast to the parameter's dtype.
+    """Give every parameter its first value, cast to the parameter's dtype, and balance biases theirs, which is 0.
 
     Parameters are named as in the whole model and lie on `device`; of a `DTensor` only this rank's part is kept.
     """
@@ -156,6 +156,8 @@ def fill(model: nn.Module, workload: Workload, rank: int, device: torch.device) 
                 param.to_local().copy_(part.to_local())
             else:
                 param.copy_(value)
+        for bias in model.buffers():  # a router's balance bias
+            bias.zero_()
 
 
 def materialize(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> None:
