@@ -85,7 +85,7 @@ def workload_text(workload: Workload) -> str:
         f"WORKLOAD {c.run.name}: {c.model.layers} layers, pp {mesh.pp} x dp {mesh.dp} (ep {mesh.ep}), "
         f"{c.train.microbatches} x {workload.tokens_per_microbatch:,} tokens per rank and step in sequences of "
         f"{c.data.sequence_length:,}, {c.train.dtype}, {step}, no clipping, "
-        f"compile {'on' if workload.compile else 'off'}{slow}"
+        f"plain stack {'compiled' if workload.compile else 'eager'}{slow}"
     )
 
 

@@ -29,7 +29,8 @@ def bound(workload: Workload, rank: int, device: torch.device) -> Contender:
     settings = {
         "weights": f"whole on every rank, {workload.config.train.dtype}",
         "communication": "none; experts work on the rows that this rank would have sent" if mesh.ep > 1 else "none",
-        "optimizer": "AdamW on this rank's shard" if workload.optimizer else "none",
+        "optimizer": "AdamW (foreach) on this rank's fp32 shard" if workload.optimizer else "none",
+        "compile": "each layer" if workload.compile else "off",
     }
     return WholeWeights(model, optimizers, settings)
 
