@@ -62,11 +62,10 @@ def plain(work: Workload) -> list[list[float]]:
     ("model", "mesh"),
     [
         (DENSE, MeshConfig(pp=2)),
-        (MOE, MeshConfig(pp=2)),
         (DENSE, MeshConfig(pp=2, dp=2)),
         (MOE, MeshConfig(pp=2, dp=2, ep=2)),
     ],
-    ids=["dense-pp2", "moe-pp2", "dense-pp2-dp2", "moe-pp2-ep2"],
+    ids=["dense-pp2", "dense-pp2-dp2", "moe-pp2-ep2"],
 )
 def test_losses_are_those_of_the_plain_stack(name: str, model: ModelConfig, mesh: MeshConfig) -> None:
     work = workload(model, mesh)
