@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hocket.bench.contender import Contender
 from hocket.bench.peers.megatron_core_plan import Experts, Stage, wait_for_whole_layers
-from hocket.bench.plain import Exchange, first_value, materialize, plain_model
+from hocket.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
 from hocket.bench.workload import Workload
 from hocket.parallel.stages import layout_of
 from hocket.runtime.actions import Microbatch
@@ -61,22 +61,39 @@ def megatron_core_sync(workload: Workload, rank: int, device: torch.device) -> C
     return MegatronCore(workload, rank, device, Options(overlap_experts=False))
 
 
+def chunks_of(workload: Workload) -> int:
+    """Virtual stages per rank; without a pipeline there is one, whatever the plan says."""
+    return workload.config.plan.chunks if workload.mesh.pp > 1 else 1
+
+
 def join_groups(workload: Workload) -> None:
-    """Make megatron-core's process groups; its default order of ranks is hocket's: pp outermost, ep inside dp."""
-    mesh, chunks = workload.mesh, workload.config.plan.chunks
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=mesh.pp,
-            virtual_pipeline_model_parallel_size=chunks if mesh.pp > 1 and chunks > 1 else None,
-            expert_model_parallel_size=mesh.ep,
-            create_gloo_process_groups=False,
+    """Make megatron-core's process groups; its default order of ranks is hocket's: pp outermost, ep inside dp.
+
+    They are global to the process: contenders of one mesh share them, another mesh replaces them.
+    """
+    mesh, chunks = workload.mesh, chunks_of(workload)
+    wanted = (mesh.pp, chunks if chunks > 1 else None, mesh.ep)
+    if parallel_state.model_parallel_is_initialized():
+        found = (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
+        if found == wanted:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=wanted[1],
+        expert_model_parallel_size=mesh.ep,
+        create_gloo_process_groups=False,
+    )
 
 
 def overlaps(workload: Workload, options: Options) -> bool:
     """Whether the forward and backward of two microbatches are combined: megatron-core's conditions for it."""
-    mesh, plan = workload.mesh, workload.config.plan
-    possible = mesh.ep > 1 and workload.dtype is torch.bfloat16 and (mesh.pp == 1 or plan.chunks > 1)
+    mesh = workload.mesh
+    possible = mesh.ep > 1 and workload.dtype is torch.bfloat16 and (mesh.pp == 1 or chunks_of(workload) > 1)
     return options.overlap_experts and possible
 
 
@@ -100,9 +117,10 @@ class MegatronCore:
 
     def _config(self) -> Any:
         mesh, c, dtype = self.workload.mesh, self.workload.config, self.workload.dtype
-        interleaved = mesh.pp > 1 and c.plan.chunks > 1
+        chunks = chunks_of(self.workload)
+        interleaved = chunks > 1
         return TransformerConfig(
-            num_layers=mesh.pp * c.plan.chunks,  # only checked to be divisible; hocket's layout says which layers
+            num_layers=mesh.pp * chunks,  # only checked to be divisible; hocket's layout says which layers
             hidden_size=c.model.hidden,
             num_attention_heads=c.model.heads,
             num_moe_experts=c.model.experts or None,
@@ -110,7 +128,7 @@ class MegatronCore:
             params_dtype=dtype,
             pipeline_dtype=dtype,
             pipeline_model_parallel_size=mesh.pp,
-            virtual_pipeline_model_parallel_size=c.plan.chunks if interleaved else None,
+            virtual_pipeline_model_parallel_size=chunks if interleaved else None,
             expert_model_parallel_size=mesh.ep,
             moe_token_dispatcher_type="alltoall",
             overlap_p2p_comm=interleaved,
@@ -139,14 +157,12 @@ class MegatronCore:
     def _chunks(self, rank: int) -> list[Any]:
         """The virtual stages of this rank, with first values, each under megatron-core's DDP."""
         workload, made = self.workload, []
-        mesh, where, layout = workload.mesh, workload.mesh.coordinates(rank), layout_of(workload.config)
+        mesh, where = workload.mesh, workload.mesh.coordinates(rank)
         rows = Exchange(parallel_state.get_expert_model_parallel_group(), mesh.ep, where.ep)
         # Counts have a communicator of their own, as in megatron-core's dispatcher: they must not queue behind rows.
         counts = Exchange(parallel_state.get_expert_tensor_and_model_parallel_group(), mesh.ep, where.ep)
-        for number in range(layout.chunks):
-            first, last = layout.is_first(where.pp, number), layout.is_last(where.pp, number)
-            layers = layout.layers(where.pp, number)
-            model = plain_model(workload, rank, layers=layers, first=first, last=last, exchange=rows)
+        for number in range(chunks_of(workload)):
+            model = plain_stage(workload, rank, number, rows)
             materialize(model, workload, rank, self.device)
             for name, param in model.named_parameters():
                 param.allreduce = not (".experts." in name and mesh.ep > 1)  # pyrefly: ignore[missing-attribute]
@@ -206,7 +222,9 @@ class MegatronCore:
         w, mesh, c = self.workload, self.workload.mesh, self.workload.config
         wire = "fp32" if self.options.fp32 else c.train.dtype
         sums = "fp32" if self.ddp_config.param_name_patterns_for_fp32_local_accumulation else wire
-        schedule = "none" if mesh.pp == 1 else ("1F1B" if c.plan.chunks == 1 else f"interleaved 1F1B x {c.plan.chunks}")
+        schedule = (
+            "none" if mesh.pp == 1 else ("1F1B" if len(self.chunks) == 1 else f"interleaved 1F1B x {len(self.chunks)}")
+        )
         found = {
             "model": "hocket's layers and kernels, no Transformer Engine",
             "pipeline": schedule + (", overlap_p2p_comm" if self.config.overlap_p2p_comm else ""),
@@ -262,6 +280,15 @@ class MegatronCore:
         del self.chunks, self.optimizer
 
 
+def plain_stage(workload: Workload, rank: int, number: int, rows: Exchange) -> PlainModel:
+    """A virtual stage of this rank on the meta device, with the layers that hocket's layout gives it."""
+    if workload.mesh.pp == 1:
+        return plain_model(workload, rank, exchange=rows)
+    layout, pp = layout_of(workload.config), workload.mesh.coordinates(rank).pp
+    first, last = layout.is_first(pp, number), layout.is_last(pp, number)
+    return plain_model(workload, rank, layers=layout.layers(pp, number), first=first, last=last, exchange=rows)
+
+
 def loss_and_copy(loss: Tensor) -> tuple[Tensor, Tensor]:
     """The loss, which megatron-core divides in place by the number of microbatches, and what is reported of it."""
     return loss.clone(), loss.detach().clone()
@@ -271,9 +298,7 @@ def check(workload: Workload) -> None:
     """Raise ValueError for what megatron-core's schedules do not take."""
     mesh, c = workload.mesh, workload.config
     prefix = "against = megatron_core (command line): "
-    interleaved = mesh.pp > 1 and c.plan.chunks > 1
-    if mesh.pp == 1 and c.plan.chunks > 1:
-        raise ValueError(f"{prefix}plan.chunks = {c.plan.chunks} needs a pipeline; fix: plan.chunks = 1")
+    interleaved = chunks_of(workload) > 1
     group = c.plan.group or mesh.pp
     left = c.train.microbatches % group
     if interleaved and (c.train.microbatches < group or 0 < left < mesh.pp):

@@ -66,9 +66,14 @@ def dims_of(mesh: Mesh) -> Any:
     return dims
 
 
+def chunks_of(workload: Workload) -> int:
+    """Virtual stages per rank; without a pipeline there is one, whatever the plan says."""
+    return workload.config.plan.chunks if workload.mesh.pp > 1 else 1
+
+
 def schedule_of(workload: Workload) -> str:
     """The best of torchtitan's pipeline schedules that a rank's number of chunks allows; empty without a pipeline."""
-    mesh, chunks, microbatches = workload.mesh, workload.config.plan.chunks, workload.config.train.microbatches
+    mesh, chunks, microbatches = workload.mesh, chunks_of(workload), workload.config.train.microbatches
     if mesh.pp == 1:
         return ""
     if chunks == 1:
@@ -88,7 +93,7 @@ class Torchtitan:
         self.overlap = self.schedule_name == "DualPipeV"
         self.numbers = self._stages()
         self.bounds = even_bounds(workload.config.model.layers, self._stage_count())
-        if workload.config.plan.layers_per_stage:
+        if workload.config.plan.layers_per_stage and self.mesh.pp > 1:
             self.bounds = (0, *torch.tensor(workload.config.plan.layers_per_stage).cumsum(0).tolist())
         self.models = [self._model(number) for number in self.numbers]
         for model in self.models:
@@ -100,14 +105,14 @@ class Torchtitan:
         self.settings = self._settings()
 
     def _stage_count(self) -> int:
-        return self.mesh.pp * self.workload.config.plan.chunks
+        return self.mesh.pp * chunks_of(self.workload)
 
     def _stages(self) -> list[int]:
         """The virtual stages of this rank: in a loop, or there and back in a V."""
         pp, rank = self.mesh.pp, self.where.pp
         if self.overlap:
             return [rank, 2 * pp - 1 - rank]
-        return [chunk * pp + rank for chunk in range(self.workload.config.plan.chunks)]
+        return [chunk * pp + rank for chunk in range(chunks_of(self.workload))]
 
     def _model(self, number: int) -> TitanModel:
         """One virtual stage on the meta device, in torchtitan's hands."""
@@ -233,8 +238,6 @@ def check(workload: Workload) -> None:
     prefix = "against = torchtitan (command line): "
     if mesh.dp == 1:
         raise ValueError(f"{prefix}it shards over data-parallel ranks, and mesh.dp = 1; fix: mesh.dp = 2 or more")
-    if mesh.pp == 1 and c.plan.chunks > 1:
-        raise ValueError(f"{prefix}plan.chunks = {c.plan.chunks} needs a pipeline; fix: plan.chunks = 1")
     microbatches = c.train.microbatches
     if schedule_of(workload) == "Interleaved1F1B" and microbatches % mesh.pp:
         raise ValueError(
