@@ -20,7 +20,8 @@ from hocket.config import ModelConfig
 from hocket.model.transformer import parameter_counts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
-"""Largest difference of two losses at the same step, relative to the loss, by compute dtype."""
+"""Largest difference of two losses at the same step, relative to the loss before the first step, by compute dtype. Not
+to the loss itself: on one batch it soon falls to almost nothing, and then rounding is all that is left of it."""
 LAYERS = 4
 """Layers of the gate's model where the workload has no optimizer."""
 
@@ -37,9 +38,9 @@ class Verdict:
     """Mean loss over all ranks by contender and step."""
     tolerance: float
     worst: float
-    """Largest relative difference from the first contender."""
+    """Largest difference from the first contender, relative to the first loss."""
     fall: float
-    """By how much the first contender's loss changed, relative to the loss. Far above `tolerance`, it shows much."""
+    """By how much the first contender's loss changed, relative to the first one. Far above `tolerance`, it shows much."""
     layers: int
     """Layers of the model that was compared."""
 
@@ -82,7 +83,7 @@ def judge(curves: Mapping[str, Sequence[float]], workload: Workload) -> Verdict:
     reference, worst = curves[first], 0.0
     for name in others:
         for step, (mine, theirs) in enumerate(zip(reference, curves[name], strict=True)):
-            apart = abs(mine - theirs) / abs(mine)
+            apart = abs(mine - theirs) / abs(reference[0])
             if not apart <= tolerance:  # so that nan fails too
                 raise NumericsError(
                     f"{name} does not compute what {first} computes: at step {step} their losses are {theirs:.6g} and "
