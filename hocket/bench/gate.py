@@ -40,7 +40,7 @@ class Verdict:
     worst: float
     """Largest difference from the first contender, relative to the first loss."""
     fall: float
-    """By how much the first contender's loss changed, relative to the first one. Far above `tolerance`, it shows much."""
+    """By how much the first contender's loss changed, relative to the first one. Far above the tolerance."""
     layers: int
     """Layers of the model that was compared."""
 
