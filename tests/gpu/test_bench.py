@@ -1,0 +1,48 @@
+"""On GPUs contenders agree in bf16, are timed, and their clocks are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.command import end_all, finish, start
+
+WORDS = [
+    "tiny", "--mesh.pp", "1", "--plan.chunks", "1", "--train.dtype", "bf16", "--model.hidden", "512",
+    "--model.vocab", "1024", "--data.sequence_length", "256", "--blocks", "2", "--steps", "2", "--out", "x.json",
+]  # fmt: skip
+DENSE = ["--model.experts", "0", "--model.dense_layers", "--plan.merge", "off"]
+CASES = {
+    "dense": [*DENSE, "--mesh.ep", "1", "--against", "bound,ddp,fsdp2,fsdp2_fp32,fsdp2_tuned,fsdp2_tuned_fp32"],
+    "compiled": [*DENSE, "--mesh.ep", "1", "--against", "bound,fsdp2_tuned", "--compile", "on"],
+    "no optimizer": ["--mesh.ep", "2", "--against", "bound,ep_sync,hocket_null", "--optimizer", "off"],
+    "experts": ["--mesh.ep", "2", "--against", "bound,ep_sync,fsdp2_tuned,hocket_sequential,hocket_null"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_contenders_agree_and_are_timed(tmp_path: Path, case: str):
+    gpus = min(4, torch.cuda.device_count() // 2 * 2)
+    if not gpus:
+        pytest.skip("needs two GPUs")
+    done = finish(start(tmp_path, "bench", *WORDS, "--gpus", str(gpus), *CASES[case]), timeout=280)
+    print(done.out)
+    assert done.code == 0, done.err
+    (found,) = json.loads((tmp_path / "x.json").read_text())["workloads"]
+    assert found["gate"]["fall"] > 5 * found["gate"]["tolerance"], "the gate has seen something"
+    for row in found["contenders"].values():
+        assert row["peak_bytes"] > row["resident_bytes"] >= 0
+        assert all(block["clock_mhz"] is None or 100 < block["clock_mhz"] < 5000 for block in row["blocks"])
+    assert found["contenders"]["bound"]["seconds"] > 0
