@@ -123,7 +123,7 @@ def table(measured: Measured) -> str:
         row = [name, f"{1e3 * measured.step(name):.1f}", f"{measured.tflops(name):.1f}", f"{mfu:.1%}" if mfu else "-"]
         row += [str(measured.over(name, bound))] if bound else []
         row += [str(measured.over(name, best))] if best else []
-        row += [f"{measured.noise(name):.2%}", f"{measured.peak(name) / 2**30:.1f}"]
+        row += [f"{measured.noise(name):.2%}" if len(blocks) > 1 else "-", f"{measured.peak(name) / 2**30:.1f}"]
         clocks = [block.clock_mhz for block in blocks]
         row += [_number(clocks) + "*" * any(off_clock(clocks)), _number([block.watts for block in blocks])]
         rows.append(row)
@@ -133,6 +133,8 @@ def table(measured: Measured) -> str:
     ]
     count, steps = len(next(iter(measured.blocks.values()))), len(next(iter(measured.blocks.values()))[0].seconds)
     notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are 95 % bootstrap; MFU = {MFU}"]
+    if count < 3:
+        notes.append("fewer than three blocks: an interval is no more than the range of what was seen")
     if any("*" in row[-2] for row in rows):
         notes.append("* a block ran at a clock more than 2 % from the others of this contender")
     return "\n".join(["RESULT", *(f"  {line}" for line in (*lines, *notes))])
