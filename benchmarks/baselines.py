@@ -14,22 +14,30 @@ import argparse
 from benchmarks.record import ROOT
 from hocket.commands import bench
 
-DENSE = (
-    "llama3_8b --optimizer off --train.microbatches 1 "
-    "--against bound,fsdp2,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_null"
-)
+DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""
 EXPERTS = (
     "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
     "--train.microbatches 2 --against bound,ep_sync,fsdp2_tuned,hocket,hocket_null"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
+FSDP2 = "--against bound,fsdp2,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_null"
+FEW = "--against bound,fsdp2_tuned,hocket,hocket_null"
+"""As many as fit beside the activations of 8,192 tokens."""
+PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
+PIPELINE = (
+    "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 "
+    "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
+)
+"""The recipe with a pipeline of 2: sends, all-to-alls and sharding at once."""
 
 PRESETS = {
-    "dense_fsdp": (DENSE, (2048, 4096, 8192)),
-    "dense_fsdp_compiled": (f"{DENSE} --compile on", (2048, 4096, 8192)),
+    "dense_fsdp": (f"{DENSE} {FSDP2}", (2048, 4096)),
+    "dense_fsdp_long": (f"{DENSE} {FEW}", (8192,)),
+    "dense_fsdp_compiled": (f"{DENSE} {FEW} --compile on", (4096,)),
+    "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
     "expert_parallel": (EXPERTS, (4096, 8192)),
-    "expert_parallel_compiled": (f"{EXPERTS} --compile on", (4096, 8192)),
+    "pipeline_peers": (PIPELINE, (2048,)),
 }
 """Result -> the words of `hocket bench`, and the sequence lengths."""
 

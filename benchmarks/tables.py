@@ -251,9 +251,11 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
     "dense_fsdp": ("dense_fsdp", contenders),
+    "dense_fsdp_long": ("dense_fsdp_long", contenders),
     "dense_fsdp_compiled": ("dense_fsdp_compiled", contenders),
+    "dense_peers": ("dense_peers", contenders),
     "expert_parallel": ("expert_parallel", contenders),
-    "expert_parallel_compiled": ("expert_parallel_compiled", contenders),
+    "pipeline_peers": ("pipeline_peers", contenders),
 }
 """Table -> the result file it is made from, and its maker."""
 

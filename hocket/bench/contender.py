@@ -90,9 +90,6 @@ CONTENDERS: dict[str, Entry] = {
     "megatron_fsdp_experimental": Entry(
         f"{_PEERS}.megatron_fsdp:experimental", "megatron-fsdp, experimental fully_shard", _MFSDP, cuda=True
     ),
-    "megatron_fsdp_symmetric": Entry(
-        f"{_PEERS}.megatron_fsdp:symmetric", "the experimental one in NCCL's symmetric memory", _MFSDP, cuda=True
-    ),
     "deepspeed": Entry(
         f"{_PEERS}.deepspeed:deepspeed", "DeepSpeed ZeRO-3", "deepspeed==0.19.8", cuda=True, model="whole"
     ),

@@ -50,7 +50,8 @@ def environment(**more: str) -> dict[str, str]:
     """The variables of a command, without those by which a launcher would make it a worker."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOCKET_DEBUG")
     kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("SLURM_")}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join([str(ROOT), *([kept["PYTHONPATH"]] if "PYTHONPATH" in kept else [])])
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def start(folder: Path, *arguments: str, module: str = "hocket", **variables: str) -> subprocess.Popen[str]:

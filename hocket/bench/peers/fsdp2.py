@@ -71,7 +71,7 @@ class Fsdp2:
     """Plain steps over a model under `fully_shard`."""
 
     def __init__(self, workload: Workload, rank: int, device: torch.device, options: Options) -> None:
-        self.workload, self.options, self.on_gpu = workload, options, device.type == "cuda"
+        self.workload, self.options = workload, options
         mesh, where = workload.mesh, workload.mesh.coordinates(rank)
         self.dp, self.grid = meshes(mesh, device.type)
         exchange = Exchange(self.grid.get_group("ep"), mesh.ep, where.ep) if mesh.ep > 1 else None
@@ -117,7 +117,8 @@ class Fsdp2:
                 shard(experts, self.grid["edp"], policy)
                 assert isinstance(experts, FSDPModule)
                 experts.set_gradient_divide_factor(float(mesh.dp))
-                experts.set_force_sum_reduction_for_comms(not self.on_gpu)  # gloo only knows plain sums
+                # gloo cannot multiply while it sums, and NCCL's result is wrong in bf16 (torch 2.11).
+                experts.set_force_sum_reduction_for_comms(True)
         for layer in layers:
             keep = self.options.tuned and layer is layers[-1]
             shard(layer, self.dp, policy, reshard=not keep, ignored=ignored)

@@ -38,13 +38,12 @@ def megatron_fsdp(workload: Workload, rank: int, device: torch.device) -> Conten
 
 
 def experimental(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The rewrite that comes with the package."""
-    return Experimental(workload, rank, device, symmetric=False)
+    """The rewrite that comes with the package.
 
-
-def symmetric(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The rewrite, with its communication buffers in NCCL's symmetric memory."""
-    return Experimental(workload, rank, device, symmetric=True)
+    Not with its buffers in symmetric memory: there the process ends without a word in its first step (torch 2.11,
+    NVLink multicast off).
+    """
+    return Experimental(workload, rank, device)
 
 
 @lru_cache(maxsize=8)
@@ -175,7 +174,7 @@ def _keep_fp32_values(model: nn.Module, workload: Workload, rank: int, device: t
 class Experimental:
     """Plain steps over a model under `megatron_fsdp.experimental.fully_shard`."""
 
-    def __init__(self, workload: Workload, rank: int, device: torch.device, symmetric: bool) -> None:
+    def __init__(self, workload: Workload, rank: int, device: torch.device) -> None:
         from megatron_fsdp.experimental import Flat, Placements, fully_shard  # pyrefly: ignore[missing-import]
         from megatron_fsdp.mixed_precision import MixedPrecisionPolicy  # pyrefly: ignore[missing-import]
 
@@ -186,7 +185,7 @@ class Experimental:
         policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
         for module in _bottom_up(self.model, mesh.ep > 1):
             ranks = grid["dp"] if mesh.ep > 1 and module in _experts(self.model) else dense["dp"]
-            fully_shard(module, ranks, flat, policy, use_symm_mem=symmetric)
+            fully_shard(module, ranks, flat, policy, use_symm_mem=False)
         self.groups: list[tuple[str, Any]] = []
         for path, module in self.model.named_modules():
             self.groups += [(path, group) for group in getattr(module, "parameter_groups", ())]
@@ -194,7 +193,7 @@ class Experimental:
             _fill(path, group, workload, rank, device)
         self.optimizer = self._shards(workload) if workload.optimizer else None
         self.settings: Mapping[str, str] = {
-            "megatron_fsdp.experimental": f"placements = Flat, use_symm_mem = {symmetric}",
+            "megatron_fsdp.experimental": "placements = Flat, use_symm_mem = False",
             "units": "embedding, each layer, experts of other ranks, head",
             "precision": f"fp32 main weights and gradients, gradients sent in {workload.config.train.dtype}",
             "prefetch": "the library's: the next unit",

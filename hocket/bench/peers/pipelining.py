@@ -168,8 +168,8 @@ class Pipelining:
                 if isinstance(layer, MoELayer):
                     shard(layer.experts, self.grid["edp"], policy, reshard=False)
                     layer.experts.set_gradient_divide_factor(float(mesh.dp))  # pyrefly: ignore[not-callable]
-                    if self.device.type == "cpu":  # gloo cannot multiply while it sums
-                        layer.experts.set_force_sum_reduction_for_comms(True)  # pyrefly: ignore[not-callable]
+                    # gloo cannot multiply while it sums, and NCCL's result is wrong in bf16 (torch 2.11).
+                    layer.experts.set_force_sum_reduction_for_comms(True)  # pyrefly: ignore[not-callable]
         for unit in (module.embed, *layers, module.head, module):
             if unit is not None:
                 shard(unit, self.dense["dp"], policy, reshard=False, ignored=ignored)

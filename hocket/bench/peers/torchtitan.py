@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig  # pyrefly: ignore[missing-import]
@@ -132,6 +133,11 @@ class Torchtitan:
             ep_degree=self.mesh.ep,
             edp_mesh=self.dims.get_optional_mesh(["efsdp"]),
         )
+        if not self.options.fp32:
+            # torchtitan sets the divisor 1, for which NCCL multiplies while it sums, and in bf16 that comes out wrong
+            # (torch 2.11: losses stand still). The same sum without the factor is right.
+            for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
+                module.set_force_sum_reduction_for_comms(True)
         return model
 
     def _schedule(self) -> Any:
