@@ -7,8 +7,8 @@ is not known is null. Means are over steps and ranks unless a name says otherwis
   `emulated`: the network was imitated, `null_transport`: nothing was communicated, `notes`: what one must know.
 - `step`: `step_seconds` (median over steps of the slowest rank), and means: `rank_seconds` (S), `compute_seconds`
   (|K|), `communication_seconds` (|C|), `exposed_seconds` (|C \ K|), `absent_seconds` (S - |K|), `idle_seconds` (nothing
-  ran), `host_bound_seconds` (of idle: the next kernel was not launched yet), `waiting_seconds` (for late
-  peers, where it is known),
+  ran), `host_bound_seconds` (of idle: the next kernel was not launched yet), `waiting_seconds` (of communication:
+  some of it waited for late peers, as far as known), `exposed_waiting_seconds` (of exposed: all that ran waited),
   `beside_seconds` (|C n K|) and `alone_seconds` (|K \ C|), these with a `_share` of `rank_seconds`; and
   `hidden_fraction` = |C n K| / |C|. `alone + beside + exposed + idle = rank_seconds`.
 - `by_rank`: the same per rank. `by_rank_and_step`: the same of one step of one rank, not averaged.
@@ -84,7 +84,6 @@ def _mean_of(steps: Sequence[StepReport]) -> dict[str, Any]:
         return {"rank_seconds": 0.0, "hidden_fraction": 1.0}
     whole = fmean(one.seconds for one in steps)
     compute, both = fmean(one.compute for one in steps), fmean(one.communication - one.exposed for one in steps)
-    waits = [share.waiting for one in steps for share in one.kinds.values() if math.isfinite(share.waiting)]
     communication = fmean(one.communication for one in steps)
     seconds = {
         "compute": compute,
@@ -93,7 +92,8 @@ def _mean_of(steps: Sequence[StepReport]) -> dict[str, Any]:
         "absent": fmean(one.absent for one in steps),
         "idle": fmean(one.idle for one in steps),
         "host_bound": fmean(one.host_bound for one in steps),
-        "waiting": sum(waits) / len(steps) if waits or not communication else None,
+        "waiting": _known_mean(one.waiting for one in steps),
+        "exposed_waiting": _known_mean(one.exposed_waiting for one in steps),
         "beside": both,
         "alone": compute - both,
     }
@@ -103,6 +103,12 @@ def _mean_of(steps: Sequence[StepReport]) -> dict[str, Any]:
         numbers[f"{name}_share"] = None if value is None else _ratio(value, whole)
     numbers["hidden_fraction"] = 1 - seconds["exposed"] / communication if communication else 1.0
     return numbers
+
+
+def _known_mean(numbers: Iterable[float]) -> float | None:
+    """The mean of those that are known; None if none is."""
+    found = [number for number in numbers if math.isfinite(number)]
+    return fmean(found) if found else None
 
 
 def _sums(shares: Sequence[Share], steps: int) -> dict[str, Any]:

@@ -162,6 +162,12 @@ class StepReport:
     """Layer -> kind -> share, communication of known layers only."""
     classes: Mapping[str, float]
     """Kernel class -> summed kernel seconds (no union)."""
+    waiting: float = float("nan")
+    """Of communication, seconds in which any of it is known to have waited for a late peer; nan if the traces of the
+    other ranks were not given. A rank that waits in one group may move data in another meanwhile."""
+    exposed_waiting: float = float("nan")
+    """Of exposed, seconds in which all communication that ran is known to have waited for late peers: no transfer
+    would make them shorter. nan as above."""
 
     @property
     def absent(self) -> float:

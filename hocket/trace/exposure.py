@@ -67,6 +67,7 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
     communication = intersect(_spans(trace, inside & ~compute_rows), window)
     exposed = subtract(communication, compute)
     idle = subtract(window, union(*_edges(compute, communication)))
+    waiting, exposed_waiting = _waits(trace, inside & ~compute_rows, np.where(own, last, np.nan), exposed, window)
     shares = _Shares(trace, window, compute, own, last)
     kinds: dict[Kind, Share] = {}
     layers: dict[int, dict[Kind, Share]] = {}
@@ -90,6 +91,8 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
         exposed_for=_attributed(trace, inside & ~compute_rows, exposed),
         layers=dict(sorted(layers.items())),
         classes=_classes(trace, own & compute_rows),
+        waiting=waiting,
+        exposed_waiting=exposed_waiting,
     )
 
 
@@ -125,6 +128,16 @@ class _Shares:
             return float("nan")
         start, end = self._trace.start[rows], self._trace.end[rows]
         return length(intersect(union(start, np.clip(last, start, end)), self._window))
+
+
+def _waits(trace: RankTrace, rows: Rows, last: Floats, exposed: Spans, window: Spans) -> tuple[float, float]:
+    """Seconds of waiting in a step, and of its exposed time in which nothing but waiting went on; 0 without rows."""
+    start, end, last = trace.start[rows], trace.end[rows], last[rows]
+    known = ~np.isnan(last)
+    if len(start) and not known.any():
+        return float("nan"), float("nan")
+    moves = np.where(known, np.clip(last, start, end), start)
+    return length(intersect(union(start, moves), window)), length(subtract(exposed, union(moves, end)))
 
 
 def _calls(trace: RankTrace, rows: Rows) -> int:

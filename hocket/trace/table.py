@@ -37,8 +37,8 @@ _TOGETHER = 44
 
 PARTS = (
     ("alone", "compute alone", "compute", ""),
-    ("beside", "compute + transfer", "both", "communication hidden behind compute"),
-    ("exposed", "exposed transfer", "exposed", "communication, and no compute beside it"),
+    ("beside", "compute + comm.", "both", "communication hidden behind compute"),
+    ("exposed", "exposed comm.", "exposed", "communication, and no compute beside it"),
     ("host_bound", "host late", "late", "nothing runs: the next kernel is not launched yet"),
     ("rest", "idle", "idle", "nothing runs: the next kernel waits for another lane or rank"),
 )
@@ -117,9 +117,11 @@ def headline(figures: Figures) -> str:
     else:
         text = (
             f"A step takes {duration(step['step_seconds'])}. Communication is exposed for "
-            f"{duration(step['exposed_seconds'])} ({percent(step['exposed_share'])}): "
-            f"{percent(step['hidden_fraction'])} of it is hidden."
+            f"{duration(step['exposed_seconds'])} ({percent(step['exposed_share'])})"
         )
+        if step["exposed_waiting_seconds"]:
+            text += f", in {duration(step['exposed_waiting_seconds'])} of which it only waits for late peers"
+        text += f": {percent(step['hidden_fraction'])} of it is hidden."
     text += f" No compute runs for {duration(step['absent_seconds'])} ({percent(step['absent_share'])})"
     if step["host_bound_seconds"]:
         late = percent(step["host_bound_share"])
@@ -301,7 +303,7 @@ def op_cells(row: Figures) -> list[str]:
 
 def tax_text(tax: Figures) -> str:
     """What communication costs, and where it shows."""
-    words = {"compute": "longer kernels", "exposed": "exposed transfer", "host_bound": "late host", "idle": "idle"}
+    words = {"compute": "longer kernels", "exposed": "exposed communication", "host_bound": "late host", "idle": "idle"}
     parts = ", ".join(f"{words.get(p['part'], p['part'])} {p['seconds'] * 1e3:+.2f}" for p in tax["parts"])
     longer = (tax["step_seconds"] - tax["null_step_seconds"]) * 1e3
     change = "longer" if longer >= 0 else "shorter"

@@ -56,6 +56,8 @@ def step_of(rank: int, step: int, late: float = 0.0) -> StepReport:
         exposed_for={"gather": 0.004, "reduce": 0.0005, "a2a": 0.0015 + late},
         layers=layers,
         classes={"gemm": 0.055, "attention": 0.015, "elementwise": 0.008, "norm": 0.002},
+        waiting=0.001 + 0.0005 * rank + late,
+        exposed_waiting=late,
     )
 
 

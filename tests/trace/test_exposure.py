@@ -316,3 +316,21 @@ def test_a_trace_without_compute(tmp_path: Path) -> None:
     assert close(step.exposed, 10)
     assert step.hidden == 0
     assert np.isnan(step.kinds["a2a"].waiting)
+
+
+def test_waiting_is_exposed_where_nothing_else_moves(tmp_path: Path) -> None:
+    """Rank 1 starts the gather 30 us late; 10 of these lie beside compute, in 10 the a2a moves data meanwhile."""
+
+    def trace(rank: int) -> Trace:
+        made = grouped(rank).kernel("gemm", 0, 20, op="aten::mm")
+        made.collective("_allgather_base", "gather_dense", 10 + 30 * rank, 60)
+        return made.collective("all_to_allv", "a2a", 30, 50)
+
+    early, late = analysed(tmp_path, trace(0), trace(1)).steps
+    assert close(early.exposed, 40)
+    assert close(early.waiting, 30)
+    assert close(early.exposed_waiting, 10)
+    assert (late.waiting, late.exposed_waiting) == (0, 0)
+    alone = analysed(tmp_path, trace(0)).steps[0]
+    assert math.isnan(alone.waiting)
+    assert math.isnan(alone.exposed_waiting)
