@@ -4,9 +4,9 @@ Note: [One clock]
 
 Ranks of one host share a clock, and their traces say when it stood at zero. Between hosts clocks differ, by
 milliseconds. What is known is that a collective ends on no rank before it started on all, and that it ends on all at
-nearly the same time. So the clock of another host is moved by the median difference of the ends of the collectives
-that two ranks share, no further than the first fact allows. Ranks that share no collective with the first one are
-reached over others, those with most in common first. What is left, some microseconds, is error in `waiting` alone:
+nearly the same time; so does a send with its receive, though a small one may end before anybody receives it. So the
+clock of another host is moved by the median difference of the ends of all that two ranks share, no further than the
+first fact allows. Ranks that share nothing with the first one are reached over others, those with most in common first. What is left, some microseconds, is error in `waiting` alone:
 no other figure compares two ranks' clocks.
 """
 
@@ -25,7 +25,7 @@ from hocket.trace.parse import TraceError
 from hocket.trace.read import read
 
 SHARED = 50e-6
-"""Seconds up to which collectives end apart on one clock: ranks that differ by less are not moved."""
+"""Seconds up to which transfers end apart on one clock: ranks that differ by less are not moved."""
 
 
 def load(paths: Sequence[Path | str]) -> tuple[RankTrace, ...]:
@@ -72,7 +72,7 @@ def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
 
 @dataclass(frozen=True)
 class _Pair:
-    """What the collectives of two ranks say about their clocks."""
+    """What the transfers that two ranks share say about their clocks."""
 
     count: int
     behind: float
@@ -90,7 +90,7 @@ def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list
         for a in list(moves):
             neighbours = [b for b in range(len(traces)) if b not in moves and _one_host(traces[a], traces[b])]
             moves |= dict.fromkeys(neighbours, moves[a])
-        edges = [(len(collectives), a, b) for (a, b), collectives in shared.items() if a in moves and b not in moves]
+        edges = [(len(transfers), a, b) for (a, b), transfers in shared.items() if a in moves and b not in moves]
         if not edges:
             break
         _, a, b = max(edges)
@@ -100,7 +100,7 @@ def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list
         notes += _said(traces[a], traces[b], pair, by)
     lost = [trace.rank for i, trace in enumerate(traces) if i not in moves]
     if lost:
-        notes.append(f"the clocks of ranks {lost} could not be compared: they share no collective with the others")
+        notes.append(f"the clocks of ranks {lost} could not be compared: they share no transfer with the others")
     return [moves.get(i, 0.0) for i in range(len(traces))], notes
 
 
@@ -109,10 +109,10 @@ def _one_host(a: RankTrace, b: RankTrace) -> bool:
 
 
 def _shared(found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
-    """Ordered pair of traces -> the collectives both take part in that end on neither before they started on both."""
+    """Ordered pair of traces -> the transfers both take part in that end on both at nearly the same time."""
     shared: dict[tuple[int, int], list[Matched]] = {}
     for matched in found:
-        if matched.series[3] in MUTUAL:
+        if matched.series[3] in (*MUTUAL, "send"):
             for a in matched.rows:
                 for b in matched.rows:
                     if a != b:
@@ -129,7 +129,9 @@ def _compare(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[M
         return np.array(starts), np.array(ends)
 
     (start_a, end_a), (start_b, end_b) = times(one, a), times(other, b)
-    least, most = float((start_a - end_b).max()), float((end_a - start_b).min())
+    mutual = np.array([matched.series[3] in MUTUAL for matched in found])
+    least = float((start_a - end_b)[mutual].max(initial=-np.inf))
+    most = float((end_a - start_b)[mutual].min(initial=np.inf))
     behind = float(np.median(end_a - end_b))
     if least <= most:
         behind = min(max(behind, least), most)
@@ -139,9 +141,12 @@ def _compare(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[M
 def _said(one: RankTrace, other: RankTrace, pair: _Pair, by: float) -> list[str]:
     notes = []
     if by:
+        what = "one transfer that both took part in ends"
+        if pair.count > 1:
+            what = f"{pair.count} transfers that both took part in end"
         notes.append(
             f"rank {other.rank}: its clock was moved by {1e3 * by:+.3f} ms to that of rank {one.rank}, so that the "
-            f"{pair.count} collectives that both took part in end together (median)"
+            f"{what} together{' (median)' if pair.count > 1 else ''}"
         )
     if not pair.sound:
         notes.append(

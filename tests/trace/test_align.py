@@ -84,6 +84,30 @@ def test_sends_are_matched_with_the_receives_of_the_peer(tmp_path: Path) -> None
     assert close(share(found, 0, "pp").waiting, 28)
 
 
+def test_sends_tell_clocks_too_and_one_odd_collective_does_not_move_them(tmp_path: Path) -> None:
+    """One all-reduce ends 105 us apart, as may be; the sends and receives end together."""
+
+    def rank(number: int, odd: float, shift: float = 0.0) -> Trace:
+        made = point_to_point(
+            number, [(("send", "recv")[number], 1000 * n + shift, 1000 * n + 50 + shift) for n in (1, 2, 3)]
+        )
+        return made.group("control", (0, 1)).collective("allreduce", "control", 10 + shift, 60 + odd + shift)
+
+    one, other = loaded(tmp_path, rank(0, 0), rank(1, 105))
+    np.testing.assert_allclose(one.start, other.start, atol=1e-9)
+    assert not any("clock" in note for note in one.notes)
+    one, other = loaded(tmp_path, rank(0, 0), rank(1, 0, shift=900))
+    np.testing.assert_allclose(one.start, other.start, atol=1e-9)
+    assert any(
+        "moved by -0.900 ms" in note and "4 transfers that both took part in end together" in note for note in one.notes
+    )
+
+
+def test_a_single_collective_is_told_as_one(tmp_path: Path) -> None:
+    notes = loaded(tmp_path, gathers(0, [(0, 50)]), gathers(1, [(700, 750)]))[0].notes
+    assert any("so that the one transfer that both took part in ends together" in note for note in notes)
+
+
 def test_collectives_are_counted_within_their_step(tmp_path: Path) -> None:
     """The second rank's profiler started a step late: numbers of steps, not positions in the file, decide."""
 
