@@ -1,14 +1,17 @@
 """Costs of a plan's ops as a run has shown them, to predict other plans of the same sizes with.
 
-    compute          the op's time on its lane, without what contention added (`contention.py`): mean over ops
+    compute          the op's time on its lane, without what contention added (`contention.py`): mean over the ops of
+                     the ranks that decide. Of ranks that run the same list, that is the one that computes longest: the
+                     others wait for it in their collectives
     communication    without waiting for peers: median over ops. If the waiting is not known, because not all ranks of a
                      group are given, the tenth percentile: the ops that happened to wait least
     a hop            from when both sides have started to the end of the receive; not measured if the sender's trace is
                      not given, since a receive is posted early and mostly waits
     the host         from an op's first launch to the next op's; at a dispatch, from its start until the host goes on
 
-A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. The profiler itself slows the
-host down, so its times are upper bounds.
+A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. Who computes longest is asked
+over a whole step, not for every op: with uneven routing the slower rank changes from op to op, and what is hidden under
+other compute lets such differences even out. The profiler itself slows the host down, so its times are upper bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from hocket.plan.cost import Measurement
 from hocket.plan.ops import Op
 from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key
-from hocket.trace.contention import Overlaps, factors_of, named, numbers_of, progress, shares_beside
+from hocket.trace.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.trace.data import Floats, RankTrace
 from hocket.trace.planops import PlanOps, all_plan_ops, stops_host
 from hocket.trace.rebuild import assert_same_work, rebuilt
@@ -78,20 +81,26 @@ def _compute(
     numbers = numbers_of([cost_key(op, kinds) for _, rows in runs for op in rows.ops if op.lane == "compute"])
     parts, steady = [], []
     for trace, rows in runs:
-        index = np.array([n for n, op in enumerate(rows.ops) if op.lane == "compute"], dtype=np.int64)
-        mine = rows.take(index)
+        mine = rows.take(np.array([n for n, op in enumerate(rows.ops) if op.lane == "compute"], dtype=np.int64))
         key = np.array([numbers[cost_key(op, kinds)] for op in mine.ops], dtype=np.int64)
         parts.append(Overlaps(key, np.maximum(mine.seconds, 1e-9), shares_beside(trace, mine.start, mine.end)))
         calm = mine.late <= _STILL * (mine.end - mine.start)
         steady.append(calm & np.array([op.verb not in ("step", "release") for op in mine.ops], dtype=bool))
-    ops = Overlaps(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("key", "seconds", "shares")))
-    kept = np.concatenate(steady)
     known = {numbers[key]: value for key, value in _means_of(alone, kinds).items() if key in numbers}
-    chosen = Overlaps(ops.key[kept], ops.seconds[kept], ops.shares[kept])
-    factors = factors_of(chosen, known)
-    works = ops.seconds * progress(ops.shares, factors)
-    mean = np.bincount(ops.key, works) / np.maximum(np.bincount(ops.key), 1)
+    factors = factors_of(joined([part.take(kept) for part, kept in zip(parts, steady, strict=True)]), known)
+    deciding = joined([parts[n] for n in _deciding([rows for _, rows in runs], parts, factors)])
+    works = deciding.seconds * progress(deciding.shares, factors)
+    mean = np.bincount(deciding.key, works) / np.maximum(np.bincount(deciding.key), 1)
     return factors, {key: float(mean[n]) for key, n in numbers.items()}
+
+
+def _deciding(runs: Sequence[PlanOps], parts: Sequence[Overlaps], factors: Floats) -> list[int]:
+    """Which run of every pipeline rank has most to compute in a step."""
+    longest: dict[int, tuple[float, int]] = {}
+    for n, (rows, part) in enumerate(zip(runs, parts, strict=True)):
+        work = float((part.seconds * progress(part.shares, factors)).sum()) / len(np.unique(rows.step))
+        longest[rows.pp_rank] = max(longest.get(rows.pp_rank, (0.0, n)), (work, n))
+    return [n for _, n in longest.values()]
 
 
 def _means_of(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, float]:

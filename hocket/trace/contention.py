@@ -17,7 +17,7 @@ if there is one. Otherwise they are what the ops of each key agree on best, whic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,14 @@ class Overlaps:
     shares: Matrix
     """(ops, SUBSETS): share of the op's time beside each set of kinds; a row adds up to 1."""
 
-    def __len__(self) -> int:
-        return len(self.key)
+    def take(self, rows: NDArray[np.bool_]) -> Overlaps:
+        """These rows."""
+        return Overlaps(self.key[rows], self.seconds[rows], self.shares[rows])
+
+
+def joined(parts: Sequence[Overlaps]) -> Overlaps:
+    """All rows of all parts."""
+    return Overlaps(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Overlaps)))
 
 
 def shares_beside(trace: RankTrace, start: Floats, end: Floats) -> Matrix:

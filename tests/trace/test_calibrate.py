@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hocket.plan.cost import Measurement
@@ -65,6 +66,26 @@ def test_costs_of_one_plan_predict_another(tmp_path: Path) -> None:
     program, truth = simulated(other, friction)
     guess = predict(other, program, hardware_of(other), measured)
     assert float(guess.makespan) == pytest.approx(float(truth.makespan), rel=0.01)
+
+
+def test_the_rank_that_computes_longest_decides(tmp_path: Path) -> None:
+    """Two data-parallel ranks per pipeline rank: the second has more rows for its experts, and fewer for attention."""
+    settings = settings_for(**PLANS[0])
+    program = program_of(settings)
+    truth = true_costs(settings, Friction())
+    more = {key: 2.0 if key[1] == "experts" else 0.99 for key in truth.seconds if key[0] in ("fwd", "bwd", "wgrad")}
+    slow = replace(truth, seconds={key: value * more.get(key, 1.0) for key, value in truth.seconds.items()})
+    ranks: list[RankTrace] = []
+    for dp_rank, costs in enumerate((truth, slow)):
+        timeline = predict(settings, program, hardware_of(settings), costs)
+        folder = tmp_path / str(dp_rank)
+        folder.mkdir()
+        ranks += [replace(trace, rank=trace.rank + dp_rank) for trace in load(traces_of(settings, timeline, folder))]
+    for traces in (ranks, ranks[::-1]):
+        found = calibrate([replace(trace, match=np.full_like(trace.match, -1)) for trace in traces]).seconds
+        for key in more:
+            if key[1] not in ("dispatch", "combine"):
+                assert found[key] == pytest.approx(slow.seconds[key], rel=0.01), key
 
 
 @pytest.mark.parametrize("with_null", [True, False], ids=["null", "alone"])
