@@ -6,8 +6,8 @@ Ranks of one host share a clock, and their traces say when it stood at zero. Bet
 milliseconds. What is known is that a collective ends on no rank before it started on all, and that it ends on all at
 nearly the same time; so does a send with its receive, though a small one may end before anybody receives it. So the
 clock of another host is moved by the median difference of the ends of all that two ranks share, no further than the
-first fact allows. Ranks that share nothing with the first one are reached over others, those with most in common first. What is left, some microseconds, is error in `waiting` alone:
-no other figure compares two ranks' clocks.
+first fact allows. Ranks that share nothing with the first one are reached over others, those with most in common first.
+What is left, some microseconds, is error in `waiting` alone: no other figure compares two ranks' clocks.
 """
 
 from __future__ import annotations
