@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +60,9 @@ def run(words: list[str]) -> int:
     paths, null_paths = trace_files(asked.real), trace_files(asked.null)
     if again := {path.resolve() for path in paths} & {path.resolve() for path in null_paths}:
         raise _problem(str(min(again)), "is given as the run and with --null", "traces of two runs")
+    for name, target in asked.files.items():
+        if Path(target).resolve() in {path.resolve() for path in (*paths, *null_paths)}:
+            raise _problem(f"--{name} {target}", "would overwrite a trace that is read", "another name")
     traces = load(paths)
     if asked.step is not None:
         traces = tuple(only(trace, asked.step) for trace in traces)
@@ -102,7 +104,7 @@ def parse(words: Sequence[str]) -> Words:
             where = "null"
             continue
         where = "real"
-        if flag != "json" and (not left or left[0].startswith("--")):
+        if flag != "json" and (not left or not left[0] or left[0].startswith("--")):
             raise _problem(word, "says nothing", f"{word} {'12' if flag == 'step' else 'FILE'}")
         values[flag] = "" if flag == "json" else left.pop(0)
     if not names["real"]:
@@ -110,12 +112,12 @@ def parse(words: Sequence[str]) -> Words:
     if where == "null" and not names["null"]:
         raise _problem("--null", "says nothing", "--null FILE...")
     files = {name: values[name] for name in _FILES if name in values}
-    targets = list(files.values())
+    targets = [Path(target).resolve() for target in files.values()]
     for name, target in files.items():
-        if targets.count(target) > 1:
+        if targets.count(Path(target).resolve()) > 1:
             raise _problem(f"--{name} {target}", "another option names it too", "two names")
     step = values.get("step")
-    if step is not None and not step.isdigit():
+    if step is not None and not step.isdecimal():
         raise _problem(f"--step {step}", "not the number of a step", "a whole number")
     return Words(tuple(names["real"]), tuple(names["null"]), int(step) if step else None, "json" in values, files)
 
@@ -125,6 +127,8 @@ def trace_files(names: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in names:
         path = Path(name)
+        if not name:
+            raise _problem("''", "names no trace", "the name of a trace or of a folder of traces")
         if path.is_dir():
             inside = _inside(path / "traces") or _inside(path)
             if not inside:
@@ -186,13 +190,14 @@ def _show(figures: dict[str, object]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(soft_wrap=True, highlight=False)
     width = min(max(shutil.get_terminal_size((100, 40)).columns, 72), 140)
-    for line in table(figures, width):
-        text = Text.assemble(*line)
-        text.rstrip()
-        console.print(text, overflow="ignore", crop=False)
-    sys.stdout.flush()
+    console = Console(soft_wrap=True, highlight=False, width=width)
+    with console.capture() as shown:  # printed at once: of its own, rich exits with 1 if a reader such as `head` goes
+        for line in table(figures, width):
+            text = Text.assemble(*line)
+            text.rstrip()
+            console.print(text, overflow="ignore", crop=False)
+    print(shown.get(), end="", flush=True)
 
 
 def _problem(what: str, reason: str, fix: str) -> ValueError:

@@ -27,6 +27,8 @@ HOST = ("cpu_op", "user_annotation")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = "record_param_comms"
 """The op that torch puts around every collective, with what is known of it in its args."""
+LONGEST = 1e7
+"""Seconds that no trace takes: beyond them, times are broken."""
 
 
 class TraceError(ValueError):
@@ -83,8 +85,11 @@ class _Column:
         self.args: dict[int, Mapping[str, Any]] = {}
 
     def rows(self, zero: float) -> Rows:
+        """The rows, with times in seconds after `zero` (µs). Raises ValueError for times that cannot be."""
         start = (np.array(self.ts, np.float64) - zero) * 1e-6
-        end = start + np.array(self.dur, np.float64) * 1e-6
+        end = start + np.maximum(np.array(self.dur, np.float64), 0.0) * 1e-6  # negative where the end was not recorded
+        if not np.all(end < LONGEST):  # nan is not less either
+            raise ValueError(f"its times reach over {np.max(end):g} s")
         name, where, link = (np.array(column, np.int64) for column in (self.name, self.where, self.link))
         return Rows(name, start, end, where, link, self.args)
 
@@ -123,7 +128,7 @@ def _text(path: Path) -> str:
     if path.suffix == ".gz" and not packed:
         raise TraceError(f"{path}: named .gz, but it is not gzip: rename it if it is plain JSON, else record it again")
     try:
-        return (gzip.decompress(data) if packed else data).decode("utf-8", errors="replace")
+        return (gzip.decompress(data) if packed else data).decode("utf-8-sig", errors="replace")
     except (EOFError, OSError, zlib.error) as error:
         raise TraceError(f"{path}: the gzip data is cut off or broken ({error}): copy or record it again") from None
 
@@ -143,6 +148,7 @@ def _document(path: Path, text: str) -> dict[str, Any]:
         raise TraceError(f"{path}: JSON nested too deeply for a trace: give a trace of the PyTorch profiler") from None
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise TraceError(f"{path}: JSON without traceEvents: give a trace of the PyTorch profiler")
+    _check_about(path, document)
     return document
 
 
@@ -160,19 +166,53 @@ def _columns(path: Path, about: dict[str, Any], events: list[Any]) -> Events:
                     threads[event["tid"]] = f"{threads.get(event['tid'], '')} {event['args']['name']}".strip()
                 continue
             _take(column, event, column is host, names)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        zero = min((min(column.ts) for column in (device, host, launches) if column.ts), default=0.0)
+        found = device.rows(zero), host.rows(zero), launches.rows(zero)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"{path}: an event is not as the PyTorch profiler writes it ({error!r}): is it another program's trace?"
         ) from None
-    zero = min((min(column.ts) for column in (device, host, launches) if column.ts), default=0.0)
     origin = int(about.get("baseTimeNanoseconds", 0)) + round(zero * 1000)
-    found = device.rows(zero), host.rows(zero), launches.rows(zero)
-    return Events(str(path), about, tuple(names), origin, *found, threads)
+    return Events(str(path), about, tuple(map(_shown, names)), origin, *found, threads)
+
+
+def _shown(name: str) -> str:
+    """A name without what a terminal or a file cannot show."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in name)
+
+
+def _check_about(path: Path, about: Mapping[str, Any]) -> None:
+    """Raise TraceError for metadata that the PyTorch profiler does not write; any of it may be missing."""
+
+    def number(value: object, least: int) -> bool:
+        return isinstance(value, int) and value >= least
+
+    def all_of(kind: type, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+    info = about.get("distributedInfo") or {}
+    groups = (info.get("pg_config") or []) if isinstance(info, dict) else []
+    sound = {
+        "baseTimeNanoseconds": isinstance(about.get("baseTimeNanoseconds", 0), (int, float)),
+        "deviceProperties": all_of(dict, about.get("deviceProperties") or []),
+        "distributedInfo": isinstance(info, dict)
+        and number(info.get("rank", 0), 0)
+        and number(info.get("world_size", 1), 1)
+        and all_of(dict, groups)
+        and all(all_of(int, group.get("ranks") or []) for group in groups),
+    }
+    for name, good in sound.items():
+        if not good:
+            raise TraceError(
+                f"{path}: {name} is not as the PyTorch profiler writes it ({str(about[name])[:80]}): was it edited?"
+            )
 
 
 def _take(column: _Column, event: dict[str, Any], is_host: bool, names: dict[str, int]) -> None:
     """Append one event to its column."""
     name, args = event["name"], event.get("args", {})
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name}")
     if is_host:
         column.link.append(event["cat"] == "user_annotation")
         if name == COLLECTIVE:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from hocket.config import Config
-from hocket.leaves import leaf
+from hocket.leaves import leaf, out_of_bounds
 from hocket.plan.ops import Op, Program
 from hocket.planning import program_of
 from hocket.resolve import Settings
-from hocket.rules import Host
+from hocket.rules import Host, broken_rules
 from hocket.trace.data import RankTrace
 
 VERSION = 1
@@ -32,8 +32,19 @@ def settings_of(trace: RankTrace) -> Settings:
             "fix: read it with the hocket that wrote it"
         )
     config = _build(Config, run.get("settings"), trace.source, "settings")
+    origins = {"": trace.source}
+    if problems := out_of_bounds(config, origins):
+        raise ValueError(problems[0])
+    host = Host(gpus=config.mesh.pp * config.mesh.dp if config.train.device == "cuda" else 0)
+    if problems := broken_rules(config, host, origins):
+        raise ValueError(problems[0])
+    if run.get("pp_rank", 0) not in range(config.mesh.pp):
+        raise ValueError(
+            f"{trace.source}: its metadata has pp_rank {run['pp_rank']} of {config.mesh.pp}, so it was edited; "
+            "fix: the trace as hocket train --train.profile wrote it"
+        )
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-    return Settings(**fields, host=Host(gpus=config.mesh.pp * config.mesh.dp if config.train.device == "cuda" else 0))
+    return Settings(**fields, host=host)
 
 
 def pipeline_rank(trace: RankTrace) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hocket.trace.data import Floats, Ints, Step
 
-_NAME = re.compile(r"(?:hocket step |ProfilerStep#)(\d+)")
+_NAME = re.compile(r"(?:hocket step |ProfilerStep#)(\d{1,18})")
 
 
 def step_number(name: str) -> int:

@@ -92,6 +92,11 @@ def _measured(paths: list[Path]) -> Any:
         (lambda run: run | {"settings": 3}, "has no settings"),
         (lambda run: _without(run, "mesh", "ep"), "settings.mesh lacks ep, so it was written by another version"),
         (lambda run: _with(run, "mesh", "tp", 2), "settings.mesh has an unknown tp"),
+        (lambda run: _with(run, "model", "vocab", None), r"model\.vocab = None .*: not a whole number"),
+        (lambda run: _with(run, "mesh", "dp", 0), r"mesh\.dp = 0 .*: out of range"),
+        (lambda run: _with(run, "mesh", "ep", 3), r"mesh\.ep = 3 .*; fix: "),
+        (lambda run: run | {"pp_rank": None}, "has pp_rank None of 2"),
+        (lambda run: run | {"pp_rank": -1}, "has pp_rank -1 of 2"),
     ],
 )
 def test_traces_of_other_programs_and_versions_are_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,13 @@ def test_groups_that_share_a_description_keep_their_ranks(tmp_path: Path) -> Non
     assert read(path).groups == {"pp_fwd": (0, 1), "pp_fwd #2": (3, 0), "group 3": (0, 2)}
 
 
+def edited(top: dict[str, Any] | None = None, **values: Any) -> bytes:
+    """A trace of a kernel whose last one, or whose metadata, says something else."""
+    document = Trace().kernel("k", 0, 1).kernel("l", 2, 3).document()
+    document["traceEvents"][-1].update(values)
+    return json.dumps(document | (top or {})).encode()
+
+
 WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
 
 
@@ -193,6 +201,16 @@ WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
         ("strange.json", b'{"traceEvents": [1, 2]}', "not as the PyTorch profiler writes it"),
         ("no_name.json", b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]}', "not as the PyTorch profiler"),
         ("nothing.json", b'{"traceEvents": []}', "no kernels and no torch ops"),
+        ("nan.json", edited(dur=float("nan")), "an event is not as .*its times reach over nan s"),
+        ("endless.json", edited(dur=float("inf")), "an event is not as .*its times reach over inf s"),
+        ("far.json", edited(ts=1e300), "an event is not as .*its times reach over"),
+        ("integer.json", edited(ts=10**400), "an event is not as .* too large"),
+        ("number.json", edited(name=5), "an event is not as .*name is 5"),
+        ("base.json", edited(top={"baseTimeNanoseconds": None}), r"baseTimeNanoseconds is not as .*\(None\)"),
+        ("device.json", edited(top={"deviceProperties": {"name": "x"}}), "deviceProperties is not as"),
+        ("rank.json", edited(top={"distributedInfo": {"rank": "a"}}), "distributedInfo is not as"),
+        ("before.json", edited(top={"distributedInfo": {"rank": -1}}), "distributedInfo is not as"),
+        ("group.json", edited(top={"distributedInfo": {"pg_config": [{"ranks": 7}]}}), "distributedInfo is not as"),
     ],
 )
 def test_files_that_are_no_traces_give_one_clear_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -202,6 +220,18 @@ def test_files_that_are_no_traces_give_one_clear_line(tmp_path: Path, name: str,
         load([path])
     assert "\n" not in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def test_what_other_programs_write_is_read_all_the_same(tmp_path: Path) -> None:
+    made = Trace().annotation("hocket step " + "9" * 40, 0, 9).kernel("a\x1b[31m\ud800\n", 0, 1).kernel("b", 5, 6)
+    document = made.document()
+    document["traceEvents"][-1]["dur"] = -3
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(document).encode())
+    trace = read(path)
+    assert trace.text(trace.name) == ["a\ufffd[31m\ufffd\ufffd", "b"]
+    assert (trace.end - trace.start).tolist() == [pytest.approx(1 * US), 0.0]
+    assert len(trace.steps) == 1
 
 
 def test_missing_files_and_folders_give_one_clear_line(tmp_path: Path) -> None:

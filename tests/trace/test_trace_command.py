@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hocket.commands.trace import only, parse, trace_files
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.table import render
+from tests.helpers.command import environment
 from tests.trace.build import Trace
 from tests.trace.reports import busy
 
@@ -133,6 +136,14 @@ def test_the_order_of_words_does_not_matter() -> None:
     assert (asked.step, asked.json, asked.files) == (3, True, {"html": "x.html"})
 
 
+def test_a_reader_that_leaves_and_a_terminal_without_width_are_no_failures(folder: Path) -> None:
+    shell = ["bash", "-c", 'set -o pipefail; "$0" -m hocket trace "$1" | head -1', sys.executable, str(folder)]
+    for columns in ("80", "0"):
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=environment(COLUMNS=columns))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("hocket trace: 2 ranks")
+
+
 def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(capsys, "--help")[0] == 0
     code, out, _ = command(capsys)
@@ -159,6 +170,11 @@ def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["{run}", "--html", "{run}/none/x.html"], "cannot be written (No such file or directory)"),
         (["{run}", "--svg", "{run}/empty"], "cannot be written (Is a directory)"),
         (["{run}/metrics.json"], "metrics.json"),
+        (["{run}", "--step", "²"], "--step ² (command line): not the number of a step"),
+        (["{run}", "--html="], "--html (command line): says nothing; fix: --html FILE"),
+        ([""], "'' (command line): names no trace"),
+        (["{run}", "--svg", "{run}/a", "--html", "{run}/./a"], "another option names it too; fix: two names"),
+        (["{run}", "--html", "{run}/traces/rank1.json.gz"], "would overwrite a trace that is read; fix: another name"),
     ],
 )
 def test_mistakes_are_one_clear_line(
@@ -185,8 +201,5 @@ def test_a_null_trace_that_communicates_is_refused(
 
 
 def test_traces_do_not_wait_for_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, hocket.commands.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
