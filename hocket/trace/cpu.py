@@ -2,8 +2,8 @@
 
 Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
 rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
-Ops on gloo's own threads belong to its transfers. Of a hocket run whose transfers were started by threads that the
-profiler does not see (the `slow` transport), the waits of the host stand for them.
+Ops on gloo's own threads belong to its transfers. Where hocket starts transfers on threads that the profiler does not
+see (the `slow` transport), the host's waits stand for those of the ops that have no transfer in the trace.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ def cpu_activities(events: Events) -> Activities:
     """Compute and transfers of a CPU, by start."""
     awaited = {name: op for name, word in enumerate(events.names) if (op := _awaited(word))}
     words = (*events.names, *awaited.values(), "")
+    place = {name: len(events.names) + i for i, name in enumerate(awaited)}
     by_gloo = np.array([word.startswith("gloo:") for word in words], bool)[events.host.name]
-    seen = bool(by_gloo.any()) or not awaited
-    moves = by_gloo if seen else np.isin(events.host.name, list(awaited))
-    host, transfers = events.host.take(~moves), events.host.take(moves)
+    host, transfers = events.host.take(~by_gloo), events.host.take(by_gloo)
+    at, sent = _calls(transfers, host, words)
+    moved = {words[op] for op in sent.op.tolist()}
+    unseen = {name: place[name] for name, op in awaited.items() if op not in moved}
+    waits = host.take(np.isin(host.name, list(unseen)))
     rows = _compute(host, words, gloo_threads(events))
     inside = opened_at(host, words, (rows.start + rows.end) / 2, rows.where)
     name = np.where(rows.name >= 0, rows.name, inside.launcher)
-    place = {name: len(events.names) + i for i, name in enumerate(awaited)}
-    at, sent = _calls(transfers, host, words) if seen else _waits(transfers, place, words)
-    order = np.argsort(np.concatenate([rows.start, transfers.start]), kind="stable")
+    inside = replace(inside, launcher=name, call=np.full(len(rows), -1))
+    order = np.argsort(np.concatenate([rows.start, transfers.start, waits.start]), kind="stable")
 
-    def both(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([a, b])[order]
+    def together(*parts: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate(parts)[order]
 
-    columns = {f.name: both(getattr(inside, f.name), getattr(sent, f.name)) for f in fields(Opened)}
-    columns["launcher"] = both(name, sent.launcher)
-    columns["call"] = both(np.full(len(rows), -1), sent.call)
-    opened = Opened(**columns)
-    transfer = both(np.zeros(len(rows), bool), np.ones(len(transfers), bool))
-    lane, words = _lanes(both(rows.where, transfers.where), opened.op, transfer, words)
+    sources = inside, sent, _waits(waits, unseen, words)
+    opened = Opened(**{f.name: together(*(getattr(source, f.name) for source in sources)) for f in fields(Opened)})
+    of_gloo = together(np.zeros(len(rows), bool), np.ones(len(transfers), bool), np.zeros(len(waits), bool))
+    transfer = of_gloo | together(np.zeros(len(rows) + len(transfers), bool), np.ones(len(waits), bool))
+    lane, words = _lanes(together(rows.where, transfers.where, waits.where), opened.op, transfer, words)
     return Activities(
         words=words,
-        start=both(rows.start, transfers.start),
-        end=both(rows.end, transfers.end),
-        launched=both(rows.start, at),
-        name=both(name, transfers.name),
+        start=together(rows.start, transfers.start, waits.start),
+        end=together(rows.end, transfers.end, waits.end),
+        launched=together(rows.start, at, waits.start),
+        name=together(name, transfers.name, waits.name),
         lane=lane,
         opened=opened,
         transfer=transfer,
-        args=told_of(events, words, opened.op, transfer),
-        notes=() if seen else (UNSEEN,),
+        args=told_of(events, words, opened.op, of_gloo),
+        notes=(UNSEEN,) if len(waits) else (),
     )
 
 
-UNSEEN = "transfers of gloo are not in the trace, only waits for them: communication that was hidden is not counted"
+UNSEEN = "of some ops the transfers are not in the trace, only waits for them: what was hidden of these is not counted"
 
 
 def _awaited(word: str) -> str:
@@ -82,13 +83,16 @@ def _calls(transfers: Rows, host: Rows, words: tuple[str, ...]) -> tuple[Floats,
     return at, replace(opened, launcher=transfers.name, call=call)
 
 
-def _waits(transfers: Rows, op: Mapping[int, int], words: tuple[str, ...]) -> tuple[Floats, Opened]:
-    """The same for waits of the host, each for the plan op (given by the wait's name) that its name tells."""
-    n, empty = len(transfers), len(words) - 1
-    column = np.array([op[name] for name in transfers.name.tolist()], np.int64)
+def _waits(waits: Rows, op: Mapping[int, int], words: tuple[str, ...]) -> Opened:
+    """The same for waits of the host, each for the plan op (given by the wait's name) that its name tells.
+
+    They have no group: that ranks stand still for one transfer at different times says nothing about late peers.
+    """
+    n, empty = len(waits), len(words) - 1
+    column = np.array([op[name] for name in waits.name.tolist()], np.int64)
     nothing = np.full(n, empty)
     layer = np.array([label.layer_of(words[i]) for i in column.tolist()], np.int64)
-    return transfers.start, Opened(nothing, column, nothing, layer, np.zeros(n, bool), np.full(n, -1))
+    return Opened(nothing, column, nothing, layer, np.zeros(n, bool), np.full(n, -1))
 
 
 def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:

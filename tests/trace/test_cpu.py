@@ -53,6 +53,7 @@ def test_calls_waits_and_gloos_own_copies_are_no_compute(tmp_path: Path) -> None
     made = (
         cpu()
         .op("Custom", 0, 100)
+        .annotation("gather dense t0 c0 l0 s0", 5, 35)
         .op("c10d::_allgather_base_", 10, 30)
         .annotation("wait gather dense t0 c0 l0 s0", 50, 80)
         .annotation("gloo:all_gather", 20, 70, thread=201)
@@ -197,3 +198,24 @@ def test_waits_stand_for_transfers_that_the_profiler_did_not_see(tmp_path: Path)
     assert close(step.compute, 50)
     assert np.isnan(step.kinds["gather"].waiting)
     assert any("only waits for them" in note for note in trace.notes)
+
+
+def test_waits_stand_for_ops_without_a_transfer_beside_ops_that_have_one(tmp_path: Path) -> None:
+    """As on an emulated network, where receives and agreements are seen, and sends and collectives are not."""
+
+    def trace(rank: int) -> Trace:
+        made = cpu(rank).annotation("recv act m0 c0", 0, 5).gloo("recv", "c10d::recv_", 2, 30, launched=1, thread=MAIN)
+        made.annotation("wait recv act m0 c0", 10, 30)
+        made.op("Custom", 40, 80).annotation("wait reduce dense m0 c0 l2 s0", 50, 60)
+        return made.annotation("wait fwd combine m0 c0 l1", 90, 95 + rank).op("aten::mm", 100, 110)
+
+    traces = load([trace(rank).write(tmp_path / f"{rank}.json") for rank in (0, 1)])
+    step = report(traces).steps[1]
+    assert {kind: share.count for kind, share in step.kinds.items()} == {"pp": 1, "reduce": 1, "a2a": 1}
+    assert close(step.kinds["pp"].seconds, 28)  # the transfer, not the wait for it
+    assert close(step.kinds["reduce"].exposed, 10)
+    assert close(step.kinds["a2a"].exposed, 6)
+    assert close(step.layers[2]["reduce"].seconds, 10)
+    assert close(step.compute, 30 + 10)  # an op that waits does not compute meanwhile
+    assert np.isnan([step.kinds["reduce"].waiting, step.kinds["a2a"].waiting]).all()
+    assert sum("only waits for them" in note for note in report(traces).notes) == 1
