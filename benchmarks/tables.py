@@ -3,25 +3,33 @@
     python -m benchmarks.tables
 
 Nothing measured or planned is typed by hand: what stands between two markers in README.md or docs/ is made from
-benchmarks/results/*.json, or from the plan that a command prints. `tests/test_docs.py` fails when they differ.
+benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fails when they differ.
 
     <!-- table:step_time --> ... <!-- /table -->                      a table of results, with where it comes from
     <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
     <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
+    <!-- trace:tests/trace/fixtures --> ... <!-- /trace -->           what `hocket trace tests/trace/fixtures` prints
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import statistics
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.bench import contender
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
+from hocket.commands.trace import trace_files
 from hocket.plan.cost import HARDWARE
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
@@ -29,6 +37,9 @@ from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import hardware_of, predict, program_of, report
 from hocket.recipes import recipe
+from hocket.trace import load
+from hocket.trace import report as trace_report
+from hocket.trace.picture import svg
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,8 +47,8 @@ DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 WIDTH = 100
 """Characters of a terminal in a document."""
 
-PICTURES = {"docs/pictures/tiny-plan.svg": "tiny"}
-"""Picture of a predicted step -> the words behind `hocket plan`."""
+PICTURES = {"docs/pictures/tiny-plan.svg": "plan tiny", "docs/pictures/trace.svg": "trace tests/trace/fixtures"}
+"""Picture of a step, predicted or measured -> the words behind `hocket` that draw it."""
 
 CONTENDERS = {
     "sequential": "--plan.order sequential --plan.merge off --plan.defer_wgrad off --plan.p2p_defer_layers 0",
@@ -95,9 +106,7 @@ def _same_work(config: Result) -> None:
 
 
 def overlap_trace(result: Result) -> str:
-    """Kinds of communication by pipeline rank, then what they cost."""
-    if "stages" not in result:
-        return _overlap_by_lane(result)
+    """Kinds of communication by pipeline rank: how long they ran, waited and were hidden."""
     stages = result["stages"]
     found = [{row["kind"]: row for row in stage["kinds"]} for stage in stages]
     rows = []
@@ -110,42 +119,33 @@ def overlap_trace(result: Result) -> str:
         rows.append(cells)
     for words, key in (("compute", "compute"), ("exposed, all kinds", "exposed"), ("whole step", "rank")):
         rows.append([words, *(c for stage in stages for c in (_ms(stage["step"][f"{key}_seconds"]), "", ""))])
-    names = ("busy, pipeline rank {}", "of it waiting for a peer", "of it beside compute")
-    head = ["kind", *(name.format(p) for p in range(len(stages)) for name in names)]
-    return f"{table(head, rows)}\n\n{_overlap_tax(result)}"
+    names = ("busy, pipeline rank {}", "waiting for a peer", "hidden")
+    return table(["kind", *(name.format(p) for p in range(len(stages)) for name in names)], rows)
 
 
-def _overlap_tax(result: Result) -> str:
-    """A step with and without communication, and which compute became slower."""
+def overlap_tax(result: Result) -> str:
+    """A step with and without communication, where the difference shows, and which compute became slower."""
     tax, plain = result["report"]["tax"], result["seconds_without_profiler"]
     lines = [("step, without the profiler", plain["null"], plain["real"])]
     lines += [("step, profiled", tax["null_step_seconds"], tax["step_seconds"])]
-    classes = [{**tax["contention"], "class": "compute kernels, all"}, *tax["classes"]]
-    lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in classes]
-    rows = [[name, _ms(null), _ms(real), f"{real / null - 1:.0%}" if null else ""] for name, null, real in lines]
-    return table(["slowest rank", "without communication", "with it", "longer by"], rows)
+    lines += [("all compute kernels", tax["contention"]["null_seconds"], tax["contention"]["seconds"])]
+    moving = [row for row in tax["ops"] if {"dispatch", "combine", "send", "recv"}.isdisjoint(row["name"].split())]
+    lines += [
+        ("of them those of ops that compute", *(sum(row[k] for row in moving) for k in ("null_seconds", "seconds")))
+    ]
+    lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in tax["classes"]]
+    rows = [
+        [name, _ms(null), _ms(real), f"{round(real / null - 1, 2) + 0.0:+.0%}" if null else ""]
+        for name, null, real in lines
+    ]
+    parts = {row["part"]: row["seconds"] for row in tax["parts"]}
+    words = {"compute": "longer compute", "exposed": "exposed communication", "host_bound": "late host", "idle": "idle"}
+    shown = [[f"profiled step, {words[part]}", "", f"{1e3 * seconds:+,.0f} ms", ""] for part, seconds in parts.items()]
+    return table(["", "without communication", "with it", "change"], [*rows[:2], *shown, *rows[2:]])
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
-
-
-def _overlap_by_lane(result: Result) -> str:
-    """Of results recorded before all ranks' traces were read together."""
-    pp, dp = result["config"]["mesh"]["pp"], result["config"]["mesh"]["dp"]
-    stages = [result["ranks"][p * dp : (p + 1) * dp] for p in range(pp)]
-    rows = []
-    for lane in [lane for lane in result["ranks"][0]["lanes"] if lane != "other"]:
-        cells = [lane]
-        for ranks in stages:
-            found = [rank["lanes"][lane] for rank in ranks]
-            busy, hidden = (sum(row[key] for row in found) / dp for key in ("busy_ms", "hidden_ms"))
-            cells += [f"{busy:,.0f} ms", "" if lane == "compute" else f"{hidden / busy:.0%}"]
-        rows.append(cells)
-    steps = [sum(rank["step_ms"] for rank in ranks) / dp for ranks in stages]
-    rows.append(["whole step", *(cell for step in steps for cell in (f"{step:,.0f} ms", ""))])
-    head = ["lane", *(cell for p in range(pp) for cell in (f"busy, pipeline rank {p}", "of it beside compute"))]
-    return table(head, rows)
 
 
 def executor_cost(result: Result) -> str:
@@ -234,15 +234,44 @@ def contenders(result: Result) -> str:
                 ratio = row["speed_over"].get(other)
                 shown = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
                 cells.append(shown if other else "-")
-            rows.append([*cells, f"{row['noise']:.1%}", f"{row['peak_bytes'] / 2**30:.0f}"])
+            clocks = [block["clock_mhz"] for block in row["blocks"]]
+            clock = "-" if None in clocks else f"{statistics.median(clocks):,.0f}{'*' * any(row['off_clock'])}"
+            rows.append([*cells, f"{row['noise']:.1%}", clock, f"{row['peak_bytes'] / 2**30:.0f}"])
     head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", "share of the bound"]
-    return table([*head, "speed over the best peer", "A against A", "GiB"], rows)
+    return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
+
+
+def _gate(gate: Result) -> str:
+    """What a workload's numerics gate saw, from its record."""
+    steps = len(next(iter(gate["curves"].values())))
+    return (
+        f"gate: losses of {', '.join(gate['curves'])} over {steps} steps of {gate['layers']} layers are at most "
+        f"{gate['worst']:.1e} of the first loss apart (allowed {gate['tolerance']:g}), while it fell by "
+        f"{gate['fall']:.0%}"
+    )
+
+
+def settings(result: Result) -> str:
+    """How every contender was set, with the version that it was written for, and what the gate saw."""
+    found = result["workloads"]
+    shown = {}
+    for name, row in found[0]["contenders"].items():
+        assert all(other["contenders"][name]["settings"] == row["settings"] for other in found)
+        package = contender.CONTENDERS[name].package if name in contender.CONTENDERS else ""
+        shown[name] = {**({"package": package} if package else {}), **row["settings"]}
+    lines = []
+    for name, items in shown.items():
+        lines += [name, *(f"    {key}: {value}" for key, value in items.items())]
+    lines += [_gate(one["gate"]) for one in found]
+    wrap = {"width": WIDTH, "subsequent_indent": " " * 9, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(["```", *(part for text in lines for part in textwrap.wrap(text, **wrap)), "```"])
 
 
 KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_time": ("step_time", step_time),
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
+    "overlap_tax": ("overlap_trace", overlap_tax),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "trace_reading": ("trace_reading", trace_reading),
@@ -251,10 +280,13 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
     "dense_fsdp": ("dense_fsdp", contenders),
+    "dense_fsdp_settings": ("dense_fsdp", settings),
     "dense_fsdp_long": ("dense_fsdp_long", contenders),
     "dense_fsdp_compiled": ("dense_fsdp_compiled", contenders),
     "dense_peers": ("dense_peers", contenders),
+    "dense_peers_settings": ("dense_peers", settings),
     "expert_parallel": ("expert_parallel", contenders),
+    "expert_parallel_settings": ("expert_parallel", settings),
     "pipeline_peers": ("pipeline_peers", contenders),
 }
 """Table -> the result file it is made from, and its maker."""
@@ -300,8 +332,17 @@ def make_ops(words: str) -> str:
     return f"```\n$ hocket plan {command} --ops -1      # rank {rank}\n{shown}\n```"
 
 
-MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops}
-_MARKED = re.compile(r"(<!-- (table|plan|ops):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+def make_trace(words: str) -> str:
+    """What `hocket trace WORDS` prints on a terminal of fixed width, run in the root of the repository."""
+    command = [sys.executable, "-m", "hocket", "trace", *shlex.split(words)]
+    terminal = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=terminal, capture_output=True, text=True, timeout=60, check=True)
+    lines = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    return f"```\n$ hocket trace {words}\n{lines}\n```"
+
+
+MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops, "trace": make_trace}
+_MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def renew(text: str) -> str:
@@ -310,7 +351,12 @@ def renew(text: str) -> str:
 
 
 def picture(words: str) -> str:
-    program, timeline, _ = planned(words)
+    """What `hocket WORDS --svg FILE` draws, for `plan` and `trace`."""
+    command, _, rest = words.partition(" ")
+    if command == "trace":
+        traces = load(trace_files([str(ROOT / name) for name in shlex.split(rest)]))
+        return svg(trace_report(traces), traces)
+    program, timeline, _ = planned(rest)
     return svg_timeline(timeline, program)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks.tables import CONTENDERS, DOCS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
+from benchmarks.tables import CONTENDERS, DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
 from hocket.commands.bench import Bench
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
+from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
 from hocket.config import Config
 from hocket.leaves import leaves
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
+from hocket.trace import load, report
+from tests.helpers.ranks import run_ranks
 
 PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"})
 STALE = "run `make docs-tables`, and read again what the text around it says"
@@ -58,8 +64,9 @@ def commands(text: str) -> Iterator[list[str]]:
 def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text == renew(text), STALE
-    opened = re.findall(r"^<!-- (table|plan|ops):", text, flags=re.MULTILINE)
-    assert opened == re.findall(r"^<!-- /(table|plan|ops) -->$", text, flags=re.MULTILINE)
+    kinds = "|".join(MAKERS)
+    opened = re.findall(rf"^<!-- ({kinds}):", text, flags=re.MULTILINE)
+    assert opened == re.findall(rf"^<!-- /({kinds}) -->$", text, flags=re.MULTILINE)
 
 
 def test_every_result_is_shown() -> None:
@@ -119,6 +126,9 @@ def check_hocket(words: list[str]) -> None:
     if not words or words == ["recipes"] or words[1:] in ([], ["RECIPE"], ["--list"]):
         assert not words or words[0] in COMMANDS, words
         return
+    if words[0] == "trace":
+        parse_trace(words[1:])
+        return
     command, recipe, *flags = words
     if "--help" in flags:
         assert command in COMMANDS, words
@@ -149,6 +159,42 @@ def test_concepts_explains_every_word_of_a_plan() -> None:
 def test_every_recipe_is_named() -> None:
     text = read("docs/first-run.md")
     assert [recipe for recipe in RECIPES if f"`{recipe}`" not in text] == []
+
+
+def program(path: str, first: str) -> str:
+    """The Python program of a document that starts with a line."""
+    blocks = re.findall(r"```python\n(.*?)```", read(path), flags=re.DOTALL)
+    return next(block for block in blocks if block.startswith(first))
+
+
+def recorded(rank: int, text: str, folder: Path) -> None:
+    """Run a loop as the document says, with a step that computes and communicates."""
+    x, weight = torch.randn(256, 256), torch.randn(256, 256)
+
+    def train_step() -> None:
+        dist.all_reduce(weight)
+        torch.mm(x, weight)
+
+    with contextlib.chdir(folder):
+        exec(text, {"train_step": train_step})
+
+
+def test_the_page_about_reports_records_a_program(tmp_path: Path) -> None:
+    run_ranks(recorded, 2, program("docs/reading-a-report.md", "import os"), tmp_path)
+    found = report(load(sorted((tmp_path / "traces").iterdir())))
+    assert found.ranks == (0, 1)
+    assert len({step.step for step in found.steps}) == 2
+    assert all(step.kinds["reduce"].count == 1 and step.compute > 0 for step in found.steps)
+
+
+def asserted(rank: int, text: str) -> None:
+    found: dict[str, Any] = {}
+    exec(text, found)
+    found["gather_is_hidden"]()
+
+
+def test_the_page_about_reports_asserts_overlap() -> None:
+    run_ranks(asserted, 2, program("docs/reading-a-report.md", "import torch\n"))
 
 
 def test_contenders_are_those_of_the_benchmark() -> None:
