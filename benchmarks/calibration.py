@@ -2,29 +2,31 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.calibration
 
-For each shape: two steps of one plan are recorded on all ranks, with the real and with the null transport; costs and
-contention are measured on them (`hocket/trace/calibrate.py`). From these, steps of *other* plans of the same sizes are
+For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs and
+contention are measured on it (`hocket/trace/calibrate.py`). From these, steps of *other* plans of the same sizes are
 predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan.
 All of them are timed without a profiler: slowest rank, median over steps. Beside it stands what the cost model says
 without any measurement.
 
-About 25 s for `dense`, 80 s for `moe` and 30 s for `pipeline` on four H200, and 15 s to start; `--shapes` picks some.
-On CPUs (`--nproc-per-node 4`, no GPU) the shapes are tiny and show only that everything works.
+Shapes come in the order of what they take, and the result is written after each, so that a run that is cut short keeps
+what it has. About two minutes on four H200: 20 s for `dense`, 25 s for `pipeline`, 60 s for `moe`, 15 s to start;
+`--shapes` picks some. On CPUs (`--nproc-per-node 4`, no GPU) the shapes are tiny and show only that everything works.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import gc
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +34,27 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import write
-from benchmarks.step_time import batch
+from benchmarks.step_time import batch, timed_block
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
+from hocket.environment import prepare
 from hocket.planning import costs_as_json, hardware_of, predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.rules import Host
-from hocket.runtime.comm import Groups
-from hocket.trace.align import load
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import Groups, everyone, join_world, leave_world
+from hocket.trace.align import align
 from hocket.trace.calibrate import calibrate
 from hocket.trace.compare import compare
+from hocket.trace.data import RankTrace
 from hocket.trace.exposure import report
 from hocket.trace.predict import predict as beside
+from hocket.trace.read import read
 from hocket.train.recording import Recording
 
-WARM_UP, PROFILED = 3, 2
+PATIENCE = 90.0
+"""Seconds that a phase may take. After them, every rank says where it stands and ends."""
 
 LLAMA = ModelConfig(vocab=32768, hidden=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ffn=14336)
 """Layers of Llama-3 8B, eight of them, and a smaller vocabulary."""
@@ -93,18 +100,18 @@ def shapes(world: int, small: bool) -> dict[str, Shape]:
                 "gathers just in time": {"plan": {"prefetch": 0}},
             },
         ),
-        "moe": Shape(
-            moe,
-            {
-                "interleaved": {"plan": plain},
-                "sequential": {"plan": {"order": "sequential", **plain}},
-                "four microbatches": few,
-            },
-        ),
         "pipeline": Shape(
             pipeline,
             {
                 "one chunk": {"plan": {"chunks": 1}},
+                "sequential": {"plan": {"order": "sequential", **plain}},
+                "four microbatches": few,
+            },
+        ),
+        "moe": Shape(
+            moe,
+            {
+                "interleaved": {"plan": plain},
                 "sequential": {"plan": {"order": "sequential", **plain}},
                 "four microbatches": few,
             },
@@ -131,114 +138,125 @@ def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
     return replace(config, **{name: replace(getattr(config, name), **leaves) for name, leaves in changes.items()})
 
 
+class Clock:
+    """How long every phase takes. What it has measured is in `spent`, by name."""
+
+    def __init__(self, aloud: bool) -> None:
+        self._aloud = aloud
+        self.spent: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a phase, which has PATIENCE seconds."""
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        start = time.perf_counter()
+        yield
+        faulthandler.cancel_dump_traceback_later()
+        self.spent[name] = time.perf_counter() - start
+        if self._aloud:
+            print(f"{name:40} {self.spent[name]:6.1f} s", flush=True)
+
+
 class Bench:
     """Runs plans one after the other on the ranks of this job."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    def __init__(self, rank: int, device: torch.device, folder: Path, steps: int) -> None:
+        self.rank, self.device = rank, device
         self._folder, self._steps = folder, steps
-        self._groups: Groups | None = None
+        self._groups: dict[MeshConfig, Groups] = {}
+        """Shared by the plans of a mesh, and never given back: see `leave_world`."""
 
     def settings(self, config: Config, transport: str = "auto") -> Settings:
         """Everything chosen, for the hardware of this job."""
-        host = Host(gpus=self.world if self.device.type == "cuda" else 0)
-        return resolve(changed(config, {"train": {"transport": transport}}), host)
+        host = Host(gpus=dist.get_world_size() if self.device.type == "cuda" else 0)
+        return resolve(changed(config, {"train": {"transport": transport, "hang_timeout": PATIENCE}}), host)
 
-    def run(self, settings: Settings, record: str = "") -> list[float]:
-        """Seconds of some steps on the slowest rank; before that, with `record`, traces into that folder."""
+    def run(self, name: str, settings: Settings, clock: Clock, record: bool = False) -> list[float]:
+        """Seconds of some steps on the slowest rank; before that, with `record`, one is recorded.
+
+        With the null transport none is timed.
+        """
         null = settings.train.transport == "null"
-        engine = Engine(settings, self.rank, self.device, groups=None if null else self._groups)
-        if not null:
-            self._groups = engine.groups
-        engine.init_weights()
-        microbatches = batch(engine, 0)
-        for _ in range(WARM_UP):
-            engine.train_step(microbatches, 1e-4)
+        with clock.phase(f"{name}: build"):
+            engine = Engine(settings, self.rank, self.device, groups=None if null else self._groups.get(settings.mesh))
+            if not null:
+                self._groups[settings.mesh] = engine.groups
+            engine.init_weights()
+            microbatches = batch(engine, 0)
+            engine.train_step(microbatches, 1e-4)  # the rehearsal
+            self._settle()
         if record:
-            self._record(engine, microbatches, record)
-        times = [self._timed(engine, microbatches) for _ in range(self._steps + 1)][1:]
+            with clock.phase(f"{name}: record"):
+                self._record(engine, microbatches, self.trace(name))
+        times = []
         if null:
             engine.close()
+        else:
+            with clock.phase(f"{name}: time"):
+                times = timed_block(engine, microbatches, self._steps)
         del engine, microbatches
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return times
 
-    def forget_groups(self) -> None:
-        """The next plan has another mesh."""
-        if self._groups is not None:
-            self._groups.destroy()
-            self._groups = None
-
-    def traces(self, record: str) -> list[Path]:
-        """The recorded traces of all ranks."""
-        return [self._folder / record / f"rank{rank}.json.gz" for rank in range(self.world)]
+    def trace(self, name: str) -> Path:
+        """The recorded trace of this rank."""
+        return self._folder / name / f"rank{self.rank}.json.gz"
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _together(self) -> None:
-        self._settle()
-        dist.barrier()
-
-    def _timed(self, engine: Engine, microbatches: list[Any]) -> float:
-        self._together()
-        start = time.perf_counter()
-        engine.train_step(microbatches, 1e-4)
-        self._settle()
-        seconds = torch.tensor(time.perf_counter() - start, device=self.device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
-
-    def _record(self, engine: Engine, microbatches: list[Any], record: str) -> None:
+    def _record(self, engine: Engine, microbatches: list[Microbatch], path: Path) -> None:
+        """Write the trace of one step, behind two with which memory and profiler warm up."""
         recording = Recording(engine, self.rank)
         recording.prepare()
-        self._together()
+        for _ in range(2):
+            engine.train_step(microbatches, 1e-4)
+        self._settle()
+        everyone(None)
         recording.start()
-        for number in range(1, PROFILED + 1):
-            self._together()
-            with recording.step(number):
-                engine.train_step(microbatches, 1e-4)
-                self._settle()
+        with recording.step(1):
+            engine.train_step(microbatches, 1e-4)
+            self._settle()
         recording.stop()
-        recording.write(self.traces(record)[self.rank])
-        dist.barrier()
+        recording.write(path)
 
 
 def measure(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
     """Record, time and (on rank 0) predict all plans of a shape."""
-    begin = time.perf_counter()
-    base = bench.settings(shape.config)
-    null = bench.settings(shape.config, "null")
-    plans = {"as recorded": base} | {
-        other: bench.settings(changed(shape.config, changes)) for other, changes in shape.others.items()
-    }
-    times = {"as recorded": bench.run(base, name)}
-    bound = bench.run(null, f"{name}-null")
-    times |= {other: bench.run(settings) for other, settings in plans.items() if other != "as recorded"}
-    bench.forget_groups()
-    spent = time.perf_counter() - begin
+    clock = Clock(bench.rank == 0)
+    base, null = bench.settings(shape.config), bench.settings(shape.config, "null")
+    others = {plan: bench.settings(changed(shape.config, changes)) for plan, changes in shape.others.items()}
+    first, bound = f"{name}, as recorded", f"{name}, null"
+    times = {"as recorded": bench.run(first, base, clock, record=True)}
+    bench.run(bound, null, clock, record=True)
+    with clock.phase(f"{name}: read traces"):  # every rank its own
+        found = everyone((read(bench.trace(first)), read(bench.trace(bound))))
+    times |= {plan: bench.run(f"{name}, {plan}", settings, clock) for plan, settings in others.items()}
     if bench.rank:
         return {}
-    return {
-        "config": {f.name: dataclasses.asdict(getattr(base, f.name)) for f in dataclasses.fields(Config)},
-        "seconds_of_the_run": spent,
-        "bound": {"seconds": statistics.median(bound), "steps": bound},
-        **predictions(bench, name, plans, times),
-    }
+    with clock.phase(f"{name}: predict"):
+        real, without = (align(traces) for traces in zip(*found, strict=True))
+        predicted = predictions(real, without, {"as recorded": base, **others}, times)
+    for plan, row in predicted["plans"].items():
+        both = f"measured {row['measured']:.4f} s  predicted {row['predicted']:.4f} s"
+        print(f"{name:10} {plan:24} {both}  {row['ratio']:.3f}", flush=True)
+    config = {f.name: dataclasses.asdict(getattr(base, f.name)) for f in dataclasses.fields(Config)}
+    return {"config": config, "seconds_spent": clock.spent, **predicted}
 
 
 def predictions(
-    bench: Bench, name: str, plans: Mapping[str, Settings], times: Mapping[str, Sequence[float]]
+    real: Sequence[RankTrace],
+    null: Sequence[RankTrace],
+    plans: Mapping[str, Settings],
+    times: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """What the recorded steps say about all plans of a shape."""
-    real, null = load(bench.traces(name)), load(bench.traces(f"{name}-null"))
     costs = calibrate(real, null)
-    recorded, tax = report(real), compare(report(real), report(null), real, null)
+    recorded = report(real)
+    tax = compare(recorded, report(null), real, null)
     rows = {}
     for plan, settings in plans.items():
         program, hardware = program_of(settings), hardware_of(settings)
@@ -251,7 +269,6 @@ def predictions(
             "modelled": float(predict(settings, program, hardware).makespan),
             "ratio": measured / predicted,
         }
-        print(f"{name:10} {plan:24} measured {measured:.4f} s  predicted {predicted:.4f} s  {measured / predicted:.3f}")
     explained = {
         "calibrated": beside(real, recorded, costs).explained,
         "modelled": beside(real, recorded, tax=tax).explained,
@@ -266,31 +283,38 @@ def predictions(
     }
 
 
+def join() -> tuple[int, torch.device]:
+    """Join the ranks that torchrun started. Returns this one's number and device."""
+    prepare(os.environ, int(os.environ["LOCAL_WORLD_SIZE"]))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    join_world(cuda, PATIENCE)
+    return dist.get_rank(), device
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["dense", "moe", "pipeline"])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--shapes", nargs="+", default=["dense", "pipeline", "moe"])
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-traces", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
-    box: list[Any] = [tempfile.mkdtemp(prefix="calibration-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    folder = Path(box[0])
-    bench = Bench(folder, options.steps)
-    known = shapes(bench.world, small=not cuda)
-    found = {name: measure(bench, name, known[name]) for name in options.shapes}
-    if bench.rank == 0:
-        if options.keep_traces:
-            shutil.copytree(folder, options.keep_traces, dirs_exist_ok=True)
-        shutil.rmtree(folder)
-        print(write("calibration", {"shapes": found}, options.out, options.commit))
-    dist.barrier()
-    dist.destroy_process_group()
+    rank, device = join()
+    temporary = tempfile.mkdtemp(prefix="calibration-") if rank == 0 and not options.keep_traces else ""
+    folder = options.keep_traces or Path(everyone(temporary)[0])
+    bench = Bench(rank, device, folder, options.steps)
+    known = shapes(dist.get_world_size(), small=device.type == "cpu")
+    found = {}
+    for name in options.shapes:
+        found[name] = measure(bench, name, known[name])
+        if rank == 0:
+            print(write("calibration", {"shapes": found}, options.out, options.commit), flush=True)
+    leave_world()
+    if temporary:
+        shutil.rmtree(temporary)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""What benchmarks/calibration.py does without GPUs: its plans are valid, and its result is what the tables read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import calibration, tables
+from hocket.plan.check import assert_valid
+from hocket.planning import hardware_of, predict, program_of
+from hocket.resolve import resolve
+from hocket.rules import Host
+from hocket.trace.align import load
+from tests.trace.simulated import settings_for, traces_of
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("small", [False, True])
+def test_every_plan_of_every_shape_is_valid_and_none_is_twice(world: int, small: bool) -> None:
+    for shape in calibration.shapes(world, small).values():
+        configs = [shape.config, *(calibration.changed(shape.config, changes) for changes in shape.others.values())]
+        found = [resolve(config, Host(gpus=0 if small else world)) for config in configs]
+        for settings in found:
+            assert settings.world == world
+            assert_valid(program_of(settings))
+        assert len({(each.plan, each.train) for each in found}) == len(found)
+
+
+def test_the_result_has_what_the_tables_show(tmp_path: Path) -> None:
+    merged = settings_for(merge="on", defer_wgrad="on", chunks=2)
+    plans = {"as recorded": merged, "interleaved": settings_for(merge="off", defer_wgrad="off", chunks=2)}
+    timelines = {name: predict(each, program_of(each), hardware_of(each)) for name, each in plans.items()}
+    real, null = (load(traces_of(merged, timelines["as recorded"], tmp_path, transport=t)) for t in ("nccl", "null"))
+    times = {name: [float(timeline.makespan)] * 3 for name, timeline in timelines.items()}
+    found = calibration.predictions(real, null, plans, times)
+    result = {"shapes": {"small": json.loads(json.dumps(found))}}
+    for name, row in found["plans"].items():
+        assert row["ratio"] == pytest.approx(1.0, rel=0.02), name
+    assert "| small, interleaved |" in tables.calibration(result)
+    assert "| small |" in tables.calibration_rest(result)
+
+
+def test_a_phase_that_hangs_says_where_and_ends() -> None:
+    lines = [
+        "import time",
+        "from benchmarks import calibration",
+        "calibration.PATIENCE = 0.5",
+        "clock = calibration.Clock(aloud=True)",
+        "with clock.phase('dense: build'): pass",
+        "with clock.phase('dense: time'): time.sleep(60)",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1
+    assert ended.stdout.split() == ["dense:", "build", "0.0", "s"]
+    assert "Timeout" in ended.stderr and "in <module>" in ended.stderr
