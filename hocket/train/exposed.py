@@ -10,11 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-UNSEEN = (
-    "On CPUs an emulated network moves data on threads that the profiler does not see. "
-    "The annotations `wait <op>` in the traces show where the host stands still for it."
-)
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -62,14 +57,13 @@ def main(paths: Sequence[str]) -> None:
     os.nice(10)  # the ranks come first
     from hocket.trace import TraceError, load, report
     from hocket.trace.as_json import to_json
+    from hocket.trace.cpu import UNSEEN
     from hocket.trace.table import headline, warnings
 
     try:
         figures = to_json(report(load([Path(path) for path in paths])))
         lines, exposed = [*warnings(figures), headline(figures)], figures["step"]["exposed_share"]
-        shown = {row["kind"] for row in figures["kinds"]} - {"control", "pp"}
-        if figures["emulated"] and figures["device"] == "cpu" and not shown:
-            lines[-1], exposed = UNSEEN, None
+        lines += [UNSEEN] if UNSEEN in figures["notes"] else []
         reading = Reading("\n".join(lines), exposed)
     except TraceError as error:
         reading = Reading(problem=str(error))
