@@ -246,8 +246,8 @@ def _gate(gate: Result) -> str:
     steps = len(next(iter(gate["curves"].values())))
     return (
         f"gate: losses of {', '.join(gate['curves'])} over {steps} steps of {gate['layers']} layers are at most "
-        f"{gate['worst']:.1e} of the first loss apart (allowed {gate['tolerance']:g}), while it fell by "
-        f"{gate['fall']:.0%}"
+        f"{gate['worst']:.1e} of {gate.get('of', 'the first loss')} apart (allowed {gate['tolerance']:g}), "
+        f"while it fell by {gate['fall']:.0%}"
     )
 
 
