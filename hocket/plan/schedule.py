@@ -5,7 +5,8 @@ An op starts when the op before it on its lane and all its `deps` have ended, as
 A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
 head of its lane and the send is posted, and lasts one hop. The optimizer step begins with the norm of the whole
 gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on equal
-loads, so a collective starts when this rank reaches it, and links don't queue. So stragglers are not in the prediction.
+loads, so a collective starts when this rank reaches it, and links don't queue. So stragglers are in the prediction only
+as far as they are in the costs: measured ones are those of the rank that computes longest.
 
 What else slows a real step down is `Friction`, which is measured, never guessed (see `trace/calibrate.py`):
 
@@ -47,6 +48,11 @@ CostKey = tuple[str, str, str]
 def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
     """The key of an op's cost; `kinds` are those of the layers."""
     return op.verb, op.part, kinds[op.layer] if op.layer >= 0 else ""
+
+
+def stops_host(op: Op) -> bool:
+    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
+    return op.verb == "fwd" and op.part == "dispatch"
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ class _Schedule:
             waits = self._waits_for_counts(op)
 
     def _waits_for_counts(self, op: Op) -> bool:
-        return self._friction.counts is not None and op.verb == "fwd" and op.part == "dispatch"
+        return self._friction.counts is not None and stops_host(op)
 
     def _arrive(self, number: int, when: Time) -> None:
         """One of the things that an op needs is there."""

@@ -17,16 +17,15 @@ other compute lets such differences even out. The profiler itself slows the host
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hocket.plan.cost import Measurement
-from hocket.plan.ops import Op
-from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key
+from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key, stops_host
 from hocket.trace.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.trace.data import Floats, RankTrace
-from hocket.trace.planops import PlanOps, all_plan_ops, stops_host
+from hocket.trace.planops import PlanOps, all_plan_ops
 from hocket.trace.rebuild import assert_same_work, rebuilt
 
 QUIET = 0.1
@@ -44,19 +43,11 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     if null:
         assert_same_work(traces[0], null[0])
     kinds = program.layout.kinds
-    runs = list(zip(traces, all_plan_ops(traces, program), strict=True))
+    runs = all_plan_ops(traces, program)
     alone = all_plan_ops(null, rebuilt(null[0])[1]) if null else ()
-    seconds: dict[CostKey, float] = {}
-    factors, works = _compute(runs, alone, kinds)
-    seconds |= works
+    factors, compute = _compute(traces, runs, alone, kinds)
+    communication, unknown = _communication(runs, kinds)
     notes: list[str] = []
-    unknown = set()
-    for key, (values, known) in _communication([rows for _, rows in runs], kinds).items():
-        if not known:
-            unknown.add(key[0] if key[0] in ("gather", "reduce", "recv") else "all-to-all")
-            if key[0] == "recv":
-                continue
-        seconds[key] = float(np.median(values) if known else np.quantile(values, QUIET))
     if unknown:
         notes.append(
             f"not all ranks are given, so waiting for peers is not known ({', '.join(sorted(unknown))}): the tenth "
@@ -69,26 +60,26 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     if absent:
         notes.append(f"no contention was found with {', '.join(absent)}")
     on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
-    issue, counts = _host([rows for _, rows in runs], kinds) if on_gpu else ({}, None)
+    issue, counts = _host(runs, kinds) if on_gpu else ({}, None)
     friction = Friction(contention, issue, counts)
-    return Measurement(source=_source(traces), seconds=seconds, friction=friction, notes=tuple(notes))
+    return Measurement(source=_source(traces), seconds=compute | communication, friction=friction, notes=tuple(notes))
 
 
 def _compute(
-    runs: Sequence[tuple[RankTrace, PlanOps]], alone: Sequence[PlanOps], kinds: Sequence[str]
+    traces: Sequence[RankTrace], runs: Sequence[PlanOps], alone: Sequence[PlanOps], kinds: Sequence[str]
 ) -> tuple[Floats, dict[CostKey, float]]:
     """Factors of contention, and the works of compute ops by key."""
-    numbers = numbers_of([cost_key(op, kinds) for _, rows in runs for op in rows.ops if op.lane == "compute"])
+    numbers = numbers_of([cost_key(op, kinds) for rows in runs for op in rows.ops if op.lane == "compute"])
     parts, steady = [], []
-    for trace, rows in runs:
+    for trace, rows in zip(traces, runs, strict=True):
         mine = rows.take(np.array([n for n, op in enumerate(rows.ops) if op.lane == "compute"], dtype=np.int64))
         key = np.array([numbers[cost_key(op, kinds)] for op in mine.ops], dtype=np.int64)
         parts.append(Overlaps(key, np.maximum(mine.seconds, 1e-9), shares_beside(trace, mine.start, mine.end)))
         calm = mine.late <= _STILL * (mine.end - mine.start)
         steady.append(calm & np.array([op.verb not in ("step", "release") for op in mine.ops], dtype=bool))
-    known = {numbers[key]: value for key, value in _means_of(alone, kinds).items() if key in numbers}
+    known = {numbers[key]: value for key, value in _undisturbed(alone, kinds).items() if key in numbers}
     factors = factors_of(joined([part.take(kept) for part, kept in zip(parts, steady, strict=True)]), known)
-    deciding = joined([parts[n] for n in _deciding([rows for _, rows in runs], parts, factors)])
+    deciding = joined([parts[n] for n in _deciding(runs, parts, factors)])
     works = deciding.seconds * progress(deciding.shares, factors)
     mean = np.bincount(deciding.key, works) / np.maximum(np.bincount(deciding.key), 1)
     return factors, {key: float(mean[n]) for key, n in numbers.items()}
@@ -103,8 +94,8 @@ def _deciding(runs: Sequence[PlanOps], parts: Sequence[Overlaps], factors: Float
     return [n for _, n in longest.values()]
 
 
-def _means_of(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, float]:
-    """Mean logarithm's exponential of compute ops by key: what `factors_of` compares logarithms with."""
+def _undisturbed(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, float]:
+    """Seconds of compute ops without communication by key: geometric means, since `factors_of` compares logarithms."""
     found: dict[CostKey, list[float]] = defaultdict(list)
     for rows in alone:
         for op, seconds in zip(rows.ops, rows.seconds.tolist(), strict=True):
@@ -113,17 +104,23 @@ def _means_of(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, f
     return {key: float(np.exp(np.mean(values))) for key, values in found.items()}
 
 
-def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> Mapping[CostKey, tuple[list[float], bool]]:
-    """Seconds of communication ops by key, and whether waiting is taken off all of them."""
+def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], set[str]]:
+    """Seconds of communication ops by key, and the kinds of ops whose waiting is not known."""
     found: dict[CostKey, list[float]] = defaultdict(list)
-    known: dict[CostKey, bool] = defaultdict(lambda: True)
+    unsure: set[CostKey] = set()
     for rows in runs:
         for op, seconds, waiting in zip(rows.ops, rows.seconds.tolist(), rows.waiting.tolist(), strict=True):
             if op.lane != "compute" and op.verb != "send":
                 key = cost_key(op, kinds)
                 found[key].append(seconds)
-                known[key] &= not np.isnan(waiting)
-    return {key: (values, known[key]) for key, values in found.items()}
+                if np.isnan(waiting):
+                    unsure.add(key)
+    medians = {
+        key: float(np.quantile(values, QUIET) if key in unsure else np.median(values))
+        for key, values in found.items()
+        if key[0] != "recv" or key not in unsure
+    }
+    return medians, {key[0] if key[0] in ("gather", "reduce", "recv") else "all-to-all" for key in unsure}
 
 
 def _host(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], float | None]:
@@ -131,24 +128,16 @@ def _host(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, 
     issue: dict[CostKey, list[float]] = defaultdict(list)
     counts: list[float] = []
     for rows in runs:
-        first, last, earlier = rows.first_launch, rows.last_launch, rows.earlier_launch
-        following = np.append(first[1:], np.nan)
-        following[:-1][np.diff(rows.step) != 0] = np.nan
+        goes_on = np.append(rows.first_launch[1:], np.nan)  # the first launch of the op behind it in its step
+        goes_on[:-1][np.diff(rows.step) != 0] = np.nan
         for n, op in enumerate(rows.ops):
-            _one_issue(op, cost_key(op, kinds), (first[n], earlier[n], last[n], following[n]), issue)
-            if stops_host(op) and np.isfinite(following[n]):
-                waiting = np.nan_to_num(rows.waiting[n])
-                counts.append(float(following[n] - rows.start[n] - waiting))
-    return {key: float(np.median(values)) for key, values in issue.items() if values}, (
-        float(np.median(counts)) if counts else None
-    )
-
-
-def _one_issue(op: Op, key: CostKey, launches: tuple[float, ...], issue: Mapping[CostKey, list[float]]) -> None:
-    first, earlier, _, following = launches
-    seconds = earlier - first if stops_host(op) else following - first
-    if np.isfinite(seconds):
-        issue[key].append(max(float(seconds), 0.0))
+            done = rows.earlier_launch[n] if stops_host(op) else goes_on[n]
+            if np.isfinite(done - rows.first_launch[n]):
+                issue[cost_key(op, kinds)].append(max(float(done - rows.first_launch[n]), 0.0))
+            if stops_host(op) and np.isfinite(goes_on[n]):
+                counts.append(float(goes_on[n] - rows.start[n] - np.nan_to_num(rows.waiting[n])))
+    medians = {key: float(np.median(values)) for key, values in issue.items()}
+    return medians, float(np.median(counts)) if counts else None
 
 
 def _source(traces: Sequence[RankTrace]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from hocket.plan.ops import Op, Program
+from hocket.plan.schedule import stops_host
 from hocket.trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket.trace.exposure import last_starts
 from hocket.trace.rebuild import ops_by_name, pipeline_rank
@@ -38,9 +39,9 @@ class PlanOps:
     seconds: Floats
     """On its lane, without both; with the waiting if that is not known."""
     first_launch: Floats
-    """When its first kernel was launched, its last, and the one before the last. nan on a CPU."""
-    last_launch: Floats
+    """When its first kernel was launched; nan on a CPU."""
     earlier_launch: Floats
+    """When the last but one was; of an op with one kernel, when that was."""
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -52,11 +53,6 @@ class PlanOps:
 
 
 _NO_COLUMNS = ("rank", "pp_rank", "ops")
-
-
-def stops_host(op: Op) -> bool:
-    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
-    return op.verb == "fwd" and op.part == "dispatch"
 
 
 def all_plan_ops(traces: Sequence[RankTrace], program: Program) -> tuple[PlanOps, ...]:
@@ -112,7 +108,6 @@ def plan_ops(trace: RankTrace, waiting: Floats, pp_rank: int, known: dict[str, O
         late=late,
         seconds=np.maximum(stop - begin - np.nan_to_num(waits) - late, 0.0),
         first_launch=_by_group(np.fmin, launched, first),
-        last_launch=_by_group(np.fmax, launched, first),
         earlier_launch=_earlier(launched, group, first),
     )
     return found.take(np.lexsort((found.start, found.first_launch, found.step)))

@@ -1,6 +1,7 @@
 """A hocket run as it was predicted and as it was measured: which ops missed, and where the rest of the step went.
 
-The difference of the two steps is told apart on the slowest rank, where both are compute + exposed + idle:
+The difference of the two steps is told apart on the rank for which the others wait (see `compare.middle_steps`), where
+both are compute + exposed + idle:
 
     longer compute        compute kernels ran longer than predicted; without the next two
     contention            what compute grew by against the null transport, where that was measured
@@ -54,7 +55,8 @@ def predict(
     if tax is not None and not (costs and costs.friction.contention):
         explained["contention"] = tax.parts["compute"]
         explained["longer compute"] -= tax.parts["compute"]
-    notes += _imbalance(traces, measured)
+    waiting = "the costs are those of that one" if costs else "that the others wait for it is not predicted"
+    notes += [f"{remark}: uneven routing or a slower device; {waiting}" for remark in _imbalance(traces, measured)]
     if measured.transport == "null":
         notes.append("the transport is null: communication is predicted, but there is none")
     return Prediction(
@@ -77,9 +79,7 @@ def _imbalance(traces: Sequence[RankTrace], measured: Report) -> list[str]:
     worst = max(spread, key=spread.__getitem__)
     if spread[worst] < UNEVEN:
         return []
-    longer = f"one computes {spread[worst]:.0%} longer than their mean"
-    why = "uneven routing or a slower device; that the others wait for it is not predicted"
-    return [f"of the ranks of pipeline rank {worst}, {longer}: {why}"]
+    return [f"of the ranks of pipeline rank {worst}, one computes {spread[worst]:.0%} longer than their mean"]
 
 
 def _rows(measured: Sequence[PlanOps], timeline: Timeline, program: Program) -> tuple[OpPrediction, ...]:
