@@ -3,18 +3,25 @@
     tax = step / step without communication - 1
     slow-down of a class of kernels = their summed seconds / the same without communication - 1
 
-The difference of the two steps is told apart on the slowest rank. There a step is compute + exposed + idle, all of them
-lengths of unions; so what each of them grew by adds up to the difference.
+The difference of the two steps is told apart on the rank for which the others wait: where ranks end together, as after
+agreeing on something, the one that computes longest. There a step is compute + exposed + idle, all of them lengths of
+unions; so what each of them grew by adds up to the difference.
+
+Like is compared with like: where the two have traces of different ranks, only those of pipeline stages that both have,
+and outside hocket only the ranks that both have. Kernels with which the null transport writes what would have arrived
+are compute of its step, but of no class.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hocket.trace.data import OpRow, RankTrace, Report, Slowdown, StepReport, Tax
+from hocket.trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, StepReport, Tax
+from hocket.trace.exposure import report as report_on
 from hocket.trace.rebuild import assert_same_work
 
 
@@ -28,6 +35,12 @@ def compare(
     _assert_belong(real, null)
     if real_traces and null_traces and real_traces[0].run:
         assert_same_work(real_traces[0], null_traces[0])
+    notes = _notes(real, null)
+    if real.ranks != null.ranks:
+        ranks, null_ranks = _alike(real, null)
+        real, real_traces = _of_ranks(real, real_traces, ranks)
+        null, null_traces = _of_ranks(null, null_traces, null_ranks)
+        notes.append(_compared(real, null))
     mine, other = middle_steps(real), middle_steps(null)
     parts = {name: _mean(mine, name) - _mean(other, name) for name in ("compute", "exposed", "host_bound", "idle")}
     parts["idle"] -= parts["host_bound"]  # it is a part of idle
@@ -40,20 +53,35 @@ def compare(
         parts=parts,
         classes=_slowdowns(_by_class(real), _by_class(null)),
         ops=ops,
-        notes=tuple(_notes(real, null)),
+        notes=(*notes, *_doubts(real, null, mine, other)),
     )
 
 
+TOGETHER = 0.01
+"""Share of a step by which ranks that end together may differ."""
+
+
 def middle_steps(report: Report) -> list[StepReport]:
-    """The slowest rank's part of the median step; of two steps if their number is even."""
-    slowest: dict[int, StepReport] = {}
+    """The part in the median step of the rank for which the others wait; of two steps if their number is even.
+
+    Each is as long as the step on its slowest rank; until that one ends, the rank is idle.
+    """
+    of_number: dict[int, list[StepReport]] = defaultdict(list)
     for step in report.steps:
-        if step.step not in slowest or step.seconds > slowest[step.step].seconds:
-            slowest[step.step] = step
-    ordered = sorted(slowest.values(), key=lambda step: step.seconds)
+        of_number[step.step].append(step)
+    decisive = [_decisive(steps) for steps in of_number.values()]
+    ordered = sorted(decisive, key=lambda step: step.seconds)
     if not ordered:
         raise ValueError(f"{', '.join(report.sources)}: no whole step was recorded; fix: record at least one")
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
+def _decisive(steps: Sequence[StepReport]) -> StepReport:
+    """Of the ranks that end with the slowest one, that which computes longest."""
+    seconds = max(step.seconds for step in steps)
+    last = [step for step in steps if step.seconds >= (1 - TOGETHER) * seconds]
+    found = max(last, key=lambda step: step.compute)
+    return replace(found, seconds=seconds, idle=found.idle + seconds - found.seconds)
 
 
 def _assert_belong(real: Report, null: Report) -> None:
@@ -84,6 +112,30 @@ def _assert_belong(real: Report, null: Report) -> None:
         raise ValueError(f"{where}: ran on {null.device}, the other on {real.device}; fix: two runs on one machine")
 
 
+def _alike(real: Report, null: Report) -> tuple[set[int], set[int]]:
+    """Ranks of either run that do the same work as some of the other. Raises ValueError if there are none."""
+    if real.stages and null.stages:
+        stages = {real.stages[rank] for rank in real.ranks} & {null.stages[rank] for rank in null.ranks}
+        found = ({rank for rank in one.ranks if one.stages[rank] in stages} for one in (real, null))
+        ranks, null_ranks = found
+    else:
+        ranks = null_ranks = set(real.ranks) & set(null.ranks)
+    if not ranks:
+        what = "of a pipeline stage of the run's" if real.stages else "of the run's"
+        raise ValueError(
+            f"{', '.join(null.sources[:1])}: of rank {_some(null.ranks)}, none {what} ranks {_some(real.ranks)}; "
+            "fix: traces of the same ranks"
+        )
+    return ranks, null_ranks
+
+
+def _of_ranks(whole: Report, traces: Sequence[RankTrace], ranks: set[int]) -> tuple[Report, tuple[RankTrace, ...]]:
+    """A report and its traces with these ranks alone. Without traces it tells nothing about kernels by name."""
+    kept = tuple(trace for trace in traces if trace.rank in ranks)
+    steps = tuple(step for step in whole.steps if step.rank in ranks)
+    return replace(whole, steps=steps, ops=report_on(kept).ops if kept else ()), kept
+
+
 def _mean(steps: Sequence[StepReport], name: str) -> float:
     return float(np.mean([getattr(step, name) for step in steps]))
 
@@ -94,6 +146,7 @@ def _by_class(report: Report) -> dict[str, float]:
     for step in report.steps:
         for name, seconds in step.classes.items():
             found[name] += seconds / len(report.steps)
+    found.pop(_STAND_IN, None)
     return found
 
 
@@ -109,7 +162,8 @@ def _by_plan_op(traces: Sequence[RankTrace], report: Report) -> dict[str, float]
     """Summed seconds of compute kernels by verb and part of their plan op, per rank and step."""
     found: dict[str, float] = defaultdict(float)
     for trace in traces:
-        rows = trace.of_kind("compute") & (trace.step >= 0)
+        known = np.array([word != _STAND_IN for word in trace.words])
+        rows = trace.of_kind("compute") & (trace.step >= 0) & known[trace.kernel_class]
         sums = np.bincount(trace.op[rows], (trace.end - trace.start)[rows], minlength=len(trace.words))
         for word, seconds in zip(trace.words, sums.tolist(), strict=True):
             if seconds and word:
@@ -126,11 +180,49 @@ def _notes(real: Report, null: Report) -> list[str]:
     notes = []
     if real.emulated:
         notes.append("the network is emulated, so is its tax")
-    if real.ranks != null.ranks:
-        notes.append(f"ranks {_some(real.ranks)} are compared with ranks {_some(null.ranks)}")
     if null.transport:
-        notes.append("without communication every rank's routing is even and rows are random")
+        notes.append(
+            "without communication every rank's routing is even and rows are random: kernels that work on rows or move "
+            "them take other times for that, too"
+        )
     return notes
+
+
+def _compared(real: Report, null: Report) -> str:
+    alike = "they are of the same pipeline stages" if real.stages else "these are given of both"
+    if real.ranks == null.ranks:
+        return f"only {_ranks(real.ranks)} with and without communication: {alike}"
+    return f"{_ranks(real.ranks)} with communication, {_ranks(null.ranks)} without: {alike}"
+
+
+def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Sequence[StepReport]) -> list[str]:
+    """What makes the figures less sure."""
+    found = []
+    if len(null.ranks) < null.world:
+        found.append(
+            f"of the run without communication only {_ranks(null.ranks)} of {null.world}: if another is slower, the "
+            "tax is smaller"
+        )
+    a, b = mine[0].rank, other[0].rank
+    if real.stages.get(a) != null.stages.get(b):
+        found.append(
+            f"the others wait for rank {a} with communication and for {b}, of another pipeline stage, without: their "
+            "compute and idle time differ for that, too"
+        )
+    stands_in = sum(step.classes.get(_STAND_IN, 0.0) for step in null.steps) / len(null.steps)
+    if stands_in:
+        found.append(
+            f"without communication {1e3 * stands_in:.2f} ms of kernels write what would have arrived: they are "
+            "compute of that step, but of no class and op here, and slow down what runs beside them"
+        )
+    return found
+
+
+_STAND_IN: KernelClass = "stand-in"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_some(ranks)}"
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -26,9 +26,20 @@ KINDS: tuple[Kind, ...] = ("compute", "gather", "reduce", "a2a", "pp", "tp", "co
 COMMUNICATION: tuple[Kind, ...] = KINDS[1:]
 
 KernelClass = Literal[
-    "gemm", "grouped gemm", "attention", "norm", "elementwise", "indexing", "reduction", "copy", "optimizer", "other"
+    "gemm",
+    "grouped gemm",
+    "attention",
+    "norm",
+    "elementwise",
+    "indexing",
+    "reduction",
+    "copy",
+    "optimizer",
+    "stand-in",
+    "other",
 ]
-"""What a compute kernel does, from the op that launched it and, where that says nothing, from its name."""
+"""What a compute kernel does, from the op that launched it and, where that says nothing, from its name. A `stand-in`
+writes, in a run with the null transport, in place of what would arrive."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +219,8 @@ class Report:
     """The costliest first."""
     notes: tuple[str, ...] = ()
     """What the reader must know: steps that are missing, ranks not given, clocks that could not be aligned."""
+    stages: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> its pipeline rank; empty outside hocket."""
 
     @property
     def emulated(self) -> bool:
@@ -251,9 +264,9 @@ class Tax:
     null: float
     """The same without communication."""
     parts: Mapping[str, float]
-    """Seconds of the difference by where they show on that rank: `compute` (longer kernels), `exposed`, `host_bound`
-    and `idle` (the rest without any activity). They add up to it; a negative part is shorter than without
-    communication."""
+    """Seconds of the difference by where they show on the rank for which the others wait: `compute` (longer kernels),
+    `exposed`, `host_bound` and `idle` (the rest without any activity). They add up to it; a negative part is shorter
+    than without communication."""
     classes: tuple[Slowdown, ...]
     """Kernel classes, the costliest first."""
     ops: tuple[Slowdown, ...]
@@ -309,7 +322,7 @@ class Prediction:
     ops: tuple[OpPrediction, ...]
     """Those that missed most (absolutely, over the step) first."""
     explained: Mapping[str, float]
-    """Seconds of measured - predicted by cause, on the slowest rank. They add up to it."""
+    """Seconds of measured - predicted by cause, on the rank for which the others wait. They add up to it."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -36,6 +36,7 @@ def report(traces: Sequence[RankTrace]) -> Report:
         steps=tuple(sorted(steps, key=lambda step: (step.step, step.rank))),
         ops=_op_rows(traces),
         notes=(*notes, *_missing(traces)),
+        stages={trace.rank: int(trace.run["pp_rank"]) for trace in traces if "pp_rank" in trace.run},
     )
 
 

@@ -193,6 +193,15 @@ def kernel_class(name: str, launcher: str, in_optimizer: bool) -> KernelClass:
     return next((found for pattern, found in _NAME_CLASS if pattern.search(name)), "other")
 
 
+def is_stand_in(name: str, launcher: str, op: str) -> bool:
+    """Whether a kernel of the null transport writes in place of what would arrive for a plan op.
+
+    The copy of an exchange's counts to the host is none: a run that communicates makes it, too.
+    """
+    moves_rows = bool(op) and lane_of(op) not in ("compute", "gather", "reduce")
+    return moves_rows and launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
+
+
 def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[int, ...]) -> float:
     """Bytes of a collective over this rank's link, by the factors of nccl-tests; 0 if the args do not tell.
 

@@ -61,7 +61,11 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
     groups = _Groups(about)
     marks = _step_marks(events)
     steps, step = assign(marks, found.start, found.end, found.launched)
+    run = events.about.get("hocket")
+    run = run if isinstance(run, dict) else {}
     labels = _labels(found, groups, rank, words)
+    if run.get("transport") == "null":
+        labels["kernel_class"] = _with_stand_ins(found, labels["kernel_class"], words)
     notes = (
         [] if marks else ["no step is marked (`hocket step N`, `ProfilerStep#N`): the whole trace counts as one step"]
     )
@@ -70,8 +74,6 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
             f"rank {rank}: the launches of {missing:,} of {len(found.start):,} activities are not in the trace"
         )
     notes += found.notes
-    run = events.about.get("hocket")
-    run = run if isinstance(run, dict) else {}
     devices = events.about.get("deviceProperties") or [{}]
     return RankTrace(
         source=events.source,
@@ -198,6 +200,17 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
         "lane": words.column(found.words, found.lane),
         "layer": found.opened.layer,
     }
+
+
+def _with_stand_ins(found: Activities, kernel_class: Ints, words: _Words) -> Ints:
+    """The classes of kernels of a run with the null transport."""
+    stands_in = _for_distinct(
+        lambda name, launcher, op: label.is_stand_in(found.words[name], found.words[launcher], found.words[op]),
+        found.name,
+        found.opened.launcher,
+        found.opened.op,
+    )
+    return np.where(stands_in, words["stand-in"], kernel_class)
 
 
 def _for_distinct(function: Any, *columns: Ints) -> NDArray[Any]:

@@ -97,6 +97,79 @@ def test_the_median_of_the_slowest_ranks_steps_counts() -> None:
         middle_steps(replace(whole, steps=()))
 
 
+def test_of_ranks_that_end_together_the_one_that_computes_longest_decides() -> None:
+    def step(rank: int, seconds: float, compute: float) -> StepReport:
+        more: dict[str, Any] = {name: {} for name in ("kinds", "exposed_for", "layers", "classes")}
+        more |= dict.fromkeys(("communication", "exposed", "host_bound"), 0.0)
+        return StepReport(rank=rank, step=1, seconds=seconds, compute=compute, idle=seconds - compute, **more)
+
+    together = (step(0, 100, 60), step(1, 99.5, 90), step(2, 98, 95))
+    (found,) = middle_steps(Report(sources=("x",), device="d", transport="", world=3, steps=together, ops=()))
+    assert (found.rank, found.seconds, found.compute, found.idle) == (1, 100, 90, 10)
+
+
+def of_rank(trace: RankTrace, rank: int, stage: int, world: int = 4) -> RankTrace:
+    """The same trace as if another rank of more had written it."""
+    return replace(
+        trace, rank=rank, world=world, run={**trace.run, "rank": rank, "pp_rank": stage} if trace.run else {}
+    )
+
+
+def test_ranks_of_one_pipeline_stage_are_compared(tmp_path: Path) -> None:
+    """Two pipeline ranks by two; the run without communication has one rank, of the first."""
+    (tmp_path / "long").mkdir()
+    real, null = pair(tmp_path)
+    other, other_null = pair(tmp_path / "long", scale=3.0)
+    traces = [of_rank(real, 0, 0), of_rank(real, 1, 0), of_rank(other, 2, 1), of_rank(other, 3, 1)]
+    first = of_rank(null, 1, 0)
+    tax = compare(report(traces), report([first]), traces, [first])
+    assert (tax.seconds, tax.null) == pytest.approx((160 * MICRO, 100 * MICRO))
+    assert {row.name: row.share for row in tax.classes} == pytest.approx({"gemm": 0.2, "attention": 0.2})
+    assert tax.ops[0].seconds == pytest.approx(60 * MICRO)
+    assert any(
+        "ranks 0, 1 with communication, rank 1 without: they are of the same pipeline stages" in n for n in tax.notes
+    )
+    assert any("only rank 1 of 4" in note for note in tax.notes)
+    # Without the traces, too; and with one rank of every stage of both, nothing is left out.
+    assert compare(report(traces), report([first])).classes == tax.classes
+    both = [first, of_rank(other_null, 3, 1)]
+    assert compare(report(traces), report(both), traces, both).null == pytest.approx(300 * MICRO)
+    last = of_rank(null, 3, 1)
+    with pytest.raises(ValueError, match="of rank 3, none of a pipeline stage of the run's ranks 0, 1"):
+        compare(report(traces[:2]), report([last]), traces[:2], [last])
+
+
+def test_outside_hocket_the_same_ranks_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "long").mkdir()
+    real, null = pair(tmp_path, hocket=False)
+    long, _ = pair(tmp_path / "long", hocket=False, scale=3.0)
+    traces, first = [of_rank(real, 0, 0), of_rank(long, 1, 0)], [of_rank(null, 0, 0)]
+    tax = compare(report(traces), report(first), traces, first)
+    assert tax.share == pytest.approx(0.6)
+    assert {row.name: row.share for row in tax.ops} == pytest.approx({"nvjet_sm90": 0.2, "flash_fwd_kernel": 0.2})
+    assert any("only rank 0 with and without communication" in note for note in tax.notes)
+
+
+def test_what_stands_in_for_arriving_rows_is_in_no_class(tmp_path: Path) -> None:
+    def trace(null: bool) -> RankTrace:
+        made = Trace(0, 1).metadata(hocket=about(settings_for(), 0, "null" if null else "nccl"))
+        made.kernel("nvjet_sm90", 0, 40, op="aten::mm", plan_op="fwd mlp m0 c0 l0")
+        made.kernel("elementwise_kernel", 40, 50, op="aten::copy_", plan_op="fwd attn m0 c0 l1")
+        counts = {"cat": "gpu_memcpy", "op": "aten::copy_", "plan_op": "fwd dispatch m0 c0 l1"}
+        made.kernel("Memcpy DtoH (Device -> Pageable)", 50, 52, **counts)
+        if null:
+            made.kernel("elementwise_kernel", 60, 85, op="aten::copy_", plan_op="fwd dispatch m0 c0 l1")
+        return load([made.write(tmp_path / f"{null}.json")])[0]
+
+    real, null = report([trace(False)]), report([trace(True)])
+    assert null.steps[0].classes == pytest.approx({"gemm": 40 * MICRO, "copy": 12 * MICRO, "stand-in": 25 * MICRO})
+    assert null.steps[0].compute == pytest.approx(77 * MICRO)
+    tax = compare(real, null, [trace(False)], [trace(True)])
+    assert {row.name: row.share for row in tax.classes} == pytest.approx({"gemm": 0, "copy": 0}, abs=1e-9)
+    assert {row.name: row.null for row in tax.ops}["fwd dispatch"] == pytest.approx(2 * MICRO)
+    assert any("0.03 ms of kernels write what would have arrived" in note for note in tax.notes)
+
+
 def test_pairs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     real, null = pair(tmp_path)
     a, b = report([real]), report([null])
