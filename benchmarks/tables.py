@@ -129,9 +129,9 @@ def overlap_tax(result: Result) -> str:
     lines = [("step, without the profiler", plain["null"], plain["real"])]
     lines += [("step, profiled", tax["null_step_seconds"], tax["step_seconds"])]
     lines += [("all compute kernels", tax["contention"]["null_seconds"], tax["contention"]["seconds"])]
-    moving = [row for row in tax["ops"] if {"dispatch", "combine", "send", "recv"}.isdisjoint(row["name"].split())]
+    computing = [row for row in tax["ops"] if {"dispatch", "combine", "send", "recv"}.isdisjoint(row["name"].split())]
     lines += [
-        ("of them those of ops that compute", *(sum(row[k] for row in moving) for k in ("null_seconds", "seconds")))
+        ("of them those of ops that compute", *(sum(row[k] for row in computing) for k in ("null_seconds", "seconds")))
     ]
     lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in tax["classes"]]
     rows = [
@@ -140,7 +140,7 @@ def overlap_tax(result: Result) -> str:
     ]
     parts = {row["part"]: row["seconds"] for row in tax["parts"]}
     words = {"compute": "longer compute", "exposed": "exposed communication", "host_bound": "late host", "idle": "idle"}
-    shown = [[f"profiled step, {words[part]}", "", f"{1e3 * seconds:+,.0f} ms", ""] for part, seconds in parts.items()]
+    shown = [[f"profiled step, {words[part]}", "", "", f"{1e3 * seconds:+,.0f} ms"] for part, seconds in parts.items()]
     return table(["", "without communication", "with it", "change"], [*rows[:2], *shown, *rows[2:]])
 
 
