@@ -33,8 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
-from benchmarks.step_time import batch, timed_block
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import batch, for_world, join, timed_block
 from benchmarks.record import write
-from benchmarks.step_time import batch, for_world, join, timed_block
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.recipes import recipe

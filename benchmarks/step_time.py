@@ -16,21 +16,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import for_world, join
 from benchmarks.record import write
 from hocket.bench.gate import curve
-from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
+from hocket.bench.measure import Gauge, Timer, slowest, take_turns
 from hocket.bench.ours import Planned
 from hocket.bench.stats import ratio
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
-from hocket.engine import Engine
-from hocket.environment import prepare
 from hocket.recipes import recipe
-from hocket.runtime.actions import Microbatch
-from hocket.runtime.comm import join_world
 
 
 def contenders(config: Config) -> dict[str, Config]:
@@ -48,35 +44,6 @@ def contenders(config: Config) -> dict[str, Config]:
         "merged, defer all": plan(p2p_defer_layers=-1, p2p_defer_parts="all"),
         "bound": null,
     }
-
-
-def join() -> tuple[int, torch.device]:
-    """Join the ranks that torchrun started. Returns this one's number and GPU."""
-    prepare(os.environ, int(os.environ["LOCAL_WORLD_SIZE"]))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    join_world(True, 600.0)
-    return dist.get_rank(), device
-
-
-def batch(engine: Engine, seed: int) -> list[Microbatch]:
-    """Random tokens, the same for all contenders."""
-    return batches(Workload(engine.config), engine.mesh.rank(engine.where.pp, engine.where.dp), seed, engine.device)
-
-
-def timed_block(engine: Engine, microbatches: list[Microbatch], steps: int) -> list[float]:
-    """Seconds of each step on the slowest rank, after one step that does not count."""
-    timer = Timer(engine.device)
-    timer.settle()
-    _, *mine = timer.steps(lambda: engine.train_step(microbatches, 1e-4), 1 + steps)
-    return slowest(mine)
-
-
-def for_world(config: Config, world: int) -> Config:
-    """A recipe on another number of ranks: fewer or more data-parallel ranks."""
-    dp = world // config.mesh.pp
-    mesh = dataclasses.replace(config.mesh, dp=dp, ep=min(config.mesh.ep, dp))
-    return dataclasses.replace(config, mesh=mesh)
 
 
 def main() -> None:
@@ -99,12 +66,11 @@ def main() -> None:
     losses = {name: curve(planned, workload, rank, device, 3) for name, planned in engines.items()}  # also warms up
     losses["bound"] = []  # it computes on rubbish
     losses["merged again"], engines["merged again"] = [], engines["merged"]
-    gauge = Gauge(nvml(device) if rank == 0 else None)
-    microbatches = batches(workload, rank, 0, device)
-    blocks = take_turns(engines, microbatches, options.blocks, options.steps, device, gauge)
-    gauge.close()
+    microbatches, timer = batches(workload, rank, 0, device), Timer(device)
+    seconds = {name: slowest(timer.steps(lambda p=p: p.step(microbatches), 2))[-1] for name, p in engines.items()}
+    rounds = list(take_turns(engines, microbatches, seconds, options, timer, Gauge(None)))
     if rank == 0:
-        report(options, workload, {name: [block.seconds for block in of] for name, of in blocks.items()}, losses)
+        report(options, workload, {name: [found[name].seconds for found in rounds] for name in engines}, losses)
     dist.barrier()
     os._exit(0)  # groups that are still there may hang torch's own shutdown
 

@@ -8,10 +8,11 @@ of a microbatch divided by the number of microbatches, gradients averaged over a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -169,3 +170,14 @@ def load(name: str) -> Maker:
     """The function that builds a contender. Imports its module."""
     module, _, function = CONTENDERS[name].make.partition(":")
     return getattr(importlib.import_module(module), function)
+
+
+@contextlib.contextmanager
+def blame(name: str, phase: str) -> Iterator[None]:
+    """Say which contender failed, and in what. What the user can mend already names it, and stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("against = "):
+            raise
+        raise RuntimeError(f"{name} failed while {phase}: {type(error).__name__}: {error}") from error

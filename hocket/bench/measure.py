@@ -1,30 +1,40 @@
 """Timing of contenders that take turns in blocks.
 
 A block is several steps without a pause, timed by events between them on the compute stream (by the clock of the host
-on a CPU); the first step after a switch does not count. A step's time is that of the slowest rank. The order of
-contenders is turned around every round.
+on a CPU). A step's time is that of the slowest rank. The order of contenders is turned around every round.
+
+Note: [Steps that do not count]
+The first steps after a switch make their memory anew. And a GPU at its power limit begins fast: its clock is lowered
+only after most of a second of full load. Llama-3 8B on an H200 had steps of 370 ms until then, and of 400 ms
+ever after. So a block begins with a second of steps that do not count, two at least: all contenders are timed in the
+state that a long run is in, however long their steps are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from hocket.bench.contender import Contender
+from hocket.bench.contender import Contender, blame
 from hocket.runtime.actions import Microbatch
 
 PERIOD = 0.05
 """Seconds between two samples of clock and power."""
+SETTLE = 1.0
+"""Seconds of steps at the start of a block that do not count, on GPUs. See Note: [Steps that do not count]."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,9 @@ class Block:
     seconds: tuple[float, ...]
     """Each step's time on the slowest rank."""
     clock_mhz: float | None
-    """Median SM clock of rank 0's GPU while it ran; None where that is not known."""
+    """Median SM clock of rank 0's GPU during these steps; None where that is not known."""
     watts: float | None
-    """Mean power of that GPU while it ran."""
+    """Mean power of that GPU during these steps."""
     peak_bytes: int
     """Largest memory in use during the block beyond what was in use before it, on the rank with the most."""
 
@@ -95,7 +105,10 @@ class Gauge:
             return None, None
         return statistics.median(clock for clock, _ in found), statistics.fmean(power for _, power in found)
 
-    def close(self) -> None:
+    def __enter__(self) -> Gauge:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
 
 
@@ -129,15 +142,19 @@ class Timer:
         torch.cuda.synchronize(self.device)
         return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
-    def block(self, contender: Contender, microbatches: Sequence[Microbatch], steps: int, gauge: Gauge) -> Block:
-        """One block, after a step that does not count. Every rank calls this."""
+    def uncounted(self, seconds: float) -> int:
+        """How many steps of this length at the start of a block do not count."""
+        return max(2, math.ceil(SETTLE / seconds)) if self.on_gpu else 1
+
+    def block(self, step: Callable[[], object], uncounted: int, steps: int, gauge: Gauge) -> Block:
+        """One block, after steps that do not count. Every rank calls this."""
         self.settle()
         before = torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        start = time.monotonic()
-        _, *mine = self.steps(lambda: contender.step(microbatches), 1 + steps)
-        clock, watts = gauge.between(start, time.monotonic())
+        mine = self.steps(step, uncounted + steps)[uncounted:]
+        end = time.monotonic()
+        clock, watts = gauge.between(end - sum(mine), end)
         peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else 0
         *seconds, peak = slowest([*mine, float(peak)])
         return Block(tuple(seconds), clock, watts, int(peak))
@@ -148,6 +165,20 @@ def slowest(mine: Sequence[float]) -> list[float]:
     worst = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.tolist()
+
+
+class Rounds(Protocol):
+    """How much to measure."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each contender."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Timed steps of a block."""
+        ...
 
 
 @contextlib.contextmanager
@@ -166,15 +197,20 @@ def no_collection() -> Iterator[None]:
 def take_turns(
     contenders: Mapping[str, Contender],
     microbatches: Sequence[Microbatch],
-    rounds: int,
-    steps: int,
-    device: torch.device,
+    seconds: Mapping[str, float],
+    rounds: Rounds,
+    timer: Timer,
     gauge: Gauge,
-) -> dict[str, list[Block]]:
-    """`rounds` blocks of every contender, the order turned around every round."""
-    timer, found = Timer(device), {name: [] for name in contenders}
+) -> Iterator[dict[str, Block]]:
+    """One block of every contender, round after round, the order turned around every round.
+
+    `seconds` of a step, about, by contender, must be the same on all ranks.
+    """
     with no_collection():
-        for number in range(rounds):
+        for number in range(rounds.blocks):
+            found = {}
             for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
-                found[name].append(timer.block(contenders[name], microbatches, steps, gauge))
-    return found
+                with blame(name, "being measured"):
+                    step = functools.partial(contenders[name].step, microbatches)
+                    found[name] = timer.block(step, timer.uncounted(seconds[name]), rounds.steps, gauge)
+            yield {name: found[name] for name in contenders}

@@ -19,6 +19,10 @@ from hocket.plan.cost import HARDWARE
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 
 
+FEW = 6
+"""With fewer rounds not even their range holds the true median with 95 % confidence."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One workload's figures."""
@@ -35,6 +39,8 @@ class Measured:
     """Seconds."""
     hardware: str
     """Name of the GPU, or `CPU`."""
+    complete: bool = True
+    """Whether all rounds that were asked for have been measured."""
 
     def seconds(self, name: str) -> list[float]:
         """Each block's median step."""
@@ -103,10 +109,11 @@ def verdict_text(verdict: Verdict) -> str:
     if len(verdict.curves) < 2:
         return "GATE     nothing to compare: fewer than two contenders compute losses that mean something"
     steps = len(next(iter(verdict.curves.values())))
-    weak = "" if verdict.fall > 3 * verdict.tolerance else "; it shows little, the loss hardly changed"
+    where = f" and sequences of {verdict.sequence_length:,}" if verdict.sequence_length else ""
     return (
-        f"GATE     {', '.join(verdict.curves)}: same losses over {steps} steps of {verdict.layers} layers, at most "
-        f"{verdict.worst:.1e} apart (allowed {verdict.tolerance:g}), while they changed by {verdict.fall:.1e}{weak}"
+        f"GATE     {', '.join(verdict.curves)}: same losses over {steps} steps of {verdict.layers} layers{where}, "
+        f"at most {verdict.worst:.1e} of {verdict.of} apart (allowed {verdict.tolerance:g}), while they changed by "
+        f"{verdict.fall:.1%}"
     )
 
 
@@ -133,8 +140,9 @@ def table(measured: Measured) -> str:
     ]
     count, steps = len(next(iter(measured.blocks.values()))), len(next(iter(measured.blocks.values()))[0].seconds)
     notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are 95 % bootstrap; MFU = {MFU}"]
-    if count < 3:
-        notes.append("fewer than three blocks: an interval is no more than the range of what was seen")
+    if count < FEW:
+        sure = 1.0 - 0.5 ** (count - 1)
+        notes.append(f"few blocks: an interval is the range of {count} rounds, and holds the median with {sure:.0%}")
     if any("*" in row[-2] for row in rows):
         notes.append("* a block ran at a clock more than 2 % from the others of this contender")
     return "\n".join(["RESULT", *(f"  {line}" for line in (*lines, *notes))])
@@ -177,5 +185,6 @@ def as_json(measured: Measured) -> dict[str, Any]:
         "best_peer": measured.best_peer(),
         "gate": dataclasses.asdict(measured.verdict),
         "phases": dict(measured.phases),
+        "complete": measured.complete,
         "contenders": rows,
     }

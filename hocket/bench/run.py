@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 import torch
 
 from hocket.bench import gate
-from hocket.bench.contender import CONTENDERS, Contender, load
-from hocket.bench.measure import Gauge, Timer, nvml, take_turns
+from hocket.bench.contender import CONTENDERS, Contender, blame, load
+from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.record import provenance
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
 from hocket.resolve import Settings, replace_leaf
+from hocket.runtime.actions import Microbatch
 
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""
@@ -35,9 +38,9 @@ class Bench:
     """Contenders, in the order of the first round."""
     lengths: tuple[int, ...]
     """Sequence lengths, each a workload of its own."""
-    blocks: int = 4
+    blocks: int = 6
     """Blocks of each contender."""
-    steps: int = 4
+    steps: int = 3
     """Timed steps of a block."""
     gate_steps: int = 8
     """Steps of the numerics gate."""
@@ -57,8 +60,14 @@ class Session:
     rank: int
     device: torch.device
     say: Say
+    verdict: gate.Verdict | None = None
+    """Of the gate, once it has been passed."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the current workload."""
+
+    def __post_init__(self) -> None:
+        self.timer = Timer(self.device)
+        self.on_gpu = self.timer.on_gpu
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -69,70 +78,83 @@ class Session:
         self.say(f"{name:9} {self.phases[name]:.1f} s")
 
     def build(self, name: str, workload: Workload) -> Contender:
-        return load(name)(workload, self.rank, self.device)
+        with blame(name, "being built"):
+            return load(name)(workload, self.rank, self.device)
 
-    def compare(self, workload: Workload, contenders: dict[str, Contender]) -> gate.Verdict:
-        """The gate: on the contenders themselves if they have an optimizer, else on smaller ones that do."""
-        names = [name for name in self.bench.names if not CONTENDERS[name].bound]
-        compared = workload if workload.optimizer else gate.small(workload)
-        curves = {}
-        for name in names:
-            contender = contenders[name] if workload.optimizer else self.build(name, compared)
-            curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
-            if not workload.optimizer:
-                self.close(contender)
+    def compare(self, workload: Workload) -> gate.Verdict:
+        """The gate, on small models of its own. Raises NumericsError if contenders disagree."""
+        compared, curves = gate.small(workload), {}
+        for name in [name for name in self.bench.names if not CONTENDERS[name].bound]:
+            contender = self.build(name, compared)
+            with blame(name, "being compared"):
+                curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
+            self.close(contender)
         return gate.judge(curves, compared)
 
     def close(self, contender: Contender) -> None:
         contender.close()
         del contender
         gc.collect()
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def run(self, workload: Workload) -> Measured:
-        """Measure one workload. Raises NumericsError before anything is timed if contenders disagree."""
+    def run(self, workload: Workload, keep: Callable[[Measured], None]) -> Measured:
+        """Measure one workload, and have `keep` take what there is after every round.
+
+        Raises NumericsError before anything is timed if contenders disagree.
+        """
         self.phases = {}
         self.say("\n" + workload_text(workload))
-        verdict = None
-        if not workload.optimizer:
+        if self.verdict is None:  # of the first workload: the others differ in length alone
             with self.phase("gate"):
-                verdict = self.compare(workload, {})
+                self.verdict = self.compare(workload)
+            self.say(verdict_text(self.verdict))
         contenders, resident = {}, {}
         with self.phase("build"):
             for name in self.bench.names:
                 before = self.allocated()
                 contenders[name] = self.build(name, workload)
                 resident[name] = self.allocated() - before
-        if verdict is None:
-            with self.phase("gate"):
-                verdict = self.compare(workload, contenders)
-        self.say(verdict_text(verdict))
         settings = {name: dict(contender.settings) for name, contender in contenders.items()}
         self.say(settings_text(settings))
         microbatches = batches(workload, self.rank, 0, self.device)
-        timer = Timer(self.device)
         with self.phase("warm-up"):
-            for contender in contenders.values():
-                timer.settle()
-                last = timer.steps(lambda c=contender: c.step(microbatches), WARM_UP)[-1]
-                self.phases["estimate"] = self.phases.get("estimate", 0.0) + last
-        estimate = self.phases.pop("estimate") * self.bench.blocks * (1 + self.bench.steps)
-        self.say(f"measuring about {estimate:.0f} s and the switches")
-        gauge = Gauge(nvml(self.device) if self.rank == 0 else None)
-        try:
-            with self.phase("measure"):
-                blocks = take_turns(contenders, microbatches, self.bench.blocks, self.bench.steps, self.device, gauge)
-        finally:
-            gauge.close()
+            seconds = self.warm_up(contenders, microbatches, resident)
+        blocks = {name: [] for name in contenders}
+        found = Measured(workload, self.verdict, settings, blocks, resident, self.phases, hardware_name(self.device))
+        with self.phase("measure"), Gauge(nvml(self.device) if self.rank == 0 else None) as gauge:
+            turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
+            for number, blocks_of_round in enumerate(turns, 1):
+                for name, block in blocks_of_round.items():
+                    blocks[name].append(block)
+                times = ", ".join(f"{name} {1e3 * block.median:.1f}" for name, block in blocks_of_round.items())
+                self.say(f"round {number} of {self.bench.blocks}, ms: {times}")
+                keep(dataclasses.replace(found, complete=False))
         while contenders:
             self.close(contenders.popitem()[1])
         if workload.compile:
             torch.compiler.reset()  # the next workload has other shapes
-        return Measured(workload, verdict, settings, blocks, resident, dict(self.phases), hardware_name(self.device))
+        return found
+
+    def warm_up(
+        self, contenders: Mapping[str, Contender], microbatches: Sequence[Microbatch], resident: dict[str, int]
+    ) -> dict[str, float]:
+        """About how long a step of each contender is, in seconds. What its first steps keep is added to `resident`."""
+        seconds = {}
+        for name, contender in contenders.items():
+            self.timer.settle()
+            before = self.allocated()
+            with blame(name, "warming up"):
+                mine = self.timer.steps(functools.partial(contender.step, microbatches), WARM_UP)
+            (seconds[name],) = slowest(mine[-1:])
+            gc.collect()
+            resident[name] += self.allocated() - before  # AdamW makes its state late
+        a_round = sum(second * (self.timer.uncounted(second) + self.bench.steps) for second in seconds.values())
+        self.say(f"measuring {self.bench.blocks} rounds of about {a_round:.0f} s and the switches")
+        return seconds
 
     def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
 
 
 def hardware_name(device: torch.device) -> str:
@@ -144,7 +166,8 @@ def workloads(settings: Settings, bench: Bench) -> list[Workload]:
     made = []
     for length in bench.lengths:
         config = replace_leaf(settings, "data.sequence_length", length)
-        made.append(gate.sensitive(Workload(config, bench.optimizer, bench.compile)))
+        # Weights that hardly move keep GPUs as busy as those of a real run, and all contenders with the same numbers.
+        made.append(gate.gentle(Workload(config, bench.optimizer, bench.compile)))
     return made
 
 
@@ -154,18 +177,25 @@ def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: An
     for decision in settings.decisions:
         session.say(f"note     {decision}")
     found: list[Measured] = []
+    origin = provenance(settings.host.workers, bench.commit) if rank == 0 else {}
+
+    def keep(newest: Measured) -> None:
+        if rank == 0 and bench.out:  # after every round, so that an interrupted run leaves what it has
+            write(bench, origin, [*found, newest])
+
     for workload in workloads(settings, bench):
-        measured = session.run(workload)
+        measured = session.run(workload, keep)
+        keep(measured)
         found.append(measured)
         session.say(table(measured))
-        if rank == 0 and bench.out:  # after each, so that an interrupted run leaves what it has
-            write(bench, settings, found)
     if rank == 0 and bench.out:
         say(f"\nwrote {bench.out}")
 
 
-def write(bench: Bench, settings: Settings, found: Sequence[Measured]) -> None:
-    origin = provenance(settings.host.workers, bench.commit)
+def write(bench: Bench, origin: dict[str, Any], found: Sequence[Measured]) -> None:
+    """Write the result file, all at once."""
     about = {"blocks": bench.blocks, "steps": bench.steps, "workloads": [as_json(measured) for measured in found]}
     path = Path(bench.out)
-    path.write_text(json.dumps({**origin, **about}, indent=1) + "\n")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps({**origin, **about}, indent=1) + "\n")
+    new.replace(path)

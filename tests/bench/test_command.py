@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from hocket.commands.bench import check, chosen
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
 from tests.bench.setup import CPU, workload
-from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start
+from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, wait_for
 from tests.helpers.ranks import run_ranks
 
 QUICK = ["--blocks", "2", "--steps", "1", "--gate_steps", "3"]
@@ -86,7 +88,7 @@ def disagree(rank: int) -> None:
     CONTENDERS["half"] = Entry("tests.bench.setup:half_gradients", "gradients off by a factor", model="whole")
     work = workload(1)
     session = Session(Bench(("hocket", "half"), (16,)), rank, CPU, print)
-    session.run(work)
+    session.run(work, lambda measured: None)
 
 
 def test_contenders_that_disagree_are_not_timed(capsys):
@@ -125,7 +127,8 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     words = [*SMALL, *mesh, *QUICK, *LITTLE, "--lengths", "8", "16", "--out", "result.json", "--commit", "abc"]
     done = hocket(tmp_path, "bench", *words)
     assert done.code == 0, done.err
-    assert done.out.count("same losses over 3 steps") == 2
+    assert done.out.count("same losses over 3 steps of 2 layers and sequences of 8") == 1, "once for all lengths"
+    assert done.out.count("round 2 of 2, ms: bound ") == 2
     assert "units: each layer; embedding and head in the root" in done.out, "settings of peers are printed"
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["commit"] == "abc"
@@ -135,12 +138,27 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     for found in result["workloads"]:
         assert list(found["contenders"]) == ["bound", "ep_sync", "hocket", "hocket_null"]
         assert found["gate"]["worst"] <= found["gate"]["tolerance"]
-        assert set(found["phases"]) == {"gate", "build", "warm-up", "measure"}
+        assert found["complete"]
+        assert {"build", "warm-up", "measure"} <= set(found["phases"])
         for row in found["contenders"].values():
             assert row["settings"]
             assert row["seconds"] > 0
             assert len(row["blocks"]) == 2
     assert not (tmp_path / "runs" / "tiny").exists(), "the folder of training runs stays alone"
+
+
+def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
+    words = [*SMALL, *ALONE, *LITTLE, "--plan.chunks", "1", "--gate_steps", "2", "--blocks", "100000", "--steps", "1"]
+    process = start(tmp_path, "bench", *words, "--against", "bound", "--out", "result.json")
+    wait_for((tmp_path / "result.json").exists, "the first round")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert time.monotonic() - began < 5
+    assert done.code == 128 + signal.SIGTERM
+    (found,) = json.loads((tmp_path / "result.json").read_text())["workloads"]
+    assert not found["complete"]
+    assert len(found["contenders"]["bound"]["blocks"]) == len(found["contenders"]["hocket"]["blocks"]) > 0
 
 
 def test_torchrun_starts_a_benchmark(tmp_path: Path):

@@ -34,7 +34,7 @@ def test_all_learn_the_same(case):
     found = run_ranks(curves, world, names, work, 8)
     verdict = gate.judge(found[0], work)
     assert found[1] == found[0], "every rank comes to the same verdict"
-    assert verdict.worst < 2e-6, "far better than the gate demands"
+    assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"
     assert verdict.fall > 0.02
 
 

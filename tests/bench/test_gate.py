@@ -12,20 +12,28 @@ from hocket.bench import gate
 from hocket.bench.gate import NumericsError
 from hocket.bench.peers.bound import WholeWeights, bound
 from hocket.bench.plain import MainWeights
-from hocket.bench.workload import batches
+from hocket.bench.workload import Workload, batches
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 
 
+def in_bf16(work: Workload) -> Workload:
+    train = dataclasses.replace(work.config.train, dtype="bf16")
+    return dataclasses.replace(work, config=dataclasses.replace(work.config, train=train))
+
+
 def test_agreement_is_reported_with_its_figures():
-    verdict = gate.judge({"a": [4.0, 2.0], "b": [4.0, 2.0001], "c": [4.0, 2.0]}, workload(1))
-    assert verdict.worst == pytest.approx(2.5e-5)
-    assert verdict.fall == pytest.approx(0.5)
+    verdict = gate.judge({"a": [4.0, 3.0], "b": [4.0, 3.00005], "c": [4.0, 3.0]}, workload(1))
+    assert verdict.worst == pytest.approx(5e-5), "of what was learnt, which is 1"
+    assert verdict.fall == pytest.approx(0.25)
     assert verdict.tolerance == 1e-4
+    assert verdict.sequence_length == 16
 
 
-def test_rounding_of_a_loss_that_is_almost_gone_is_let_through():
-    assert gate.judge({"a": [4.0, 1e-5], "b": [4.0, 2e-5]}, workload(1)).worst < 1e-5
+def test_a_gate_that_shows_nothing_is_no_gate():
+    for still in ([4.0, 4.001], [4.0, math.nan]):
+        with pytest.raises(NumericsError, match="the gate shows nothing: over 2 steps the loss of a went from 4 to"):
+            gate.judge({"a": still, "b": still}, workload(1))
 
 
 @pytest.mark.parametrize("wrong", [2.001, math.nan, math.inf])
@@ -35,41 +43,50 @@ def test_who_disagrees_is_named_with_step_and_difference(wrong):
 
 
 def test_the_tolerance_is_that_of_the_dtype():
-    work = workload(1)
-    train = dataclasses.replace(work.config.train, dtype="bf16")
-    coarse = dataclasses.replace(work, config=dataclasses.replace(work.config, train=train))
-    curves = {"a": [4.0, 2.0], "b": [4.0, 2.006]}
-    assert gate.judge(curves, coarse).worst == pytest.approx(1.5e-3)
+    curves = {"a": [4.0, 3.0], "b": [4.0, 3.005]}
+    assert gate.judge(curves, in_bf16(workload(1))).worst == pytest.approx(5e-3)
     with pytest.raises(NumericsError):
-        gate.judge(curves, work)
+        gate.judge(curves, workload(1))
 
 
-def curve_with_factor(rank: int, factor: float) -> list[float]:
-    """A plain program on one rank whose gradients are off by a factor, in experts only."""
-    work = workload(1, moe=True)
-    made = bound(work, rank, CPU)
-    assert isinstance(made, WholeWeights)
-    named = dict(made.model.named_parameters())
-    experts = {name: param for name, param in named.items() if ".experts." in name}
-    dense = {name: param for name, param in named.items() if name not in experts}
-    made.optimizers = [MainWeights(dense, work, rank), MainWeights(experts, work, rank, scale=factor)]
-    return gate.curve(made, work, rank, CPU, 8)
+def with_factor(rank: int, factor: float, group: str) -> dict[str, list[float]]:
+    """Plain programs on one rank; `wrong` has gradients off by a factor, of parameters with `group` in their name."""
+    work, found = workload(1, moe=True), {}
+    for kind, scale in (("right", 1.0), ("wrong", factor)):
+        made = bound(work, rank, CPU)
+        assert isinstance(made, WholeWeights)
+        named = dict(made.model.named_parameters())
+        chosen = {name: param for name, param in named.items() if group in name}
+        others = {name: param for name, param in named.items() if name not in chosen}
+        made.optimizers = [MainWeights(chosen, work, rank, scale=scale)]
+        made.optimizers += [MainWeights(others, work, rank)] if others else []
+        found[kind] = gate.curve(made, work, rank, CPU, 8)
+    return found
 
 
-def test_gradients_that_are_off_by_a_factor_are_caught():
-    """AdamW alone would hide it."""
-    (right,), (half,) = run_ranks(curve_with_factor, 1, 1.0), run_ranks(curve_with_factor, 1, 0.5)
-    assert gate.judge({"right": right, "again": right}, workload(1)).worst == 0.0
+@pytest.mark.parametrize("group", ["embed", "layers.0.", "layers.1.", "experts", "head.w"])
+def test_gradients_of_one_group_that_are_off_by_a_few_per_cent_are_caught(group):
+    """AdamW alone would hide even half of a gradient."""
+    (curves,) = run_ranks(with_factor, 1, 0.95, group)
+    assert 0.05 < gate.judge({"a": curves["right"], "b": curves["right"]}, workload(1)).fall < 0.3
+    with pytest.raises(NumericsError, match="wrong does not compute what right computes"):
+        gate.judge(curves, workload(1))
+
+
+@pytest.mark.parametrize("group", ["", "embed", "layers.", "head.w"])
+def test_in_bf16_a_wrong_factor_is_caught(group):
+    (curves,) = run_ranks(with_factor, 1, 0.5, group)
     with pytest.raises(NumericsError):
-        gate.judge({"right": right, "half": half}, workload(1))
+        gate.judge(curves, in_bf16(workload(1)))
 
 
-def test_without_an_optimizer_a_smaller_model_with_one_is_compared():
+def test_a_smaller_model_with_an_optimizer_is_compared():
     work = workload(1, moe=True, optimizer=False)
     deep = dataclasses.replace(work.config.model, layers=32, dense_layers=(0, 20))
     small = gate.small(dataclasses.replace(work, config=dataclasses.replace(work.config, model=deep)))
     assert small.optimizer
     assert small.config.model.layers == 4
+    assert small.config.train.sequences == 1
     assert small.config.model.dense_layers == (0,)
     assert small.config.model.hidden == work.config.model.hidden
 
@@ -81,4 +98,4 @@ def test_the_gates_epsilon_is_about_an_element_of_a_gradient():
     microbatch = batches(work, 0, 0, CPU)[0]
     made.model(microbatch.ids, microbatch.targets).backward()
     grads = torch.cat([param.grad.flatten() for param in made.model.parameters() if param.grad is not None])
-    assert 0.02 < grads.square().mean().sqrt().item() / work.config.train.eps < 50
+    assert 1 < grads.square().mean().sqrt().item() / work.config.train.eps < 10
