@@ -18,6 +18,7 @@ from hocket.plan.ops import LANES
 from hocket.plan.timeline import COLORS as PLAN_COLORS
 from hocket.plan.timeline import duration, tick
 from hocket.trace.data import Floats, Ints, RankTrace
+from hocket.trace.exposure import late_host
 from hocket.trace.intervals import Spans, clip, subtract, union
 
 COLORS = {
@@ -92,13 +93,13 @@ def lanes(trace: RankTrace) -> list[Lane]:
     """The lanes of a rank as they are shown: those that compute, then hocket's in its order, then the others."""
     seconds = trace.end - trace.start
     computes = np.where(trace.of_kind("compute"), seconds, 0.0)
+    known: dict[str, int] = {name: n for n, name in enumerate(LANES)}
     found = []
     for index in np.unique(trace.lane):
-        rows = np.flatnonzero(trace.lane == index)
+        name, rows = trace.words[index], np.flatnonzero(trace.lane == index)
         busy = computes[rows].sum()
         much = busy > seconds[rows].sum() / 2 and busy > computes.sum() * _GOOD_PART
-        found.append(Lane(trace.words[index], bool(much), rows))
-    known: dict[str, int] = {name: n for n, name in enumerate(LANES)}
+        found.append(Lane(name, name == "compute" if name in known else bool(much), rows))
     return sorted(found, key=lambda lane: (not lane.compute, known.get(lane.name, len(known)), _natural(lane.name)))
 
 
@@ -132,11 +133,7 @@ def idle(trace: RankTrace, start: float, end: float) -> Spans:
 
 def late(trace: RankTrace, start: float, end: float) -> Spans:
     """Of the idle stretches, until the host had launched what runs next: it was late."""
-    rests = idle(trace, start, end)
-    following = np.searchsorted(trace.start, rests[:, 1], side="left")
-    launched = np.append(trace.launched, np.nan)[np.minimum(following, len(trace))]
-    stop = np.clip(np.nan_to_num(launched, nan=-np.inf), rests[:, 0], rests[:, 1])
-    return union(rests[:, 0], stop)
+    return late_host(trace, idle(trace, start, end))
 
 
 def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:
