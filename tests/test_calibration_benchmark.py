@@ -1,18 +1,21 @@
-"""What benchmarks/calibration.py does without GPUs: its plans are valid, and its result is what the tables read."""
+"""What the benchmarks of predictions do without GPUs: plans are valid, results are what the tables read."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from benchmarks import calibration, tables
+from benchmarks import calibration, prediction, tables
 from hocket.plan.check import assert_valid
+from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
-from hocket.resolve import resolve
+from hocket.resolve import Settings, resolve
 from hocket.rules import Host
 from hocket.trace.align import load
 from tests.trace.simulated import settings_for, traces_of
@@ -42,6 +45,33 @@ def test_the_result_has_what_the_tables_show(tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(1.0, rel=0.02), name
     assert "| small, interleaved |" in tables.calibration(result)
     assert "| small |" in tables.calibration_rest(result)
+
+
+def test_kept_traces_predict_what_other_results_measured(tmp_path: Path) -> None:
+    settings = settings_for(merge="on", defer_wgrad="on", chunks=2, order="interleaved")
+    steps = {}
+    for name, each in prediction.contenders(settings).items():
+        steps[name] = float(predict(cast(Settings, each), program_of(cast(Settings, each)), HARDWARE["h200"]).makespan)
+    timeline = predict(settings, program_of(settings), HARDWARE["h200"])
+    for transport, kind in (("nccl", "real"), ("null", "null")):
+        for path in traces_of(settings, timeline, tmp_path, transport=transport):
+            path.rename(tmp_path / f"{kind}_{path.name}")
+    config = {section: dataclasses.asdict(getattr(settings, section)) for section in prediction.SIZES}
+    origin = {"hardware": "4 x GPU", "versions": {}, "commit": "c", "command": "hocket", "config": config}
+    recorded = origin | {"seconds_without_profiler": {"real": steps["merged"]}}
+    timed = origin | {"contenders": {name: {"blocks": [[step], [step, step]]} for name, step in steps.items()}}
+    for name, result in (("overlap_trace", recorded), ("step_time", timed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found = prediction.predicted(tmp_path, tmp_path)
+    assert found["hardware"] == "4 x GPU"
+    (shape,) = found["shapes"].values()
+    assert set(shape["plans"]) == {"as recorded", *steps} - {"bound"}
+    for name, row in shape["plans"].items():
+        assert row["ratio"] == pytest.approx(1.0, rel=0.02), name
+    config["train"]["sequences"] = 3
+    (tmp_path / "step_time.json").write_text(json.dumps(timed))
+    with pytest.raises(ValueError, match=r"train\.sequences = 8 \(traces\): 3 in the result of `hocket`"):
+        prediction.predicted(tmp_path, tmp_path)
 
 
 def test_a_phase_that_hangs_says_where_and_ends() -> None:
