@@ -43,10 +43,11 @@ def test_what_follows_a_preset_wins():
 
 def test_a_result_becomes_a_table():
     row = {"seconds": 0.5, "tflops_per_gpu": 400.0, "mfu": 0.404, "noise": 0.004, "peak_bytes": 2**31}
+    row |= {"blocks": [{"clock_mhz": 1700.0}, {"clock_mhz": 1800.0}], "off_clock": [True, True]}
     ratio = {"median": 0.9, "low": 0.88, "high": 0.91}
     rows = {"bound": {**row, "speed_over": {"fsdp2": ratio}}, "fsdp2": {**row, "speed_over": {"bound": ratio}}}
     config = {"train": {"sequences": 2}, "data": {"sequence_length": 2048}}
     found = {"bound": "bound", "best_peer": "fsdp2", "config": config, "contenders": rows}
     text = contenders({"workloads": [found]})
-    assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 2 |" in text
-    assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 2 |" in text
+    assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 2 |" in text
+    assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 1,750* | 2 |" in text

@@ -136,6 +136,7 @@ class Fsdp2:
         ahead = f"{PREFETCH} layers ahead, explicit, in forward and backward"
         late = "once a step" if self.late_reduce else "after every microbatch"
         found = {
+            "weights": f"fp32 shards, cast to {dtype} before every gather",
             "units": "each layer, embedding, head" if tuned else "each layer; embedding and head in the root",
             "reshard after forward": "all but last layer and head" if tuned else "all but the root",
             "prefetch": ahead if tuned else "default (implicit)",
