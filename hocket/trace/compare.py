@@ -203,6 +203,12 @@ def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Seque
             f"of the run without communication only {_ranks(null.ranks)} of {null.world}: if another is slower, the "
             "tax is smaller"
         )
+    waiting = _mean(mine, "exposed_waiting")
+    if waiting > 0:
+        found.append(
+            f"{1e3 * waiting:.2f} ms of exposed communication only waits for late peers, as when load is uneven: a "
+            "faster link would not shorten them"
+        )
     a, b = mine[0].rank, other[0].rank
     if real.stages.get(a) != null.stages.get(b):
         found.append(

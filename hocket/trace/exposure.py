@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hocket.trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, Step, StepReport
+from hocket.trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, StepReport
 from hocket.trace.intervals import Spans, covered, intersect, length, subtract, union
 
 Rows = NDArray[np.bool_]
@@ -87,7 +87,7 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
         communication=length(communication),
         exposed=length(exposed),
         idle=length(idle),
-        host_bound=_host_bound(trace, step, idle),
+        host_bound=length(late_host(trace, idle)),
         kinds=kinds,
         exposed_for=_attributed(trace, inside & ~compute_rows, exposed),
         layers=dict(sorted(layers.items())),
@@ -172,14 +172,11 @@ def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np
     return start[kept], stop[kept], kept
 
 
-def _host_bound(trace: RankTrace, step: Step, idle: Spans) -> float:
-    """Of the idle stretches, seconds until the next activity to run had been launched."""
-    if not len(idle):
-        return 0.0
+def late_host(trace: RankTrace, idle: Spans) -> Spans:
+    """Of stretches in which nothing runs, the parts until the host had launched what runs next."""
     following = np.searchsorted(trace.start, idle[:, 1], side="left")
-    launched = np.append(trace.launched, np.nan)[np.minimum(following, len(trace))]
-    late = np.clip(launched - idle[:, 0], 0.0, idle[:, 1] - idle[:, 0])
-    return float(np.nansum(late))
+    launched = np.append(trace.launched, np.nan)[following]
+    return union(idle[:, 0], np.clip(np.nan_to_num(launched, nan=-np.inf), idle[:, 0], idle[:, 1]))
 
 
 def _classes(trace: RankTrace, rows: Rows) -> Mapping[str, float]:

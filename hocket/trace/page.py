@@ -143,10 +143,8 @@ def _tables(figures: table.Figures) -> list[str]:
     if any(row["exposed_seconds"] for row in figures["layers"]):
         out.append(_section("Layers, the most exposed first", "milliseconds", *table.layer_rows(figures)))
     if tax:
-        heads = ["kernels", "with communication", "without", "slow-down"]
-        rows = table.slowdown_rows([tax["contention"]], "name")
-        rows += table.slowdown_rows(tax["classes"], "class") + table.slowdown_rows(tax["ops"], "name")
-        out.append(_section("Tax of communication", "milliseconds", heads, rows, [table.tax_text(tax), *tax["notes"]]))
+        texts = [table.tax_text(tax), *tax["notes"]]
+        out.append(_section("Tax of communication", "milliseconds", *table.tax_rows(tax), texts))
     if prediction:
         heads, rows = table.predicted_rows(prediction)
         texts = [table.prediction_text(prediction), *prediction["notes"]]

@@ -198,7 +198,15 @@ def imbalance_text(figures: Figures) -> str:
     return text
 
 
-def slowdown_rows(rows: Sequence[Figures], key: str) -> list[list[str]]:
+def tax_rows(tax: Figures, classes: int | None = None, ops: int | None = None) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table of the tax, in milliseconds: all kernels, their first classes, the first ops."""
+    heads = ["kernels", "with communication", "without", "slow-down"]
+    by_class = _slowdown_rows([tax["contention"]], "name") + _slowdown_rows(tax["classes"][:classes], "class")
+    by_op = _slowdown_rows(tax["ops"][:ops], "name")
+    return heads, [*by_class, *([["the same, by op", "", "", ""], *by_op] if by_op else [])]
+
+
+def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[list[str]]:
     """Name, milliseconds with and without communication, and how much longer it takes."""
     return [
         [row[key], milliseconds(row["seconds"]), milliseconds(row["null_seconds"]), _longer(row["slowdown_share"])]
@@ -323,13 +331,9 @@ def _tax(figures: Figures, width: int) -> list[Line]:
     tax = figures["tax"]
     if not tax:
         return []
-    heads = ["kernels", "with communication", "without", "slow-down"]
-    rows = [
-        *slowdown_rows([tax["contention"]], "name"),
-        *slowdown_rows(tax["classes"][:_CLASSES], "class"),
-        *slowdown_rows(tax["ops"][:_OPS], "name"),
-    ]
-    body = [(("  ", ""), *one) for one in wrapped(tax_text(tax), width - 2)] + grid(heads, rows, width)
+    body = [(("  ", ""), *one) for one in wrapped(tax_text(tax), width - 2)]
+    body += grid(*tax_rows(tax, _CLASSES, _OPS), width)
+    body += _more([*tax["classes"][_CLASSES:], *tax["ops"][_OPS:]], 0, "class or op", "classes and ops")
     return section("Tax of communication", "milliseconds", [*body, *_listed(tax["notes"], width)])
 
 
