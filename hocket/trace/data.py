@@ -44,7 +44,7 @@ writes, in a run with the null transport, in place of what would arrive."""
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank: from its first activity to the first of the next step, or to its own last."""
+    """One optimizer step of one rank: from its first activity to the first of the next step, else to its own last."""
 
     number: int
     start: float

@@ -37,6 +37,9 @@ def assign(
     index[used] = np.arange(len(used))
     firsts = [float(start[found == i].min()) for i in used]
     lasts = [float(end[found == i].max()) for i in used]
-    closes = [*firsts[1:], lasts[-1]] if used else []
-    steps = tuple(Step(marks[i][0], a, b) for i, a, b in zip(used, firsts, closes, strict=True))
-    return steps, index[found]
+    steps = []
+    for n, i in enumerate(used):
+        number = marks[i][0]
+        followed = n + 1 < len(used) and marks[used[n + 1]][0] == number + 1
+        steps.append(Step(number, firsts[n], firsts[n + 1] if followed else lasts[n]))
+    return tuple(steps), index[found]

@@ -108,6 +108,14 @@ def test_a_single_collective_is_told_as_one(tmp_path: Path) -> None:
     assert any("so that the one transfer that both took part in ends together" in note for note in notes)
 
 
+def test_ranks_that_differ_in_how_often_they_call_are_told(tmp_path: Path) -> None:
+    one, other = loaded(tmp_path, gathers(0, [(0, 50), (60, 80)]), gathers(1, [(0, 50)]))
+    assert (one.match == -1).all()
+    assert (other.match == -1).all()
+    said = "step 0: calls of allgather in group gather_dense do not match: 2 on rank 0, 1 on rank 1"
+    assert said in one.notes
+
+
 def test_collectives_are_counted_within_their_step(tmp_path: Path) -> None:
     """The second rank's profiler started a step late: numbers of steps, not positions in the file, decide."""
 

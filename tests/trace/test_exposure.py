@@ -260,6 +260,16 @@ def test_a_step_lasts_until_the_next_and_cuts_what_runs_over(tmp_path: Path) -> 
     assert second.kinds["reduce"].bytes == 0
 
 
+def test_what_runs_between_steps_that_do_not_follow_each_other_is_in_none(tmp_path: Path) -> None:
+    made = Trace().annotation("hocket step 7", 0, 100).kernel("gemm", 0, 30, op="aten::mm")
+    made.annotation("hocket step 9", 200, 300).kernel("gemm", 210, 250, op="aten::mm")
+    made.kernel("gemm", 120, 180, op="aten::mm")
+    steps = analysed(tmp_path, made).steps
+    assert [step.step for step in steps] == [7, 9]
+    assert close(steps[0].seconds, 30)
+    assert close(steps[1].seconds, 40)
+
+
 def test_classes_are_sums_not_unions(tmp_path: Path) -> None:
     made = (
         Trace()
