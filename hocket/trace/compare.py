@@ -24,6 +24,10 @@ from hocket.trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, S
 from hocket.trace.exposure import report as report_on
 from hocket.trace.rebuild import assert_same_work
 
+TOGETHER = 0.01
+"""Share of a step by which ranks that end together may differ."""
+_STAND_IN: KernelClass = "stand-in"
+
 
 def compare(
     real: Report, null: Report, real_traces: Sequence[RankTrace] = (), null_traces: Sequence[RankTrace] = ()
@@ -36,7 +40,7 @@ def compare(
     if real_traces and null_traces and real_traces[0].run:
         assert_same_work(real_traces[0], null_traces[0])
     notes = _notes(real, null)
-    if real.ranks != null.ranks:
+    if real.ranks and null.ranks and real.ranks != null.ranks:
         ranks, null_ranks = _alike(real, null)
         real, real_traces = _of_ranks(real, real_traces, ranks)
         null, null_traces = _of_ranks(null, null_traces, null_ranks)
@@ -55,10 +59,6 @@ def compare(
         ops=ops,
         notes=(*notes, *_doubts(real, null, mine, other)),
     )
-
-
-TOGETHER = 0.01
-"""Share of a step by which ranks that end together may differ."""
 
 
 def middle_steps(report: Report) -> list[StepReport]:
@@ -121,10 +121,10 @@ def _alike(real: Report, null: Report) -> tuple[set[int], set[int]]:
     else:
         ranks = null_ranks = set(real.ranks) & set(null.ranks)
     if not ranks:
-        what = "of a pipeline stage of the run's" if real.stages else "of the run's"
+        what = "another pipeline stage than" if real.stages else "not"
         raise ValueError(
-            f"{', '.join(null.sources[:1])}: of rank {_some(null.ranks)}, none {what} ranks {_some(real.ranks)}; "
-            "fix: traces of the same ranks"
+            f"{', '.join(null.sources[:1])}: of {_ranks(null.ranks)}, {what} {_ranks(real.ranks)} of "
+            f"{', '.join(real.sources[:1])}; fix: traces of the same ranks"
         )
     return ranks, null_ranks
 
@@ -222,9 +222,6 @@ def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Seque
             "compute of that step, but of no class and op here, and slow down what runs beside them"
         )
     return found
-
-
-_STAND_IN: KernelClass = "stand-in"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
