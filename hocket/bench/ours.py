@@ -42,6 +42,7 @@ class Planned:
         self.settings: Mapping[str, str] = {
             "plan": plan,
             "transport": transport,
+            "weights": "fp32 shards, cast once after an update",
             "compile": "off: hocket runs eagerly",
             "reduce": f"{config.train.dtype}, added to fp32",
             "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",
