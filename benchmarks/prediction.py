@@ -58,7 +58,7 @@ def predicted(folder: Path, results: Path = RESULTS) -> dict[str, Any]:
     found = predictions(real, null, {name: plans[name] for name in times}, times)
     names = ("hardware", "versions", "commit", "command")
     runs = {name: {key: run[key] for key in names} for name, run in (("recorded", recorded), ("timed", timed))}
-    return {"hardware": recorded["hardware"], "runs": runs, "shapes": {settings.run.name: found}}
+    return {"runs": runs, "shapes": {settings.run.name: found}}
 
 
 def main() -> None:

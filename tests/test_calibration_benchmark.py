@@ -63,7 +63,7 @@ def test_kept_traces_predict_what_other_results_measured(tmp_path: Path) -> None
     for name, result in (("overlap_trace", recorded), ("step_time", timed)):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     found = prediction.predicted(tmp_path, tmp_path)
-    assert found["hardware"] == "4 x GPU"
+    assert found["runs"]["recorded"]["hardware"] == "4 x GPU"
     (shape,) = found["shapes"].values()
     assert set(shape["plans"]) == {"as recorded", *steps} - {"bound"}
     for name, row in shape["plans"].items():

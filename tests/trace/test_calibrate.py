@@ -18,7 +18,11 @@ from hocket.resolve import Settings
 from hocket.trace.align import load
 from hocket.trace.calibrate import calibrate
 from hocket.trace.data import RankTrace
+from hocket.trace.exposure import report
+from hocket.trace.rebuild import rebuilt
 from tests.trace.simulated import settings_for, traces_of
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 PLANS: list[dict[str, Any]] = [
     {"merge": "on", "defer_wgrad": "on", "chunks": 2},
@@ -112,3 +116,11 @@ def test_the_host_comes_back(tmp_path: Path) -> None:
     bound = predict(settings, program, hardware_of(settings), replace(measured, friction=Friction()))
     assert float(bound.makespan) < 0.9 * float(timeline.makespan)
     assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_costs_of_a_real_run_predict_its_step() -> None:
+    """Of a small model on four GPUs, whose host is late: what nobody simulated is not far from what is simulated."""
+    traces = load(sorted(FIXTURES.glob("rank*.json.gz")))
+    settings, program = rebuilt(traces[0])
+    found = predict(settings, program, hardware_of(settings), calibrate(traces))
+    assert report(traces).step_seconds == pytest.approx(float(found.makespan), rel=0.15)
