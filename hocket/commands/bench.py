@@ -92,6 +92,8 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
         problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "out of range", "1 or more each"))
     if options.out and not Path(options.out).absolute().parent.is_dir():
         problems.append(_bad("out", options.out, "cannot be written (no such folder)", "name a file in a folder"))
+    if options.out and Path(options.out).is_dir():
+        problems.append(_bad("out", options.out, "cannot be written (it is a folder)", "name a file in it"))
     config = options.config
     if "train.clip" in origins and config.train.clip:
         fix = "leave it out: benchmarks never clip"

@@ -64,6 +64,7 @@ def test_the_list_names_every_contender(capsys):
         (["tiny", "--lengths", "16", "0"], "lengths = 16 0 .* out of range"),
         (["tiny", "--lengths", "long"], "lengths = long .* not a list of int"),
         (["tiny", "--optimizer", "maybe"], "optimizer = maybe .* one of on, off"),
+        (["tiny", "--out", "/"], "out = / .*it is a folder"),
         (["tiny", "--out", "missing/folder/x.json"], "out = missing/folder/x.json .*no such folder"),
         (["tiny", "--train.clip", "2"], "train.clip = 2.0 .* contenders clip differently; fix: leave it out"),
         (["tiny", "--against", "fsdp2"], "against = fsdp2 .* knows no pipeline, and mesh.pp = 2"),
