@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.overlap_trace import figures, keep
-from benchmarks.tables import overlap_trace
+from benchmarks.tables import overlap_tax, overlap_trace
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.recipes import recipe
@@ -113,11 +113,12 @@ def tables_of(folder: Path) -> None:
     real, null = ([folder / f"runs/{run}/traces/rank{r}.json.gz" for r in range(4)] for run in ("tiny", "tiny-null"))
     seconds = {"real": 0.3, "null": 0.2}
     result = json.loads(json.dumps(figures(load(real), load(null), recipe("tiny"), seconds)))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in overlap_trace(result).splitlines()]
+    lines = [*overlap_trace(result).splitlines(), *overlap_tax(result).splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     table = {row[0]: row[1:] for row in rows if row}
     assert {"gather", "reduce", "a2a", "pp", "compute", "whole step"} <= table.keys()
     assert len(table["gather"]) == 6
-    assert table["step, without the profiler"] == ["200 ms", "300 ms", "50%"]
+    assert table["step, without the profiler"] == ["200 ms", "300 ms", "+50%"]
     keep({"real": real, "null": null}, 2, folder / "kept")
     assert len(list((folder / "kept").iterdir())) == 6
 
