@@ -277,6 +277,8 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
+    "prediction": ("prediction", calibration),
+    "prediction_rest": ("prediction", calibration_rest),
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
     "dense_fsdp": ("dense_fsdp", contenders),
