@@ -9,7 +9,7 @@ All of them are timed without a profiler: slowest rank, median over steps. Besid
 without any measurement.
 
 Shapes come in the order of what they take, and the result is written after each, so that a run that is cut short keeps
-what it has. About two minutes on four H200: 20 s for `dense`, 25 s for `pipeline`, 60 s for `moe`, 15 s to start;
+what it has. Estimated for four H200: 120 s in all; `dense` 20 s, `pipeline` 25 s, `moe` 60 s, the start 15 s.
 `--shapes` picks some. On CPUs (`--nproc-per-node 4`, no GPU) the shapes are tiny and show only that everything works.
 """
 
