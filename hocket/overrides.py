@@ -105,5 +105,7 @@ def _parses(words: Sequence[str], hint: Any) -> bool:
 def _example(value: object, hint: Any) -> str:
     if isinstance(value, tuple):
         item = get_args(hint)[0]
+        if get_origin(item) is Literal:
+            return str(get_args(item)[0])
         return " ".join(map(str, value)) or {int: "0 1", str: "some/folder"}.get(item, "0")
     return str(value) if value != "" else "a-name"

@@ -160,7 +160,7 @@ class Overlap:
     def all(self) -> Collectives:
         """All collectives."""
         if self._all is None:
-            raise ValueError("overlap: asked inside of the profiled block; fix: ask behind it")
+            raise ValueError("overlap: asked inside of the profiled block, or it raised; fix: ask behind it")
         return self._all
 
     def of(self, *kinds: Kind, group: str = "", launcher: str = "", op: str = "") -> Collectives:
@@ -228,8 +228,11 @@ def profile_overlap(keep: Path | None = None) -> Iterator[Overlap]:
     the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. On a CPU the
     transfers of gloo are seen, and compute is what torch computes meanwhile.
 
-    Raises TraceError if the block neither computed nor communicated.
+    Raises TraceError if the block neither computed nor communicated, and ValueError while another profiler records:
+    torch has one, and would end the process.
     """
+    if torch.autograd._profiler_enabled():
+        raise ValueError("profile_overlap: another profiler, or profile_overlap, is recording; fix: end it first")
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     overlap = Overlap()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -66,6 +66,26 @@ def test_hidden_and_exposed_collectives_are_told_apart(tmp_path: Path) -> None:
         assert (tmp_path / f"rank{rank}.json").exists()
 
 
+def test_one_profiler_at_a_time() -> None:
+    with profile_overlap() as outer:
+        torch.ones(3).add_(1)
+        with pytest.raises(ValueError, match=r"another profiler.* is recording; fix: end it first"), profile_overlap():
+            pass
+    assert outer.compute > 0
+    with torch.profiler.profile(), pytest.raises(ValueError, match="another profiler"), profile_overlap():
+        pass
+
+
+def test_a_block_that_raises_is_left_as_it_was() -> None:
+    with pytest.raises(KeyError), profile_overlap() as overlap:
+        raise KeyError
+    with pytest.raises(ValueError, match="or it raised"):
+        overlap.counts()
+    with profile_overlap() as overlap:
+        torch.ones(3).add_(1)
+    assert overlap.counts() == {}
+
+
 def test_questions_that_make_no_sense() -> None:
     with profile_overlap() as overlap:
         torch.ones(3).add_(1)
