@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -166,15 +166,19 @@ class Groups:
     recv_act: Group | None = None
     send_grad: Group | None = None
     recv_grad: Group | None = None
+    made: tuple[str, ...] = ()
+    """Names of the groups in the order in which they were made, in which all ranks agree."""
 
     def __iter__(self) -> Iterator[Group]:
-        for each in fields(self):
-            group = getattr(self, each.name)
-            if group is not None:
-                yield group
+        for name in self.made:
+            yield getattr(self, name)
 
     def destroy(self) -> None:
-        """Give back every group. The default process group stays."""
+        """Give back every group. The default process group stays.
+
+        In the order of `made`: NCCL waits for all members of a group, and the two edges of a ring of two ranks have
+        other names on each of them.
+        """
         for group in self:
             group.transport.destroy()
 
@@ -196,7 +200,7 @@ def make_groups(
             if moved_by is not None:
                 field_name = _field(purpose, ranks, rank)
                 mine[field_name] = Group(field_name, ranks, ranks.index(rank), moved_by)
-    groups = Groups(**mine)
+    groups = Groups(**mine, made=tuple(mine))
     _warm(groups, mesh, rank, device)
     return groups
 
