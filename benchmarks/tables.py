@@ -225,6 +225,8 @@ def contenders(result: Result) -> str:
     """What `hocket bench` found: a row per contender, for every sequence length."""
     rows = []
     for found in result["workloads"]:
+        if not found.get("complete", True):
+            raise ValueError(f"the result of `{result['command']}` was interrupted; fix: measure it again")
         bound, best = found["bound"], found["best_peer"]
         tokens = f"{found['config']['train']['sequences'] * found['config']['data']['sequence_length']:,}"
         for name, row in found["contenders"].items():

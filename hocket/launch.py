@@ -52,7 +52,7 @@ class Job:
     """Called by every worker once all have met, with the settings, its rank and its device."""
     again: str
     """What the user can do about a failure."""
-    ending: str = "ending"
+    ending: str = "ending now"
     """What the workers do when they are asked to end."""
 
 
@@ -64,9 +64,10 @@ def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
     settings, worker = arrive(config, origins)
     check_corpus(settings)
     if settings.train.transport == "null":
-        job = Job(train_rank, "nothing is lost: the run was no training")
+        job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
     else:
-        job = Job(train_rank, "the same command continues from the last checkpoint", "saving and ending")
+        again = "the same command continues from the last checkpoint"
+        job = Job(train_rank, again, "saving and ending after this step")
     work(settings, worker, job)
 
 
@@ -316,7 +317,7 @@ def die_with(parent: int) -> None:
 @contextlib.contextmanager
 def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]:
     """Pass SIGINT and SIGTERM on to all workers, which save and end. Yields the list of signals that have come."""
-    words = f"\nhocket: {ending} after this step; once more ends at once\n".encode()
+    words = f"\nhocket: {ending}; once more ends at once\n".encode()
     asked: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -51,3 +51,8 @@ def test_a_result_becomes_a_table():
     text = contenders({"workloads": [found]})
     assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 2 |" in text
     assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 1,750* | 2 |" in text
+
+
+def test_a_measurement_that_was_interrupted_becomes_no_table():
+    with pytest.raises(ValueError, match="was interrupted"):
+        contenders({"workloads": [{"complete": False}], "command": "hocket bench"})
