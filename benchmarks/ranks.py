@@ -8,7 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from hocket.bench.measure import Timer, slowest
+from hocket.bench.measure import Gauge, Timer, slowest
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.engine import Engine
@@ -32,11 +32,14 @@ def batch(engine: Engine, seed: int) -> list[Microbatch]:
 
 
 def timed_block(engine: Engine, microbatches: list[Microbatch], steps: int) -> list[float]:
-    """Seconds of each step on the slowest rank, after one step that does not count."""
+    """Seconds of each step on the slowest rank, as in a block of `hocket bench`."""
     timer = Timer(engine.device)
-    timer.settle()
-    _, *mine = timer.steps(lambda: engine.train_step(microbatches, 1e-4), 1 + steps)
-    return slowest(mine)
+
+    def step() -> None:
+        engine.train_step(microbatches, 1e-4)
+
+    (seconds,) = slowest(timer.steps(step, 1))
+    return list(timer.block(step, timer.uncounted(seconds), steps, Gauge(None)).seconds)
 
 
 def for_world(config: Config, world: int) -> Config:

@@ -21,6 +21,7 @@ from hocket.model.init import init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Splits, exchange_counts
+from hocket.runtime.actions import Microbatch
 
 
 class Exchange:
@@ -131,6 +132,13 @@ def compile_layers(model: PlainModel) -> None:
             layer.attn.forward = torch.compile(layer.attn.forward, fullgraph=True, dynamic=False)
         else:
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+
+
+def backward(model: nn.Module, microbatch: Microbatch, count: int) -> Tensor:
+    """Forward and backward of one of `count` microbatches, the mean of whose losses counts. Returns its loss, 0-dim."""
+    loss = model(microbatch.ids, microbatch.targets)
+    (loss / count).backward()
+    return loss.detach()
 
 
 def first_value(name: str, shape: Sequence[int], workload: Workload, rank: int, device: torch.device) -> Tensor:

@@ -45,6 +45,20 @@ def test_mesh_errors_name_the_setting(make, message):
         make()
 
 
+def _members_in_order(rank: int) -> list[tuple[int, ...]]:
+    groups = make_groups(Mesh(pp=2, dp=2, ep=2), rank, CPU, "gloo")
+    return [group.ranks for group in groups]
+
+
+def test_ranks_agree_on_the_order_of_the_groups_they_share():
+    """It is the order in which they are given back, and on NCCL all members wait for each other there."""
+    orders = run_ranks(_members_in_order, 4)
+    assert orders[0].count((0, 2)) == orders[0].count((2, 0)) == 2
+    for a, one in enumerate(orders):
+        for b, other in enumerate(orders):
+            assert [m for m in one if {a, b} <= set(m)] == [m for m in other if {a, b} <= set(m)]
+
+
 def test_pending_runs_what_follows_once():
     seen = []
     pending = Pending(lambda: seen.append("wait")).then(lambda: seen.append("after"))

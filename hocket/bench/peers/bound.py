@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, materialize, plain_model
+from hocket.bench.plain import Exchange, MainWeights, PlainModel, backward, materialize, plain_model
 from hocket.bench.workload import Workload
 from hocket.runtime.actions import Microbatch
 
@@ -42,11 +42,7 @@ class WholeWeights:
         self.model, self.optimizers, self.settings = model, optimizers, settings
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        losses = []
-        for microbatch in microbatches:
-            loss = self.model(microbatch.ids, microbatch.targets)
-            (loss / len(microbatches)).backward()
-            losses.append(loss.detach())
+        losses = [backward(self.model, microbatch, len(microbatches)) for microbatch in microbatches]
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)

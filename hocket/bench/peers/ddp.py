@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import MainWeights, materialize, plain_model
+from hocket.bench.plain import MainWeights, backward, materialize, plain_model
 from hocket.bench.workload import Workload
 from hocket.runtime.actions import Microbatch
 
@@ -48,9 +48,7 @@ class Ddp:
         for number, microbatch in enumerate(microbatches, 1):
             last = number == len(microbatches)
             with contextlib.nullcontext() if last else self.model.no_sync():
-                loss = self.model(microbatch.ids, microbatch.targets)
-                (loss / len(microbatches)).backward()
-            losses.append(loss.detach())
+                losses.append(backward(self.model, microbatch, len(microbatches)))
         if self.optimizer is not None:
             self.optimizer.step()
         self.model.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, plain_model
+from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.moe import MoELayer
 from hocket.parallel.mesh import Mesh
@@ -162,9 +162,7 @@ class Fsdp2:
             sharded.set_is_last_backward(last)
             if self.late_reduce:
                 sharded.set_requires_gradient_sync(last)
-            loss = self.model(microbatch.ids, microbatch.targets)
-            (loss / len(microbatches)).backward()
-            losses.append(loss.detach())
+            losses.append(backward(self.model, microbatch, len(microbatches)))
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, PlainModel, adamw, first_value, materialize, plain_model
+from hocket.bench.plain import Exchange, PlainModel, adamw, backward, first_value, materialize, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import MoELayer
@@ -147,11 +147,7 @@ class Stable:
         return Shards(mains, dims, [factor] * len(mains), workload)
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        losses = []
-        for microbatch in microbatches:
-            loss = self.model(microbatch.ids, microbatch.targets)
-            (loss / len(microbatches)).backward()
-            losses.append(loss.detach())
+        losses = [backward(self.model, microbatch, len(microbatches)) for microbatch in microbatches]
         self.model.finish_grad_sync()
         if self.optimizer is not None:
             self.optimizer.step([param.grad.to_local() for param in self.owned])
@@ -217,11 +213,7 @@ class Experimental:
         return Shards(mains, dims, factors, workload)
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        losses = []
-        for microbatch in microbatches:
-            loss = self.model(microbatch.ids, microbatch.targets)
-            (loss / len(microbatches)).backward()
-            losses.append(loss.detach())
+        losses = [backward(self.model, microbatch, len(microbatches)) for microbatch in microbatches]
         if self.optimizer is not None:
             self.optimizer.step(self.grads)
         for _, group in self.groups:
