@@ -1,8 +1,9 @@
 """Run the tests that need GPUs and keep their outcome as a result file.
 
     python -m benchmarks.gpu_tests
+    python -m benchmarks.gpu_tests --name gpu_tests_rerun tests/gpu/test_bench.py
 
-Exits with pytest's status.
+What is no option of its own goes to pytest. Exits with pytest's status.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ def outcome(case: ElementTree.Element) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", default="gpu_tests", help="of the result")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
-    options = parser.parse_args()
+    options, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        status = subprocess.run([*command, "tests"], cwd=ROOT).returncode
+        status = subprocess.run([*command, *(words or ["tests"])], cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).iter("testcase"))
     tests = {
         f"{case.get('classname')}::{case.get('name')}": {
@@ -41,7 +43,7 @@ def main() -> int:
         for case in cases
     }
     counts = {kind: sum(test["outcome"] == kind for test in tests.values()) for kind in ("passed", "failed", "skipped")}
-    print(write("gpu_tests", {**counts, "tests": tests}, options.out, options.commit))
+    print(write(options.name, {**counts, "tests": tests}, options.out, options.commit))
     return status
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = ("--out", "--commit", "--keep-traces")
+"""Options that only say where what was measured goes, and under which name."""
 
 
 def provenance(torchrun: int = 0, commit: str = "") -> dict[str, Any]:
@@ -36,9 +38,9 @@ def _arguments() -> list[str]:
     """The command line without what only says where the result goes."""
     words, kept = iter(sys.argv[1:]), []
     for word in words:
-        if word in ("--out", "--commit"):
+        if word in ELSEWHERE:
             next(words, None)
-        elif not word.startswith(("--out=", "--commit=")):
+        elif not word.startswith(tuple(f"{name}=" for name in ELSEWHERE)):
             kept.append(word)
     return kept
 
