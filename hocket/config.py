@@ -167,8 +167,11 @@ class TrainConfig:
     """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
-    transport: Literal["auto", "gloo", "nccl", "null", "slow"] = "auto"
-    """How collectives move bytes; null pretends to (wrong results, for bounds), slow imitates a network."""
+    transport: Literal["auto", "gloo", "nccl", "copy_engine", "null", "slow"] = "auto"
+    """How collectives move bytes; copy_engine is NCCL with gathers and reduces that take no SM from compute, null
+    pretends to (wrong results, for bounds), slow imitates a network."""
+    copy_engine_groups: tuple[Purpose, ...] = ()
+    """Purposes of the groups that copy engines serve, gathers and reduces; empty means all of these."""
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
     slow_latency: tuple[float, ...] = ()
@@ -191,6 +194,11 @@ class TrainConfig:
     """Seed of the order in which a CPU serves its lanes; any legal order gives the same result."""
     profile: tuple[int, ...] = ()
     """First step and number of steps to record with the profiler; first 0 is soon after the start, empty means none."""
+
+    def copied(self) -> tuple[Purpose, ...]:
+        """Purposes of the groups that copy engines serve under the transport of that name."""
+        every = tuple(purpose for purpose in get_args(Purpose) if purpose.startswith(("gather", "reduce")))
+        return self.copy_engine_groups or every
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""

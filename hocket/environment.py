@@ -150,7 +150,8 @@ def cores() -> int:
 
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> Host:
     """What is here. Imports torch only if it could use a GPU."""
-    gpus, gpu = (0, "") if config.train.device == "cpu" else find_gpus()
+    copies = config.train.transport == "copy_engine"
+    gpus, gpu, no_copy_engine = (0, "", "") if config.train.device == "cpu" else find_gpus(copies)
     return Host(
         gpus=gpus,
         gpu=gpu,
@@ -158,11 +159,12 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> 
         workers=worker.world if worker else 0,
         local_workers=worker.local_world if worker else 0,
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
+        no_copy_engine=no_copy_engine,
     )
 
 
-def find_gpus() -> tuple[int, str]:
-    """(number of GPUs that torch can use, name of the first one).
+def find_gpus(copies: bool = False) -> tuple[int, str, str]:
+    """(number of GPUs that torch can use, name of the first one, why they cannot serve `copies` by copy engines).
 
     A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
     CUDA, which its version file says without an import of torch.
@@ -171,20 +173,23 @@ def find_gpus() -> tuple[int, str]:
     assert torch_package is not None, "torch is not installed"
     assert torch_package.origin is not None
     if not runpy.run_path(str(Path(torch_package.origin).with_name("version.py"))).get("cuda"):
-        return 0, ""
+        return 0, "", ""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             import torch
 
+            from hocket.runtime.copy_engine import problem
+
             count = torch.cuda.device_count()
-            os.write(write, json.dumps([count, torch.cuda.get_device_name(0) if count else ""]).encode())
+            name, missing = torch.cuda.get_device_name(0) if count else "", problem() if count and copies else ""
+            os.write(write, json.dumps([count, name, missing]).encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    count, name = json.loads(text) if text else (0, "")
-    return count, name
+    count, name, missing = json.loads(text) if text else (0, "", "")
+    return count, name, missing

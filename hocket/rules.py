@@ -31,6 +31,8 @@ class Host:
     """Those of them on this host."""
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
+    no_copy_engine: str = ""
+    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,36 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: c.train.transport == "gloo" and c.train.device == "cuda",
         "gloo moves CPU memory, and the ranks compute on GPUs",
         "train.transport = nccl, or train.device = cpu",
+    ),
+    Rule(
+        ("train.transport", "train.device"),
+        lambda c, h: c.train.transport == "copy_engine" and c.train.device == "cpu",
+        "copy engines move GPU memory only, and the ranks compute on CPUs",
+        "train.transport = gloo, or train.device = cuda",
+    ),
+    Rule(
+        ("train.transport",),
+        lambda c, h: c.train.transport == "copy_engine" and h.workers > h.local_workers,
+        "copy engines reach the GPUs of one host, and of {host.workers} processes {host.local_workers} are on this one",
+        "train.transport = nccl",
+    ),
+    Rule(
+        ("train.transport",),
+        lambda c, h: c.train.transport == "copy_engine" and c.train.device == "cuda" and bool(h.no_copy_engine),
+        "{host.no_copy_engine}",
+        "train.transport = nccl",
+    ),
+    Rule(
+        ("train.copy_engine_groups", "train.transport"),
+        lambda c, h: bool(c.train.copy_engine_groups) and c.train.transport != "copy_engine",
+        "no effect: train.transport = {train.transport} uses no copy engines",
+        "train.transport = copy_engine, or leave it out",
+    ),
+    Rule(
+        ("train.copy_engine_groups",),
+        lambda c, h: any(not purpose.startswith(("gather", "reduce")) for purpose in c.train.copy_engine_groups),
+        "copy engines serve gathers and reduces, which are even copies",
+        "names of gather and reduce groups only",
     ),
     Rule(
         ("train.transport", "train.slow_latency", "train.slow_bandwidth"),

@@ -77,6 +77,8 @@ CONTENDERS: dict[str, Entry] = {
     "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any"),
     "hocket_sequential": Entry(f"{_OURS}:sequential", "hocket, one microbatch after the other", pp="any"),
     "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
+    "hocket_ce": Entry(f"{_OURS}:copy_engine", "hocket, gathers and reduces on copy engines", cuda=True, pp="any"),
+    "hocket_ce_gather": Entry(f"{_OURS}:copy_engine_gathers", "hocket, gathers on copy engines", cuda=True, pp="any"),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
     "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel", model="whole"),
     "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload
-from hocket.config import Config
+from hocket.config import Config, Purpose
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups
 from hocket.runtime.transports import Null
 
-_groups: dict[tuple[Mesh, str], Groups] = {}
-"""Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""
+_groups: dict[tuple[Mesh, str, tuple[str, ...]], Groups] = {}
+"""Groups of this process by mesh, transport and what copy engines move: contenders of one mesh take turns on them, as
+they do on the GPU."""
 
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
@@ -33,18 +34,21 @@ class Planned:
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
         mesh, transport = workload.mesh, config.train.transport
-        shared = _groups.get((mesh, transport))
+        copied = config.train.copied() if transport == "copy_engine" else ()
+        shared = _groups.get((mesh, transport, copied))
         self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
-        _groups[mesh, transport] = self.engine.groups
+        _groups[mesh, transport, copied] = self.engine.groups
         self.engine.init_weights()
         self.lr = config.train.lr
         plan = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.plan).items())
         self.settings: Mapping[str, str] = {
             "plan": plan,
-            "transport": transport,
+            "transport": f"copy engines: {', '.join(copied)}; others nccl" if copied else transport,
             "weights": "fp32 shards, cast once after an update",
             "compile": "off: hocket runs eagerly",
-            "reduce": f"{config.train.dtype}, added to fp32",
+            "reduce": f"{config.train.dtype}, summed in fp32"
+            if "reduce_dense" in copied
+            else f"{config.train.dtype}, added to fp32",
             "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",
         }
 
@@ -52,6 +56,7 @@ class Planned:
         return self.engine.train_step(microbatches, self.lr).loss
 
     def close(self) -> None:
+        self.engine.sharded.close()
         del self.engine
 
 
@@ -105,6 +110,21 @@ def null(workload: Workload, rank: int, device: torch.device) -> Contender:
         return Muted(lender)
     train = dataclasses.replace(workload.config.train, transport="null")
     return Planned(workload, rank, device, dataclasses.replace(workload.config, train=train))
+
+
+def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, with gathers and reduces on copy engines."""
+    return Planned(workload, rank, device, _copied(workload.config, ()))
+
+
+def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, with gathers on copy engines; reduces are NCCL's."""
+    return Planned(workload, rank, device, _copied(workload.config, ("gather_dense", "gather_experts")))
+
+
+def _copied(config: Config, groups: tuple[Purpose, ...]) -> Config:
+    train = dataclasses.replace(config.train, transport="copy_engine", copy_engine_groups=groups)
+    return dataclasses.replace(config, train=train)
 
 
 def _unmerged(config: Config, order: Literal["sequential", "1f1b", "interleaved"]) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName
-from hocket.runtime.comm import Groups
+from hocket.runtime.comm import Group, Groups, Window
 from hocket.runtime.weights import Weight, manage
 
 
@@ -44,6 +45,11 @@ class Stats:
     shard_bytes: int
 
 
+class _Numbers(TypedDict):
+    dtype: torch.dtype
+    device: torch.device
+
+
 class ShardedModel:
     """Takes the parameters of a rank's chunks under management and shards them, as a program needs it.
 
@@ -61,48 +67,65 @@ class ShardedModel:
         device: torch.device,
     ) -> None:
         self.groups = groups
-        members = _members(chunks, program.layout.tied)
+        self._numbers = _Numbers(dtype=dtype, device=device)
+        self._windows: list[Window] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
-        self.units: dict[UnitName, ShardedUnit] = {}
-        for kind in UNITS:
-            alike = {name: weights for name, weights in members.items() if name[0] == kind}
-            if not alike:
-                continue
-            sharding = self._sharding(kind, list(alike.values()), mesh, program, (dtype, device))
-            for name, weights in alike.items():
-                self.units[name] = ShardedUnit(kind, name[2], weights, sharding)
+        made: dict[UnitName, ShardedUnit] = {}
+        members = _members(chunks, program.layout.tied)
+        experts = {name: weights for name, weights in members.items() if name[0] == "experts"}
+        dense = {name: weights for name, weights in members.items() if name not in experts}
+        for units, gather, reduce in (
+            (dense, groups.gather_dense, groups.reduce_dense),
+            (experts, groups.gather_experts, groups.reduce_experts),
+        ):
+            layouts = {name: _layout(weights, gather.size) for name, weights in units.items()}
+            shards = self._allocate(layouts, gather, reduce, program)
+            for name, weights in units.items():
+                sharding = UnitSharding(
+                    gather=gather,
+                    reduce=reduce,
+                    weight_slots=self.weight_slots.get(name[0]),
+                    grad_slots=self.grad_slots[name[0]],
+                    divide=mesh.dp,
+                    expert_parallel=(groups.a2a.rank, mesh.ep) if units is experts else (0, 1),
+                )
+                made[name] = ShardedUnit(name[0], name[2], weights, layouts[name], shards[name], sharding)
+        self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
         self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
-    def _sharding(
-        self,
-        kind: UnitKind,
-        members: Sequence[Sequence[Weight]],
-        mesh: Mesh,
-        program: Program,
-        numbers: tuple[torch.dtype, torch.device],
-    ) -> UnitSharding:
-        """Allocate the slots of a class of units, as long as its largest unit on this rank."""
-        dtype, device = numbers
-        experts = kind == "experts"
-        gather = self.groups.gather_experts if experts else self.groups.gather_dense
-        reduce = self.groups.reduce_experts if experts else self.groups.reduce_dense
-        length = max(FlatLayout.build([(w.name, tuple(w.shape)) for w in ws], gather.size).total for ws in members)
-        if gather.size > 1:
-            count = program.weight_slots.get(kind, 0)
-            assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
-            self.weight_slots[kind] = Slots(f"{kind} weight", count, length, dtype, device)
-        self.grad_slots[kind] = Slots(f"{kind} gradient", program.grad_slots.get(kind, 0), length, dtype, device)
-        return UnitSharding(
-            gather=gather,
-            reduce=reduce,
-            weight_slots=self.weight_slots.get(kind),
-            grad_slots=self.grad_slots[kind],
-            dtype=dtype,
-            device=device,
-            divide=mesh.dp,
-            expert_parallel=(self.groups.a2a.rank, mesh.ep) if experts else (0, 1),
-        )
+    def _allocate(
+        self, layouts: Mapping[UnitName, FlatLayout], gather: Group, reduce: Group, program: Program
+    ) -> dict[UnitName, Tensor]:
+        """Allocate all that two groups communicate: slots as long as the largest unit of a class, and the shards.
+
+        Returns the shards that are gathered, zeros.
+        """
+        lengths: dict[UnitKind, int] = {}
+        for (kind, *_), layout in layouts.items():
+            lengths[kind] = max(lengths.get(kind, 0), layout.total)
+        if not lengths:
+            return {}
+        with gather.window() as window:
+            shards = {name: torch.zeros(layout.shard, **self._numbers) for name, layout in layouts.items()}
+            for kind, length in lengths.items():
+                count = program.weight_slots.get(kind, 0)
+                if gather.size > 1:
+                    assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
+                    self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
+        self._windows.append(window)
+        with reduce.window(max(lengths.values()) * self._numbers["dtype"].itemsize) as window:
+            for kind, length in lengths.items():
+                count = program.grad_slots.get(kind, 0)
+                self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, **self._numbers)
+        self._windows.append(window)
+        return shards
+
+    def close(self) -> None:
+        """Take the memory back from the groups, so that it can be freed: all ranks, after their last step."""
+        for window in reversed(self._windows):
+            window.close()
+        self._windows.clear()
 
     def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> ShardedUnit:
         """The unit of a class in a chunk; embed and head have layer -1."""
@@ -158,6 +181,10 @@ class ShardedModel:
             unit.abort()
         for slots in (*self.weight_slots.values(), *self.grad_slots.values()):
             slots.holders = [None] * len(slots)
+
+
+def _layout(weights: Sequence[Weight], world: int) -> FlatLayout:
+    return FlatLayout.build([(weight.name, tuple(weight.shape)) for weight in weights], world)
 
 
 def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Weight]]:

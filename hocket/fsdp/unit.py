@@ -32,9 +32,6 @@ class UnitSharding:
     weight_slots: Slots | None
     """None if the group has one member."""
     grad_slots: Slots
-    dtype: torch.dtype
-    """What computes, and what is sent."""
-    device: torch.device
     divide: int
     """Gradients are summed over the reduce group and divided by this."""
     expert_parallel: tuple[int, int] = (0, 1)
@@ -58,14 +55,22 @@ class Piece:
 class ShardedUnit:
     """One unit of one layer on one rank."""
 
-    def __init__(self, kind: UnitKind, layer: int, weights: Sequence[Weight], sharding: UnitSharding) -> None:
+    def __init__(
+        self,
+        kind: UnitKind,
+        layer: int,
+        weights: Sequence[Weight],
+        layout: FlatLayout,
+        weight: Tensor,
+        sharding: UnitSharding,
+    ) -> None:
+        """`weight` are `layout.shard` zeros in the compute dtype, in memory that the gather group can communicate."""
         self.kind, self.layer, self.weights, self.sharding = kind, layer, tuple(weights), sharding
-        group = sharding.gather
-        self.rank = group.rank
-        self.layout = FlatLayout.build([(w.name, tuple(w.shape)) for w in self.weights], group.size)
-        self.main = torch.zeros(self.layout.shard, device=sharding.device)
+        self.rank = sharding.gather.rank
+        self.layout = layout
+        self.weight = weight
+        self.main = weight if weight.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
         self.main_grad = torch.zeros_like(self.main)
-        self.weight = self.main if sharding.dtype == torch.float32 else self.main.to(sharding.dtype)
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.leases = 0

@@ -1,14 +1,14 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
-This file and `transports.py` are the only callers of `torch.distributed` collectives. Every purpose and direction
-has a group of its own (`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the
-first step, so that no collective creates anything while lanes are running.
+This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
+collectives. Every purpose and direction has a group of its own (`parallel/mesh.py` says which ranks), created and
+warmed in one order on all ranks before the first step, so that no collective creates anything while lanes are running.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
-from hocket.runtime.transports import Gloo, Link, Local, Nccl, Null, Pending, Reduction, Slow, Transport, nccl_options
+from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
+from hocket.runtime.transports import (
+    Gloo,
+    Link,
+    Local,
+    Nccl,
+    Null,
+    Pending,
+    Reduction,
+    Slow,
+    Transport,
+    Window,
+    nccl_options,
+)
 
 __all__ = [
     "CommOptions",
@@ -27,14 +40,18 @@ __all__ = [
     "Link",
     "Pending",
     "TransportName",
+    "Window",
     "everyone",
     "join_world",
     "leave_world",
+    "make_group",
     "make_groups",
 ]
 
 T = TypeVar("T")
-TransportName = Literal["gloo", "nccl", "null", "slow"]
+TransportName = Literal["gloo", "nccl", "copy_engine", "null", "slow"]
+GATHERS_AND_REDUCES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts")
+"""What copy engines can move."""
 
 
 def join_world(gpus: bool, timeout: float) -> None:
@@ -72,6 +89,8 @@ class CommOptions:
     """SMs of one collective on NCCL."""
     p2p_ctas: int = 4
     """SMs of one pipeline send or receive on NCCL."""
+    copy_engine: Collection[Purpose] = GATHERS_AND_REDUCES
+    """What copy engines move under the transport of that name; NCCL's kernels move the rest."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
     """The emulated network of the slow transport; purposes that are missing are not slowed."""
     spin: Callable[[float], None] | None = None
@@ -96,6 +115,15 @@ class Group:
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
 
+    def window(self, reduced: int = 0) -> Window:
+        """A context manager: buffers that `all_gather` and `reduce_sum` will touch are allocated inside.
+
+        That matters on the copy engine only, but holds for all: every rank of the group opens the same windows in the
+        same order and allocates the same sizes inside. No windows inside of windows. `reduced` are the bytes of the
+        largest tensor that `reduce_sum` will be given. Close it when nothing of it will be communicated any more.
+        """
+        return self.transport.window(reduced) if isinstance(self.transport, CopyEngine) else Window()
+
     def _count(self, call: str, nbytes: int) -> None:
         self.calls[call] += 1
         self.sent_bytes += nbytes if self.size > 1 else 0
@@ -109,7 +137,7 @@ class Group:
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0) -> Pending:
         """`into` (n, fp32) += scale * the sum over ranks of their `full` (size * n), this rank's n of it.
 
-        On gloo the sum runs in rank order in the dtype of `into`.
+        On gloo and on the copy engine the sum runs in rank order in the dtype of `into`.
         """
         assert full.numel() == self.size * into.numel(), f"{self.name}: {full.numel()} != {self.size} * {into.numel()}"
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
@@ -189,9 +217,11 @@ def make_groups(
     """Create and warm all groups; every rank of the world calls this at the same point.
 
     The default process group must exist, unless the world has one rank or the transport is `null`. `slow` delays gloo
-    on a CPU and NCCL on a GPU.
+    on a CPU and NCCL on a GPU. Raises ValueError if the copy engine is asked for and cannot be had.
     """
     options = options or CommOptions()
+    if transport == "copy_engine":
+        refuse(everyone(place()))
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
@@ -203,6 +233,30 @@ def make_groups(
     groups = Groups(**mine, made=tuple(mine))
     _warm(groups, mesh, rank, device)
     return groups
+
+
+def make_group(
+    purpose: Purpose,
+    ranks: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    transport: TransportName,
+    options: CommOptions | None = None,
+) -> Group | None:
+    """Create and warm one group for gathers or reductions; None if `rank` is no member.
+
+    Every rank of the world calls this at the same point, members or not. Raises ValueError like `make_groups`.
+    """
+    if transport == "copy_engine":
+        refuse(everyone(place()))
+    moved_by = _connect(purpose, ranks, rank, device, transport, options or CommOptions())
+    if moved_by is None:
+        return None
+    group = Group(purpose, ranks, ranks.index(rank), moved_by)
+    _warm_collectives(group, torch.zeros(group.size, 64, device=device))
+    group.calls.clear()
+    group.sent_bytes = 0
+    return group
 
 
 def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int) -> str:
@@ -228,16 +282,20 @@ def _connect(
         return Local() if member else None
     if name == "null":
         return Null(len(ranks), ranks.index(rank), device) if member else None
-    on_gpu = name == "nccl" or (name == "slow" and device.type == "cuda")
+    on_gpu = name in ("nccl", "copy_engine") or (name == "slow" and device.type == "cuda")
+    copied = name == "copy_engine" and purpose in options.copy_engine
     timeout = timedelta(seconds=options.timeout)
     if on_gpu:
         ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
-        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=nccl_options(ctas, timeout), group_desc=purpose)
+        pg_options = (copy_engine_options if copied else nccl_options)(ctas, timeout)
+        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     else:
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
     if not member:
         return None
     assert isinstance(made, dist.ProcessGroup)
+    if copied:
+        return CopyEngine(made, ranks, device)
     real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
     if name == "slow" and purpose in options.links:
         assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
@@ -266,10 +324,15 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
 
 def _warm_collectives(group: Group, rows: Tensor) -> None:
     """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective."""
-    if group.name.startswith("gather"):
-        group.all_gather(rows.view(-1), rows[0].clone()).wait()
-    elif group.name.startswith("reduce"):
-        group.reduce_sum(rows.view(-1), torch.zeros_like(rows[0])).wait()
+    if group.name in GATHERS_AND_REDUCES:
+        group.all_reduce(rows).wait()  # a group can show memory to its ranks once it has communicated
+        with group.window(reduced=rows.nbytes):
+            row, full, narrow = rows[0].clone(), rows.clone(), rows.to(torch.bfloat16)
+        if group.name.startswith("gather"):
+            group.all_gather(full.view(-1), row).wait()
+            return
+        for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
+            group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
     elif group.name == "a2a":
         ones = [1] * group.size
         group.all_to_all(torch.empty_like(rows), rows, ones, ones).wait()

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from hocket.plan.ops import LANES, Lane
-from hocket.runtime.comm import Pending
+from hocket.runtime.transports import Pending
 
 
 def spinner(device: torch.device) -> Callable[[float], None]:
@@ -31,6 +31,16 @@ def spinner(device: torch.device) -> Callable[[float], None]:
         end.synchronize()
     per_second = cycles / (start.elapsed_time(end) / 1e3)
     return lambda seconds: torch.cuda._sleep(int(seconds * per_second))
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Whether the current stream is the default one, on which copy engines take no batches."""
+    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+def drain(device: torch.device) -> None:
+    """Wait until the current stream has done all that was issued on it."""
+    torch.cuda.current_stream(device).synchronize()
 
 
 class Lanes(Protocol):

@@ -11,6 +11,8 @@ rank 1 a reduce, each waiting for the other rank: both continue only if each ran
 the chip, with room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each,
 the four pipeline sends and receives 4 each, control after everything else. That is at most 64 of the 132 SMs of a
 Hopper. 16 is also the number at which NCCL still reaches the bandwidth of its default; 8 lose a third.
+Groups on the copy engine (`copy_engine.py`) hold no SM: their ranks wait for each other in the stream, not in a kernel,
+and the kernel that sums what has arrived waits for nobody. So they need no place in this sum.
 """
 
 from __future__ import annotations
@@ -89,6 +91,19 @@ class Scratch:
     def give(self, tensor: Tensor) -> None:
         """Hand back a tensor that `take` returned."""
         self.free.append(tensor._base if tensor._base is not None else tensor.view(torch.uint8))
+
+
+class Window:
+    """Memory that a group's collectives touch: what is allocated inside of `with window:`. Here it is any memory."""
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
+        pass
+
+    def close(self) -> None:
+        """Say that no collective will touch this memory again. All ranks close their windows in one order."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,235 @@
+"""Gathers and reductions that hold no SM: the GPUs' copy engines move the bytes, through NCCL.
+
+A NCCL kernel under a product takes SMs from it, and the product slows down by more than its share. Inside one NVLink
+domain NCCL can leave all-gathers and even all-to-alls to the copy engines. It does so without a word, and falls back to
+kernels without a word, so everything that it asks for is made certain here:
+
+- a group with `cta_policy` ZERO, of ranks of one host: `problem` says what is missing before anything starts;
+- both buffers in memory that NCCL has allocated and that is registered as a symmetric window: `SymmetricWindow` makes
+  such memory, and a collective on any other is refused;
+- another stream than the default one, whose copies cannot be batched: there torch's own stream takes its place.
+
+There is no reduction among copies, so a reduction is an all-to-all of the parts and one local kernel that adds them.
+What it adds up is sent in the compute dtype and summed in fp32, in the order of ranks: always the same bits.
+
+Note: [A window lives shorter than its group and longer than its tensors]
+Registering a window is an act of all ranks of a group: they exchange addresses, and from then on each finds a buffer on
+its peers at the offset that it has on itself. So all ranks open and close the windows of a group in one order, and
+allocate the same sizes inside. A window that is still registered when its group is destroyed ends the process: torch
+2.11 gives such memory back with the wrong call. So closing a window takes it back from the group, and a group closes
+what is still open before it is destroyed. The memory itself goes when the last tensor in it does: the pool is only a
+claim, and the allocator behind it lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.runtime.lanes import drain, on_default_stream
+from hocket.runtime.transports import DONE, Nccl, Pending, Window, _all_gather, nccl_options
+
+NCCL_VERSION = (2, 28)
+"""The first whose copy engine serves all-gathers and all-to-alls without multicast."""
+
+
+def problem() -> str:
+    """Why this host's GPUs cannot use the copy engine, and empty if they can. Touches CUDA."""
+    backend: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if not torch.cuda.is_available() or backend is None:
+        return "torch finds no usable GPU, or was built without NCCL"
+    version = tuple(torch.cuda.nccl.version())
+    if version < NCCL_VERSION:
+        has, needed = (".".join(map(str, numbers)) for numbers in (version, NCCL_VERSION))
+        return f"NCCL {has} has no copy-engine collectives, they came with {needed}"
+    missing = [name for name in ("NCCL_CTA_POLICY_ZERO", "register_mem_pool") if not hasattr(backend, name)]
+    missing += [name for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
+    if missing:
+        return f"torch {torch.__version__} has no {', '.join(missing)}"
+    apart = [gpu for gpu in range(1, torch.cuda.device_count()) if not torch.cuda.can_device_access_peer(0, gpu)]
+    return f"GPU 0 cannot reach the memory of GPUs {apart}" if apart else ""
+
+
+def place() -> tuple[str, str]:
+    """(host, problem) of this rank, for `refuse`."""
+    return platform.node(), problem()
+
+
+def refuse(places: list[tuple[str, str]]) -> None:
+    """Raise ValueError unless the ranks, whose places these are, can use the copy engine together."""
+    hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
+    if len(hosts) > 1:
+        reasons.append(f"the ranks are on {len(hosts)} hosts, and copy engines reach the GPUs of one")
+    if reasons:
+        raise ValueError(f"transport = copy_engine: {'; '.join(reasons)}; fix: transport = nccl")
+
+
+def copy_engine_options(max_ctas: int, timeout: timedelta) -> Any:
+    """Options of a NCCL group that leaves to copy engines what it can; the rest runs on at most `max_ctas` SMs."""
+    options, backend = nccl_options(max_ctas, timeout), getattr(dist, "ProcessGroupNCCL", None)
+    options.config.cta_policy = getattr(backend, "NCCL_CTA_POLICY_ZERO")  # noqa: B009
+    return options
+
+
+class Pool(Protocol):
+    """A place to allocate in that can be shown to a group. See `NcclPool`."""
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Inside, all new memory of this thread comes from the pool."""
+        ...
+
+    def register(self) -> list[tuple[int, int]]:
+        """Show all of the pool to the group; all ranks do. Returns its address ranges."""
+        ...
+
+    def deregister(self) -> None: ...
+
+
+class NcclPool:
+    """A pool of memory that NCCL allocates. The group must have communicated before."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.backend: Any = group._get_backend(device)
+        self.device = device
+        self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        with torch.cuda.use_mem_pool(self.pool, self.device):
+            yield
+
+    def register(self) -> list[tuple[int, int]]:
+        self.backend.register_mem_pool(self.pool, symm=True)
+        segments = self.pool.snapshot()
+        return [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
+
+    def deregister(self) -> None:
+        drain(self.device)
+        self.backend.deregister_mem_pool(self.pool)
+
+
+class SymmetricWindow(Window):
+    """Memory in which a peer finds every buffer where this rank has it. Entered once.
+
+    See Note: [A window lives shorter than its group and longer than its tensors].
+    """
+
+    def __init__(self, pool: Pool, staging: int, device: torch.device) -> None:
+        self._pool, self._bytes, self._device = pool, staging, device
+        self.staging = torch.empty(0, dtype=torch.uint8, device=device)
+        """Where the parts of a reduction arrive."""
+        self.ranges: list[tuple[int, int]] = []
+        """Addresses that are registered; none before it is left and after it is closed."""
+
+    def __enter__(self) -> SymmetricWindow:
+        assert not self.ranges, "a window is entered once"
+        self._allocating = self._pool.allocating()
+        self._allocating.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
+        try:
+            if error is None:
+                self.staging = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+        finally:
+            self._allocating.__exit__(kind, error, where)
+        if error is None:
+            self.ranges = self._pool.register()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether all of a contiguous tensor lies in the window."""
+        first = tensor.data_ptr()
+        return any(low <= first and first + tensor.nbytes <= high for low, high in self.ranges)
+
+    def close(self) -> None:
+        if self.ranges:
+            self._pool.deregister()
+        self.ranges, self.staging = [], self.staging[:0].clone()
+
+
+@dataclass
+class CopyEngine(Nccl):
+    """Gathers and reduces on copy engines; whatever else is asked of the group runs on NCCL's kernels."""
+
+    make_pool: Callable[[], Pool] | None = None
+    """How the memory of a window is made; a test may say another way."""
+    windows: list[SymmetricWindow] = field(default_factory=list)
+    """In the order in which all ranks opened them."""
+
+    def window(self, reduced: int) -> SymmetricWindow:
+        """A new window, with room for reductions of tensors of up to `reduced` bytes. All ranks ask in one order."""
+        pool = self.make_pool() if self.make_pool else NcclPool(self.group, self.device)
+        self.windows = [window for window in self.windows if window.ranges]
+        self.windows.append(SymmetricWindow(pool, reduced, self.device))
+        return self.windows[-1]
+
+    def _check(self, call: str, tensor: Tensor) -> None:
+        """Assert what keeps NCCL from falling back to kernels."""
+        assert tensor.is_contiguous(), f"{call} of a tensor that is not contiguous"
+        if any(window.holds(tensor) for window in self.windows):
+            return
+        known = ", ".join(f"{low:#x}-{high:#x}" for window in self.windows for low, high in window.ranges)
+        raise AssertionError(
+            f"{call} on the copy engine of a tensor ({tensor.nbytes} bytes at {tensor.data_ptr():#x}) that was not "
+            f"allocated inside of `with group.window():`; the windows are at {known or '(none)'}"
+        )
+
+    def _finish(self, work: Any) -> Pending:
+        """Order the current stream behind a collective, which has run on torch's own stream if it was asked to."""
+        if work is not None:
+            work.wait()
+        return DONE
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        self._check("all_gather", out)
+        self._check("all_gather", shard)
+        return self._finish(_all_gather(out, shard, group=self.group, async_op=on_default_stream(self.device)))
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+        # One buffer is enough: a rank's part of an exchange begins, and so its peers write, when its stream has come
+        # there, which is behind the sum of the exchange before.
+        self._check("reduce_sum", full)
+        staging = max((window.staging for window in self.windows), key=Tensor.numel)
+        assert full.nbytes <= staging.numel(), (
+            f"reduce_sum of {full.nbytes} bytes on the copy engine, but the windows of the group have room for "
+            f"{staging.numel()} to arrive: `with group.window(reduced=...)` says how much is needed"
+        )
+        parts = staging[: full.nbytes].view(full.dtype)
+        work = dist.all_to_all_single(parts, full.view(-1), group=self.group, async_op=on_default_stream(self.device))
+        self._finish(work)
+        add_sum(parts.view(-1, into.numel()), into, scale)
+        return DONE
+
+    def destroy(self) -> None:
+        for window in reversed(self.windows):
+            window.close()
+        self.windows.clear()
+        super().destroy()
+
+
+def add_sum(parts_WS: Tensor, into_S: Tensor, scale: float) -> None:
+    """`into` += scale * the sum of the rows of `parts`, in their order, in the dtype of `into` (fp32).
+
+    On a GPU one kernel reads every part once; a CPU gets the same bits.
+    """
+    assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
+    assert parts_WS.is_contiguous()
+    assert into_S.is_contiguous()
+    if into_S.device.type == "cuda":
+        from hocket.runtime.sum_kernel import launch
+
+        assert into_S.dtype == torch.float32, f"sums are made in fp32, not {into_S.dtype}"
+        launch(parts_WS, into_S, scale)
+        return
+    total = parts_WS[0].to(into_S.dtype, copy=True)
+    for part in parts_WS[1:]:
+        total.add_(part)
+    into_S.add_(total.mul_(scale))

@@ -1,0 +1,37 @@
+"""A Triton kernel, so a module that only GPU hosts can import: see `copy_engine.add_sum`."""
+
+# pyrefly: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Elements of a program at a time; with 128 threads, each loads 32 bytes of every part."""
+PROGRAMS = 528
+"""Programs of one launch, 4 per SM of a Hopper: enough to use all of its memory bandwidth."""
+
+
+@triton.jit
+def _add_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.constexpr):  # noqa: ANN001, ANN202
+    start = tl.program_id(0) * block_size
+    while start < numel:
+        at = start + tl.arange(0, block_size)
+        inside = at < numel
+        part = parts + at
+        total = tl.load(part, mask=inside).to(tl.float32)
+        for _ in tl.static_range(world - 1):
+            part += numel
+            total += tl.load(part, mask=inside).to(tl.float32)
+        old = tl.load(into + at, mask=inside)
+        tl.store(into + at, old + total * scale, mask=inside)
+        start += tl.num_programs(0) * block_size
+
+
+def launch(parts_WS: Tensor, into_S: Tensor, scale: float, programs: int = PROGRAMS) -> None:
+    """`into` += scale * the sum of the rows of `parts`, in their order and in fp32, on the current stream."""
+    world, numel = parts_WS.shape
+    grid = (min(programs, triton.cdiv(numel, BLOCK)),)
+    # Multiply, then add: a fused product would round differently from what the CPU does.
+    _add_sum[grid](parts_WS, into_S, scale, numel, world, BLOCK, num_warps=4, enable_fp_fusion=False)
