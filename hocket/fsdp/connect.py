@@ -1,0 +1,196 @@
+"""From a device mesh to the process groups over which parameters are gathered and reduced.
+
+A mesh has one axis, over which parameters are sharded, or two: (outer, shard), see Note: [Two levels of groups].
+Gathers and reductions have groups of their own, so that neither waits for the other.
+
+Note: [All ranks make all groups]
+Making a process group takes part of every rank of the world, members or not, in one order. A rank sees only its own row
+of a mesh that was cut out of a larger one, so all ranks first tell each other theirs. Hence everybody calls `connect`
+the same number of times with meshes that cover each other, which holds when all run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hocket.parallel.mesh import Purpose
+from hocket.runtime.comm import Group, TransportName, everyone, make_group
+
+Ranks = tuple[int, ...]
+
+
+class Wiring(Protocol):
+    """The options that decide over groups; `ShardOptions` has them."""
+
+    @property
+    def outer(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def unified(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters are sharded."""
+
+    mesh: DeviceMesh | None
+    """None: over all ranks."""
+    divide: float | None
+    """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. Experts on a part of
+    the ranks see the tokens of all: for them it is the number of ranks whose tokens they got."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardGroups:
+    """The groups of one placement. Compared by identity: the same placement gets the same object."""
+
+    gather: Group
+    reduce: Group
+    outer: Group
+    outer_gather: Group
+    divide: float
+    outer_shards: bool
+    """Whether the outer group shards the optimizer's state instead of replicating it."""
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks of the mesh keep the same elements."""
+        return 1 if self.outer_shards else self.outer.size
+
+
+_made: dict[object, ShardGroups] = {}
+
+
+def connect(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
+    """The groups for a placement under a strategy, made and used once, so that later nothing has to connect.
+
+    Every rank calls this at the same point. Asking again for the same gives the same groups.
+
+    Raises: ValueError for a mesh that has no such axes, or a transport that is not to be had.
+    """
+    inner, outer = _axes(placement.mesh, strategy)
+    if options.outer == "shard" and strategy == "no_shard":
+        raise ValueError(
+            "outer='shard' shards the optimizer's state, but strategy='no_shard' shards nothing: use strategy='optim'"
+        )
+    if options.outer == "shard" and (placement.mesh is None or placement.mesh.ndim == 1):
+        raise ValueError(
+            f"outer='shard' needs a mesh of two axes, (outer, shard), but {_describe(placement.mesh)}: give such a "
+            f"mesh, or leave outer='replicate'"
+        )
+    divide = float(len(inner) * len(outer)) if placement.divide is None else float(placement.divide)
+    if not divide > 0:
+        raise ValueError(f"divide={placement.divide} must be above 0: gradients are summed and divided by it")
+    transport = _transport(options.transport, device)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    key = (world, inner, outer, options.outer, divide, transport, options.unified, device)
+    if key not in _made:
+        _forget_other_worlds(world)
+        _made[key] = _make(inner, outer, options, transport, device, divide)
+    return _made[key]
+
+
+def _forget_other_worlds(world: object) -> None:
+    """Drop groups of a default group that is gone."""
+    for key in [key for key in _made if isinstance(key, tuple) and key[0] is not world]:
+        del _made[key]
+
+
+def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks]:
+    """The ranks over which this rank's parameters are sharded, and those that hold the same shard."""
+    if mesh is None:
+        world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return ((rank,), world) if strategy == "no_shard" else (world, (rank,))
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"{_describe(mesh)}, but parameters are sharded over one axis or two, (outer, shard): take a slice such as "
+            f"mesh['shard'], or flatten axes with mesh['a', 'b']._flatten()"
+        )
+    here = mesh.get_coordinate()
+    if here is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh: {_describe(mesh)} with ranks {mesh.mesh.tolist()}"
+        )
+    grid = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
+    row, column = here if mesh.ndim == 2 else (0, here[0])
+    inner, outer = tuple(grid[row].tolist()), tuple(grid[:, column].tolist())
+    if strategy == "no_shard":
+        return (dist.get_rank(),), tuple(sorted(grid.flatten().tolist()))
+    return inner, outer
+
+
+def _describe(mesh: DeviceMesh | None) -> str:
+    if mesh is None:
+        return "there is none (mesh=None: all ranks on one axis)"
+    names = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
+    axes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
+    return f"the mesh has {mesh.ndim} {'axis' if mesh.ndim == 1 else 'axes'} ({axes})"
+
+
+def _transport(name: str, device: torch.device) -> TransportName:
+    if name == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if name in ("nccl", "copy_engine") and device.type != "cuda":
+        raise ValueError(f"transport={name!r} moves bytes between GPUs, but parameters are on {device}: use 'gloo'")
+    if name == "gloo" and device.type == "cuda":
+        raise ValueError(f"transport='gloo' moves bytes between CPUs, but parameters are on {device}: use 'nccl'")
+    known: dict[str, TransportName] = {"nccl": "nccl", "copy_engine": "copy_engine", "gloo": "gloo", "null": "null"}
+    if name not in known:
+        raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
+    return known[name]
+
+
+def _make(
+    inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device, divide: float
+) -> ShardGroups:
+    """Make and warm the groups of this rank, and with all others those of everybody."""
+    inners, outers = _all_lists(inner), _all_lists(outer)
+    # Copy engines reach the ranks of one host; replicas are usually on others.
+    outside: TransportName = "nccl" if transport == "copy_engine" else transport
+
+    def one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, how: TransportName) -> Group:
+        return _of_all(lists, mine, lambda ranks: make_group(purpose, ranks, _rank(), device, how))
+
+    gather = one("gather_dense", inners, inner, transport)
+    reduce = gather if options.unified else one("reduce_dense", inners, inner, transport)
+    shards = options.outer == "shard" and len(outer) > 1
+    around = one("reduce_dense", outers, outer, outside)
+    back = one("gather_dense", outers, outer, outside) if shards and not options.unified else around
+    return ShardGroups(gather, reduce, around, back, divide, shards)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _all_lists(mine: Ranks) -> list[Ranks]:
+    """Every rank's list, each once, in an order in which all ranks agree."""
+    lists = sorted(set(everyone(mine)))
+    for i, a in enumerate(lists):
+        for b in lists[i + 1 :]:
+            both = sorted(set(a) & set(b))
+            if both:
+                raise ValueError(
+                    f"the meshes of different ranks contradict each other: ranks {both} are in {list(a)} and in "
+                    f"{list(b)}. All ranks build the same mesh and slice it by the same axes"
+                )
+    return lists
+
+
+def _of_all(lists: Sequence[Ranks], mine: Ranks, make: Callable[[Ranks], Group | None]) -> Group:
+    """Make a group of every list; return the one of `mine`."""
+    found: Group | None = None
+    for ranks in lists:
+        group = make(ranks)
+        if ranks == mine:
+            found = group
+    assert found is not None
+    return found

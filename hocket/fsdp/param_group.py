@@ -1,0 +1,371 @@
+"""The bytes of a unit: parameters of one dtype and placement, their shards, and how these are gathered and reduced.
+
+Note: [Two levels of groups]
+Weights are sharded over `W` ranks (the gather and reduce groups) and replicated `R` times (the outer group). This rank
+keeps for good
+
+    weight     [S]    what is gathered, in the compute dtype
+    partial    [S]    where the reduction within a shard group adds up, in the accumulate dtype
+    main       [S]    what the optimizer updates, and main_grad [S], its gradient; main_grad is partial
+
+and once a step partial is all-reduced over the outer group. With an outer group that shards too, main and main_grad
+have S/R elements: part r of weight and partial. Then weight is gathered from main over the outer group after an update,
+and partial is reduce-scattered into main_grad. Without sharding W is 1; without replicas R is 1. There are no other
+cases.
+
+Note: [What the outer all-reduce adds up]
+After it all replicas hold the same gradients. If more microbatches follow in the same step, only the first replica
+keeps them, the others start from zero: so every contribution is in exactly one copy, and the next all-reduce is exact.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hocket.fsdp.connect import ShardGroups
+from hocket.fsdp.layout import FlatLayout, Granularity
+from hocket.fsdp.precision import Precision
+from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.transports import Pending
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter to be sharded: the original object, its name in the root module, and the modules that hold it."""
+
+    name: str
+    param: nn.Parameter
+    owners: Sequence[tuple[nn.Module, str]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank keeps: elements `lo:hi` of the whole parameter, flattened."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    lo: int
+    hi: int
+    main: Tensor
+    """1-D, a view of the shard; so is `grad`, None if the parameter is frozen."""
+    grad: Tensor | None
+
+
+def _nothing_under_way() -> None:
+    pass
+
+
+class ParamGroup:
+    """Parameters that are alike in dtype, placement and `requires_grad`. See Note: [Two levels of groups].
+
+    Takes over the values of the parameters, all ranks the same ones; those on the meta device are zero until `load`.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        groups: ShardGroups,
+        precision: Precision,
+        granularity: Granularity,
+        device: torch.device,
+    ) -> None:
+        assert members
+        first = members[0].param
+        self.members, self.groups, self.device = tuple(members), groups, device
+        self.trainable = first.requires_grad
+        self.formats = precision.of(first.dtype)
+        inner, outer = groups.gather, groups.outer
+        parts = outer.size if groups.outer_shards else 1
+        shapes = [(member.name, tuple(member.param.shape)) for member in members]
+        self.kept = FlatLayout.build(shapes, inner.size * parts, granularity=granularity)
+        """Which elements are this rank's to update: shard number `position`."""
+        self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
+        self.layout = FlatLayout(self.kept.entries, inner.size, self.kept.shard * parts)
+        """Which elements are in this rank's `weight`."""
+
+        def zeros(numel: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        self.main = zeros(self.kept.shard, self.formats.main)
+        same = self.formats.main == self.formats.compute and not groups.outer_shards
+        self.weight = self.main if same else zeros(self.layout.shard, self.formats.compute)
+        self.main_grad = zeros(self.kept.shard if self.trainable else 0, self.formats.accumulate)
+        separate = groups.outer_shards and self.trainable
+        self.partial = zeros(self.layout.shard, self.formats.accumulate) if separate else self.main_grad
+        self.settle: Callable[[], None] = _nothing_under_way
+        """Has the caller's work come behind all reductions of this group."""
+        self.version = 0
+        """Grows with every refresh."""
+        self.shards = [self._shard(i, member) for i, member in enumerate(self.members)]
+        for i, member in enumerate(self.members):
+            if not member.param.is_meta:
+                self.load(i, member.param)
+        self._seen = -1  # version counter of main at the last refresh
+        self._read = False  # whether somebody has read gradients since
+        self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
+        self._summed = True  # whether partial is the same on all replicas
+        self._grads: list[Tensor] | None = None  # what readers get
+        self._cast: Tensor | None = None  # main_grad in the dtype of main, if it has another one
+        self._cast_versions = (-1, -1)  # of main_grad and of the copy, when one was last made from the other
+        self._local: list[Tensor] | None = None
+        self._local_flat: Tensor | None = None
+        self._local_has = [False] * len(members)
+        self._grad_views: dict[int, list[Tensor]] = {}
+        self._reducing = self._outer = self._refreshing = Pending()
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.members[0].name} and {len(self.members) - 1} more)"
+
+    def _shard(self, index: int, member: Member) -> ShardedParameter:
+        local = self.kept.local(member.name, self.position)
+        shard = ShardedParameter(self.main[local.offset : local.offset + len(local)], self.trainable)
+        reference: weakref.ref[ParamGroup] = weakref.ref(self)
+        shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, index
+        shard.lo, shard.hi, shard._group = local.lo, local.hi, reference
+        return shard
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.formats.compute
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.formats.wire
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the full weights."""
+        return self.layout.total * self.formats.compute.itemsize
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements that the group needs of a staging buffer."""
+        return self.layout.total
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds the weights whole: they lie in `weight`, and there is nothing to gather."""
+        return self.layout.world == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps for good."""
+        kept = {t.data_ptr(): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}
+        return sum(kept.values())
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+
+    # Weights
+
+    @torch.no_grad()
+    def load(self, index: int, value: Tensor) -> None:
+        """Take the whole value of a member."""
+        shard = self.shards[index]
+        shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
+
+    def bind(self, flat: Tensor) -> None:
+        """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
+
+        `flat` must have its memory now. Nothing may use the parameters meanwhile, and autograd may hold none of them.
+        """
+        flat = self.weight if self.whole else flat[: self.layout.total]
+        for member, view in zip(self.members, self._views(flat), strict=True):
+            if member.param.is_meta:  # nothing but an exchange of the whole tensors turns it into a real one
+                torch.utils.swap_tensors(member.param, nn.Parameter(view, self.trainable))
+            else:
+                member.param.data = view
+
+    def changed(self) -> bool:
+        """Whether `main` is known to have changed since the last refresh."""
+        return self.main._version != self._seen
+
+    def stale(self) -> bool:
+        """Whether `main` may have changed since the last refresh. See Note: [Who reads gradients may write weights]."""
+        return self._read or self.changed()
+
+    def invalidate(self) -> None:
+        """Say that `main` has changed, for those who changed it behind autograd's back."""
+        self._seen = -1
+
+    @torch.no_grad()
+    def refresh(self) -> Pending | None:
+        """Bring what the optimizer wrote to where it is gathered from. Gathered weights are old from now on."""
+        self._seen, self._read = self.main._version, False
+        self.version += 1
+        if self.weight is self.main:
+            return None
+        if not self.groups.outer_shards:
+            self.weight.copy_(self.main)
+            return None
+        mine = self.main.to(self.formats.compute)
+        self._refreshing = self.groups.outer_gather.all_gather(self.weight, mine)
+        return self._refreshing.then(lambda: mine.numel())
+
+    def gather(self, flat: Tensor) -> Pending:
+        """Fill `flat[:total]` with the weights of all ranks."""
+        self._refreshing.wait()
+        return self.groups.gather.all_gather(flat[: self.layout.total], self.weight)
+
+    # Gradients on their way
+
+    def grad_views(self, flat: Tensor) -> list[Tensor]:
+        """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter."""
+        if flat.data_ptr() not in self._grad_views:
+            self._grad_views[flat.data_ptr()] = self._views(flat)
+        return self._grad_views[flat.data_ptr()]
+
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients have been added up that no reduction has included yet."""
+        return any(self._local_has)
+
+    def local_target(self, index: int) -> tuple[Tensor, bool]:
+        """Where a gradient is added up without communication; True if it must be added to what is there."""
+        if self._local is None:
+            self._local_flat = torch.zeros(self.layout.total, dtype=self.formats.accumulate, device=self.device)
+            self._local = self._views(self._local_flat)
+        already, self._local_has[index] = self._local_has[index], True
+        return self._local[index], already
+
+    def add_local(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times a whole gradient to what the next `reduce` includes. Needs memory of the full size."""
+        view, already = self.local_target(index)
+        if not already:
+            view.zero_()
+        view.add_(grad, alpha=scale)
+
+    def reduce(self, flat: Tensor) -> Pending:
+        """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.
+
+        What no member wrote must be zero. `flat` may be written again after the wait.
+        """
+        assert self.trainable, f"{self} is frozen"
+        self._reducing.wait()  # in order, where a collective is under way until somebody waits
+        self._outer.wait()
+        flat = flat[: self.layout.total]
+        if self.has_local:
+            assert self._local is not None
+            assert self._local_flat is not None
+            for i, view in enumerate(self._local):
+                if self._local_has[i]:
+                    view.add_(self.grad_views(flat)[i])
+                    self.grad_views(flat)[i].copy_(view)
+            self._local_has = [False] * len(self.members)
+        if self.groups.outer_shards:
+            self._summed = False
+        else:
+            self._make_room()
+            if self._summed and self.groups.outer.rank > 0:  # Note: [What the outer all-reduce adds up]
+                self.partial.zero_()
+            self._summed = False
+            self._has = [True] * len(self.members)
+        self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide)
+        return self._reducing
+
+    def reduce_outer(self) -> Pending:
+        """Add up what the replicas have reduced, once a step. Nothing to add up is nothing to do."""
+        self._reducing.wait()
+        self._outer.wait()
+        if self._summed or self.groups.outer.size == 1:
+            return Pending()
+        self._summed = True
+        if not self.groups.outer_shards:
+            self._outer = self.groups.outer.all_reduce(self.partial)
+            return self._outer
+        self._make_room()
+        self._has = [True] * len(self.members)
+        self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0).then(self.partial.zero_)
+        return self._outer
+
+    def _make_room(self) -> None:
+        """Zero the gradients that were forgotten, so that the next ones can be added."""
+        self._take_back()
+        if not any(self._has):
+            self.main_grad.zero_()
+            return
+        for has, shard in zip(self._has, self.shards, strict=True):
+            if not has:
+                local = self.kept.local(shard.full_name, self.position)
+                self.main_grad[local.offset : local.offset + len(local)].zero_()
+
+    # Gradients of the shards
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether any shard has a gradient."""
+        return any(self._has)
+
+    def grad_of(self, index: int) -> Tensor | None:
+        """What `shards[index].grad` is."""
+        self.settle()
+        if not self.trainable or not self._has[index]:
+            return None
+        self._read = True
+        return self._readable()[index]
+
+    def forget(self, index: int) -> None:
+        """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
+        self._has[index] = False
+
+    def set_grad(self, index: int, value: Tensor) -> None:
+        """What setting `shards[index].grad` to a tensor does: its values are copied."""
+        if not self.trainable:
+            raise ValueError(f"{self.members[index].name} is frozen and has no gradient: set it to None only")
+        shard = self.shards[index]
+        if value.shape != shard.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)} does not fit the shard of {shard.full_name} on this rank, "
+                f"which has {tuple(shard.shape)}"
+            )
+        self.settle()
+        with torch.no_grad():
+            view = self._readable()[index]
+            if view is not value:
+                view.copy_(value)
+        self._has[index] = True
+
+    def forget_gradients(self) -> None:
+        """Forget all gradients, also those that are not reduced yet."""
+        self._reducing = self._outer = Pending()
+        self._has = [False] * len(self.members)
+        self._local_has = [False] * len(self.members)
+        self._summed, self._cast_versions = True, (-1, -1)
+        self.partial.zero_()
+
+    def _readable(self) -> list[Tensor]:
+        """The gradients as readers see them: views of `main_grad`, or of a copy in the dtype of `main`."""
+        if self._grads is None:
+            same = self.formats.main == self.formats.accumulate
+            flat = self.main_grad if same else torch.empty_like(self.main)
+            self._cast = None if same else flat
+            locals_ = [self.kept.local(member.name, self.position) for member in self.members]
+            self._grads = [flat[local.offset : local.offset + len(local)] for local in locals_]
+        if self._cast is not None and self._cast_versions[0] != self.main_grad._version:
+            self._cast.copy_(self.main_grad)
+            self._cast_versions = self.main_grad._version, self._cast._version
+        return self._grads
+
+    def _take_back(self) -> None:
+        """Before gradients change: take over what readers wrote into their copy, as a clipped gradient."""
+        if self._cast is not None and self._cast_versions[0] == self.main_grad._version:
+            if self._cast._version != self._cast_versions[1]:
+                self.main_grad.copy_(self._cast)
+        self._cast_versions = -1, -1
+
+    def pieces(self) -> list[Piece]:
+        """What this rank keeps, member by member; members of which it keeps nothing are left out."""
+        found = []
+        for shard in self.shards:
+            local = self.kept.local(shard.full_name, self.position)
+            if len(local):
+                here = slice(local.offset, local.offset + len(local))
+                grad = self.main_grad[here] if self.trainable else None
+                found.append(Piece(shard.full_name, tuple(shard.full_shape), shard.lo, shard.hi, self.main[here], grad))
+        return found

@@ -1,0 +1,48 @@
+"""In which number formats a sharded module keeps, computes, sends and adds up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Four separate choices. Parameters that aren't floating-point numbers stay as they are."""
+
+    main: torch.dtype = torch.float32
+    """What the optimizer updates: the shards that `module.parameters()` yields."""
+    compute: torch.dtype | None = None
+    """What is gathered and computed with; None is the dtype in which the module was built."""
+    wire: torch.dtype | None = None
+    """In which gradients are sent; None is the compute dtype."""
+    accumulate: torch.dtype = torch.float32
+    """In which the gradients of ranks and microbatches are added up."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            optional = field.name in ("compute", "wire")
+            if value is None and optional:
+                continue
+            if not isinstance(value, torch.dtype) or not value.is_floating_point:
+                choices = "torch.float32, torch.bfloat16 or torch.float16" + (", or None" if optional else "")
+                raise ValueError(f"Precision({field.name}={value!r}) is no floating-point dtype: use {choices}")
+
+    def of(self, dtype: torch.dtype) -> Formats:
+        """What becomes of parameters that were built in `dtype`."""
+        if not dtype.is_floating_point:
+            return Formats(dtype, dtype, dtype, dtype)
+        compute = self.compute or dtype
+        return Formats(self.main, compute, self.wire or compute, self.accumulate)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The four dtypes of one group of parameters, every default resolved."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    wire: torch.dtype
+    accumulate: torch.dtype

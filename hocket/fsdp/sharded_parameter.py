@@ -1,0 +1,76 @@
+"""The part of a parameter that this rank keeps, as an optimizer sees it.
+
+Note: [Reading a gradient waits for it]
+Gradients arrive in a group's `main_grad` while backward goes on, and nobody waits for them until somebody looks. So
+`grad` is a property: its getter has the reader's work come behind the reductions under way (`ParamGroup.settle`), and
+only then returns the view. Optimizers, clipping and logging need no hook for that, and nothing waits between
+microbatches.
+
+Note: [Who reads gradients may write weights]
+An optimizer's step changes shards in place, which the version counter of `main` shows, since shards are views that
+share it. Fused optimizers change them without counting. But no optimizer steps without having read `grad`, so a group
+whose gradients were read since its last refresh counts as changed too. At worst weights are gathered once too often.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hocket.fsdp.param_group import ParamGroup
+
+
+class ShardedParameter(nn.Parameter):
+    """A 1-D parameter: elements `lo:hi` of a whole one, flattened. May be empty."""
+
+    full_name: str
+    """Of the whole parameter, in the root module."""
+    full_shape: torch.Size
+    lo: int
+    hi: int
+    position: int
+    """Index of the member in its group."""
+    read_outside: Callable[[], nn.Parameter | None] | None
+    """What stands for it when it is read as an attribute of its module; None is itself."""
+    _group: weakref.ref[ParamGroup] | None
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
+        """Share the memory and the version counter of `data`."""
+        shard = torch.Tensor._make_subclass(cls, data, requires_grad)
+        shard._group, shard.read_outside = None, None
+        return shard
+
+    @property
+    def group(self) -> ParamGroup | None:
+        """The group that it is a part of; None of a copy."""
+        return None if self._group is None else self._group()
+
+    # Tensor.grad is a descriptor in C, which a property may replace.
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, in the dtype of the shard. See Note: [Reading a gradient waits for it]."""
+        group = self.group
+        return _GRAD.__get__(self) if group is None else group.grad_of(self.position)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        group = self.group
+        if group is None:
+            _GRAD.__set__(self, value)
+        elif value is None:
+            group.forget(self.position)
+        else:
+            group.set_grad(self.position, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+_GRAD: Any = torch.Tensor.grad
+"""The gradient of a tensor that belongs to no group."""
