@@ -12,7 +12,7 @@ the same number of times with meshes that cover each other, which holds when all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,14 @@ class Placement:
     divide: float | None
     """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. Experts on a part of
     the ranks see the tokens of all: for them it is the number of ranks whose tokens they got."""
+    part: tuple[int, int] = (0, 1)
+    """(position, count): what this rank's module holds is that part of dimension 0 of the whole model's parameter, as
+    with experts that ranks split among them. Checkpoints hold the whole parameter."""
+
+    def __post_init__(self) -> None:
+        position, count = self.part
+        if not 0 <= position < count:
+            raise ValueError(f"part={self.part} must be (position, count) with 0 <= position < count")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +66,8 @@ class ShardGroups:
     divide: float
     outer_shards: bool
     """Whether the outer group shards the optimizer's state instead of replicating it."""
+    part: tuple[int, int] = (0, 1)
+    """See `Placement.part`."""
 
     @property
     def replicas(self) -> int:
@@ -90,10 +100,11 @@ def connect(placement: Placement, strategy: str, options: Wiring, device: torch.
         raise ValueError(f"divide={placement.divide} must be above 0: gradients are summed and divided by it")
     transport = _transport(options.transport, device)
     world = dist.group.WORLD if dist.is_initialized() else None
-    key = (world, inner, outer, options.outer, divide, transport, options.unified, device)
+    key = (world, inner, outer, options.outer, divide, transport, options.unified, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
-        _made[key] = _make(inner, outer, options, transport, device, divide)
+        made = _make(inner, outer, options, transport, device, divide)
+        _made[key] = replace(made, part=placement.part)
     return _made[key]
 
 
