@@ -1,0 +1,229 @@
+"""`fully_shard`: shard the parameters of any module over ranks, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from hocket.fsdp import hooks
+from hocket.fsdp.connect import Placement, connect
+from hocket.fsdp.materialize import materialize
+from hocket.fsdp.members import Found, Rule, assign, chosen_units, found_parameters, watch_reads
+from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.module_unit import Unit
+from hocket.fsdp.options import ShardOptions
+from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.precision import Precision
+from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.fsdp.strategy import Prefetch, policy_of
+
+Place = Callable[[str, nn.Parameter], Placement | None]
+
+_units: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
+_full: WeakSet[nn.Parameter] = WeakSet()
+_checked: WeakSet[Optimizer] = WeakSet()
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    units: Rule = None,
+    mesh: DeviceMesh | None = None,
+    strategy: str = "optim_grads_params",
+    precision: Precision | None = None,
+    place: Place | None = None,
+    options: ShardOptions | None = None,
+) -> ShardContext:
+    """Shard a module's parameters, their gradients and the optimizer's state over the ranks of a mesh.
+
+    Every rank keeps a part of each parameter; `module.parameters()` yields these parts from now on, 1-D, for any
+    elementwise optimizer, which must be built afterwards. Training code stays as it is: `loss.backward()`,
+    `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
+
+    Args:
+        module: holds the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
+        units: what is gathered as one: a class of modules, a tuple of them, a predicate of (name, module), or modules
+            of the model. What no unit holds belongs to the module itself, which is a unit too.
+        mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
+        strategy: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`: what is kept in parts.
+        precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
+        place: (name, parameter) -> where this parameter goes instead of `mesh`, such as experts; None: to `mesh`.
+        options: see `ShardOptions`.
+
+    Raises: ValueError for settings that don't fit the module, the mesh or the machine, on every rank, before anything
+        is changed.
+
+    """
+    precision, options = precision or Precision(), options or ShardOptions()
+    policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
+    chosen = chosen_units(module, units)
+    _refuse_sharded(module)
+    params = found_parameters(module)
+    if not params:
+        raise ValueError(f"the {type(module).__name__} has no parameters to shard")
+    device = _device(params, options)
+    placements = {found.name: place(found.name, found.param) if place else None for found in params}
+    for name, placement in placements.items():
+        if placement is not None and not isinstance(placement, Placement):
+            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.Placement, or None")
+    owned = assign(module, [one for _, one in chosen], params)
+    default = Placement(mesh, None)
+    made: list[Unit] = []
+    for name, owner in [("", module), *chosen]:
+        mine = materialize(owned[owner], device, options.init)
+        groups = []
+        for key, members in _alike(mine, placements, default, precision).items():
+            where = connect(key[0], strategy, options, device)
+            groups.append(ParamGroup(members, where, precision, options.granularity, device))
+        made.append(Unit(name, owner, groups))
+    everyone = connect(default, strategy, options, device)
+    context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
+    _install(context, {one for _, one in chosen}, manual=options.driver == "manual")
+    return context
+
+
+def _alike(
+    params: Sequence[Found],
+    placements: Mapping[str, Placement | None],
+    default: Placement,
+    precision: Precision,
+) -> dict[tuple[Placement, torch.dtype, bool], list[Member]]:
+    """The parameters of a unit that can share buffers and collectives."""
+    groups: dict[tuple[Placement, torch.dtype, bool], list[Member]] = {}
+    for found in params:
+        where = placements[found.name] or default
+        key = where, precision.compute or found.param.dtype, found.param.requires_grad
+        groups.setdefault(key, []).append(Member(found.name, found.param, list(found.owners)))
+    return groups
+
+
+def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None:
+    """Put shards in the place of parameters, and the driver on the modules."""
+    for unit in context.units:
+        inside = {m for m in unit.module.modules() if m is not unit.module}
+        unit.contains_units = bool(inside & inner)
+        _units[unit.module] = unit
+    context.place_weights()
+    for unit in context.units:
+        for group in unit.groups:
+            for member, shard in zip(group.members, group.shards, strict=True):
+                shard.read_outside = _reader(unit, member.param)
+                _full.add(member.param)
+                for owner, key in member.owners:
+                    owner._parameters[key] = shard
+                    watch_reads(owner)
+                    _units.setdefault(owner, unit)
+        if not manual:
+            hooks.drive(unit)
+    _refuse_old_optimizers()
+
+
+def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
+    return lambda: full if unit.context.read_outside(unit) else None
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    for name, one in module.named_modules():
+        if one in _units:
+            what = f"its {name!r} belongs" if name else "it belongs"
+            raise ValueError(
+                f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
+                f"with units= naming the modules that are gathered as one"
+            )
+        for key, param in one._parameters.items():
+            if isinstance(param, ShardedParameter) or param in _full:
+                raise ValueError(
+                    f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
+                )
+
+
+def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
+    """Where the shards go."""
+    devices = {found.param.device for found in params if not found.param.is_meta}
+    if options.device is not None:
+        return torch.device(options.device)
+    if not devices:
+        raise ValueError("all parameters are on the meta device: say where they go with ShardOptions(device=...)")
+    if len(devices) > 1:
+        first = next(found for found in params if found.param.device == sorted(devices, key=str)[1])
+        raise ValueError(
+            f"parameters are on several devices: {', '.join(sorted(map(str, devices)))} ({first.name} is on "
+            f"{first.param.device}); move the model to one, or set ShardOptions(device=...)"
+        )
+    return devices.pop()
+
+
+def _refuse_old_optimizers() -> None:
+    """Have every optimizer look, at its first step, whether it holds parameters of before the sharding."""
+    if getattr(_refuse_old_optimizers, "done", False):
+        return
+    register_optimizer_step_pre_hook(_look)
+    _refuse_old_optimizers.done = True  # type: ignore[attr-defined]
+
+
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, nn.Parameter) and param in _full:
+                raise ValueError(
+                    f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
+                    f"build it from module.parameters() afterwards"
+                )
+    _checked.add(optimizer)
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit that a module is, or that holds its parameters."""
+    if module not in _units:
+        raise ValueError(f"this {type(module).__name__} is no unit of a sharded model and holds none of its parameters")
+    return _units[module]
+
+
+def context_of(module: nn.Module | ShardContext) -> ShardContext:
+    """The context of a sharded module."""
+    return module if isinstance(module, ShardContext) else unit_of(module).context
+
+
+def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: `rule(name, whole shape)` gives a parameter's settings, such as weight decay.
+
+    Shards are 1-D, so rules by `param.ndim` have to look at the whole parameter's shape.
+    """
+    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+    for unit in context_of(module).units:
+        for group in unit.groups:
+            for member, shard in zip(group.members, group.shards, strict=True):
+                if member.param.requires_grad:
+                    settings = tuple(sorted(rule(member.name, tuple(member.param.shape)).items()))
+                    groups.setdefault(settings, []).append(shard)
+    return [{"params": params, **dict(settings)} for settings, params in groups.items()]
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm together is at most `max_norm`. Returns the norm before, fp64.
+
+    Every rank calls this, after backward. It counts every element of every gradient once, whichever meshes the
+    parameters are on, if the mesh given to `fully_shard` has all ranks that hold them.
+    """
+    context = context_of(module)
+    context.finish_step()
+    groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
+    square = torch.zeros(1, dtype=torch.float64, device=context.device)
+    for group in groups:
+        norm = torch.linalg.vector_norm(group.main_grad, dtype=torch.float64)
+        square += norm.square() / group.groups.replicas
+    context.sum_over_ranks(square)
+    norm = square.sqrt().squeeze(0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for group in groups:
+        group.main_grad.mul_(factor.to(group.main_grad.dtype))
+    return norm

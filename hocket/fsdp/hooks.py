@@ -1,0 +1,163 @@
+"""The default driver of a sharded module: hooks on its units make the five calls of `module_unit.py`.
+
+Note: [When backward of a unit is over]
+Its input gradients are done when the backward of an identity runs that was put around its inputs in forward. The
+engine runs, of the nodes that are ready, the one that was made last in forward, and gradients of leaves before all
+others. Every node between the loss and this unit's parameters was made after the identity, so all of them have run
+before it, and every parameter that this invocation reads has its gradient, or will get it from another invocation
+that is still open. That is when weights are released and, with no invocation of the same forward left, gradients
+reduced. A unit none of whose inputs needs a gradient has no such identity: it is over when each of its parameters has
+contributed. What neither catches (unused parameters, outputs that the loss does not reach) is flushed at the end of
+backward: counting hooks alone would never notice it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from hocket.fsdp.module_unit import Lease, Unit
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+
+
+class Invocation:
+    """One forward of a unit, from its inputs to the end of its backward."""
+
+    def __init__(self, unit: Unit, forward: int) -> None:
+        self.unit, self.forward = unit, forward
+        self.has_inputs = False
+        """Whether an input needs a gradient, so that an identity tells the end."""
+        self._lease: Lease | None = None
+
+    def start(self, _grad: object = None) -> None:
+        """The gradient of an output is there: the weights are needed again."""
+        context = self.unit.context
+        begin_backward(context)
+        if self._lease is None:
+            self._lease = context.need_backward(self.unit)
+            context.started[self] = None
+
+    def finish(self) -> None:
+        """The gradients of all inputs are done."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+            self.unit.context.started.pop(self, None)
+        opened = self.unit.open
+        if opened[self.forward] > 0:
+            opened[self.forward] -= 1
+        if not opened[self.forward]:
+            del opened[self.forward]
+            self.unit.reduce()
+        self.unit.context.look_back()
+
+
+class _Inputs(torch.autograd.Function):
+    """The identity around the inputs of an invocation."""
+
+    @staticmethod
+    def forward(ctx: Any, invocation: Invocation, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.invocation = invocation
+        # Not the inputs themselves: what a function returns as it came may not be changed in place by the module.
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.invocation.finish()
+        return None, *grads
+
+
+def begin_backward(context: ShardContext) -> None:
+    """Note that a backward runs, and have the engine say when it is over. Call it inside backward."""
+    if not context.in_backward:
+        context.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
+
+
+def drive(unit: Unit) -> None:
+    """Put a unit's module and parameters under hooks."""
+    stack: list[tuple[Lease, Invocation | None]] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        lease = unit.context.need_forward(unit)
+        invocation = Invocation(unit, unit.context.forwards) if torch.is_grad_enabled() else None
+        stack.append((lease, invocation))
+        return (args, kwargs) if invocation is None else _around_inputs(invocation, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        lease, invocation = stack.pop()
+        if invocation is not None:
+            outputs = [x for x in tensors_in(output, unit) if x.requires_grad]
+            if outputs:
+                unit.open[invocation.forward] += 1
+                register_multi_grad_hook(outputs, invocation.start, mode="any")
+        lease.release()
+        unit.context.leave_forward(unit)
+
+    # Hooks are no part of what torch.compile compiles: the body between them is.
+    unit.module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
+    unit.module.register_forward_hook(_outside_compile(after), with_kwargs=True)
+    unit.on_abort.append(stack.clear)
+    for group in unit.groups:
+        for member in group.members if group.trainable else ():
+            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
+
+
+def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
+    def ready(param: Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        begin_backward(unit.context)
+        unit.grad_ready(param)
+        if unit.complete:
+            for invocation in [one for one in unit.context.started if one.unit is unit and not one.has_inputs]:
+                invocation.finish()
+
+    return ready
+
+
+def _around_inputs(
+    invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if not places:
+        return args, kwargs
+    invocation.has_inputs = True
+    for i, x in zip(places, _Inputs.apply(invocation, *(leaves[i] for i in places)), strict=True):
+        leaves[i] = x
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def tensors_in(output: Any, unit: Unit) -> list[Tensor]:
+    """The tensors of what a module returned.
+
+    Raises: ValueError for an object in which none can be looked for: backward would read weights that are not there.
+    """
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                found += tensors_in(getattr(leaf, field.name), unit)
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(dict(leaf), unit)
+        elif leaf is not None and not isinstance(leaf, bool | int | float | complex | str | bytes | torch.Size):
+            raise ValueError(
+                f"{unit} returned a {type(leaf).__name__}, in which tensors can't be found: return tensors, tuples, "
+                f"lists, dicts or dataclasses, or register the class with torch.utils._pytree"
+            )
+    return found
+
+
+def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(hook, recursive=True)

@@ -1,0 +1,41 @@
+"""Give parameters on the meta device memory and values, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hocket.fsdp.members import Found
+
+
+def materialize(params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None) -> list[Found]:
+    """The same parameters on `device`; those of the meta device get values from `init`, or `reset_parameters`.
+
+    A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
+    Raises: ValueError for a module that nothing initializes.
+    """
+    modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
+    if not modules:
+        return list(params)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for found in params:
+        if found.param.is_meta:
+            values = torch.empty_like(found.param, device=device)
+            new[found.param] = nn.Parameter(values, requires_grad=found.param.requires_grad)
+            for owner, key in found.owners:
+                owner._parameters[key] = new[found.param]
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+        reset = init or getattr(type(module), "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"a {type(module).__name__} on the meta device has no reset_parameters(): say how its parameters get "
+                f"their values with ShardOptions(init=...)"
+            )
+        with torch.no_grad():
+            reset(module)
+    return [Found(found.name, new.get(found.param, found.param), found.owners) for found in params]

@@ -1,0 +1,168 @@
+"""Which parameters belong to which unit, and what a module shows of them.
+
+Note: [Two faces of a parameter]
+`module._parameters["weight"]` holds the *shard*, a 1-D parameter with the elements that this rank keeps: what
+optimizers, `state_dict` and `zero_grad` see, always. The *full* parameter is the very object that the module was built
+with; its `.data` is bound for good to a view of the unit's full buffer. While the unit is in use, and only then,
+`module.__dict__["weight"]` holds it, and Python finds an instance's own attributes before it asks
+`nn.Module.__getattr__` for parameters. So showing and hiding the weights of a unit is one write to a dict per
+parameter, and modules that keep their parameters in lists of their own (`nn.LSTM` does) see the same objects.
+
+A weight that is read while its unit is not in use is found by `__getattr__` alone. Modules that hold parameters get a
+subclass of their class with a `__getattr__` that, inside a forward of the model, claims the unit on demand; outside,
+what is read is the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hocket.fsdp.linear import forward_of
+
+Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
+"""How a user says which modules are units."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter of a module tree: its first name, and all (module, attribute) pairs that hold it."""
+
+    name: str
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+class View:
+    """One attribute of a module behind which a managed parameter is."""
+
+    __slots__ = ("_attributes", "_full", "_key")
+
+    def __init__(self, owner: nn.Module, key: str, full: nn.Parameter) -> None:
+        self._attributes, self._key, self._full = owner.__dict__, key, full
+
+    def show(self) -> None:
+        """Let the module see the full parameter."""
+        self._attributes[self._key] = self._full
+
+    def hide(self) -> None:
+        """Let the module see the shard."""
+        self._attributes.pop(self._key, None)
+
+
+def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
+    """The modules that are to be units, in the order of the tree, the root last left out.
+
+    Raises: ValueError if the rule chooses nothing, or a module that is never called.
+    """
+    inner = [(name, module) for name, module in root.named_modules() if module is not root]
+    if rule is None:
+        return []
+    if isinstance(rule, type) or (isinstance(rule, tuple) and all(isinstance(one, type) for one in rule)):
+        chosen = [(name, module) for name, module in inner if isinstance(module, rule)]
+        what = " or ".join(one.__name__ for one in (rule if isinstance(rule, tuple) else (rule,)))
+    elif callable(rule):
+        chosen = [(name, module) for name, module in inner if rule(name, module)]
+        what = "a module for which the rule is true"
+    else:
+        wanted = list(rule)
+        odd = next((one for one in wanted if not isinstance(one, nn.Module)), None)
+        if odd is not None:
+            raise ValueError(
+                f"units has {odd!r}, which is no module: give a class, a predicate, or modules of the model"
+            )
+        known = {id(module) for _, module in inner}
+        foreign = next((one for one in wanted if id(one) not in known), None)
+        if foreign is not None:
+            raise ValueError(f"units has a {type(foreign).__name__} that is no part of the {type(root).__name__}")
+        chosen = [(name, module) for name, module in inner if any(module is one for one in wanted)]
+        what = "any of the modules given"
+    if not chosen:
+        raise ValueError(f"units chooses nothing: the {type(root).__name__} contains no {what}")
+    for name, module in chosen:
+        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"units has {name!r}, a {type(module).__name__}, which is never called itself: choose the modules in it"
+            )
+    return chosen
+
+
+def found_parameters(root: nn.Module) -> list[Found]:
+    """Every parameter of a module tree once, in the order of its first appearance."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in root.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                names.setdefault(param, f"{prefix}.{key}" if prefix else key)
+                owners.setdefault(param, []).append((module, key))
+    return [Found(names[param], param, tuple(places)) for param, places in owners.items()]
+
+
+def assign(root: nn.Module, unit_modules: Iterable[nn.Module], params: Iterable[Found]) -> dict[nn.Module, list[Found]]:
+    """Unit -> its parameters: each belongs to the innermost unit that contains all modules which hold it.
+
+    So a parameter shared by two units belongs to the unit around both, and is there whenever either runs.
+    """
+    units = {root, *unit_modules}
+    above: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
+    _paths(root, (), units, above)
+    owned: dict[nn.Module, list[Found]] = {unit: [] for unit in units}
+    for found in params:
+        chains = [chain for module, _ in found.owners for chain in above[module]]
+        shared = [unit for unit in chains[0] if all(unit in chain for chain in chains)]
+        owned[shared[-1]].append(found)
+    return owned
+
+
+def _paths(
+    module: nn.Module,
+    chain: tuple[nn.Module, ...],
+    units: set[nn.Module],
+    above: dict[nn.Module, list[tuple[nn.Module, ...]]],
+) -> None:
+    """Note for every module the units around it, outermost first; a module in two places has two such chains."""
+    chain = (*chain, module) if module in units else chain
+    if chain in above.setdefault(module, []):
+        return
+    above[module].append(chain)
+    for child in module.children():
+        _paths(child, chain, units, above)
+
+
+_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def watch_reads(module: nn.Module) -> None:
+    """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
+
+    Where there is a forward that writes weight gradients itself (`linear.py`), it gets that too.
+    """
+    cls = type(module)
+    if cls in _subclasses.values():
+        return
+    if cls not in _subclasses:
+        _subclasses[cls] = _subclass(cls, forward_of(cls))
+    module.__class__ = _subclasses[cls]
+
+
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[nn.Module]:
+    def getattr_(self: nn.Module, name: str) -> Any:
+        found = cls.__getattr__(self, name)
+        read = getattr(found, "read_outside", None) if isinstance(found, nn.Parameter) else None
+        full = None if read is None else read()
+        return found if full is None else full
+
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        raise ValueError(
+            f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
+            f"save its state with hocket.state_dict, or copy the model before it is sharded"
+        )
+
+    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    if forward is not None:
+        body["forward"] = forward
+    return type(f"Sharded{cls.__name__}", (cls,), body)

@@ -1,0 +1,340 @@
+"""What the units of one sharded model share: queues, the order in which they are needed, and the step's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hocket.fsdp.buffers import FullBuffer, StagingRing
+from hocket.fsdp.connect import ShardGroups
+from hocket.fsdp.module_unit import Lease, Unit
+from hocket.fsdp.order import Order
+from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded, share_slots
+from hocket.fsdp.strategy import Policy, Prefetch
+from hocket.runtime.queue import History, Queue, Ticket
+
+if TYPE_CHECKING:
+    from hocket.fsdp.hooks import Invocation
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """Counters since the start, and sizes in bytes."""
+
+    gathers: int
+    reduces: int
+    surprises: int
+    """How often a unit was needed that was not expected next; its gather is then exposed."""
+    exceeded: int
+    """How often more units were in use together than the prefetch allows for."""
+    shard_bytes: int
+    """Weights and gradients that this rank keeps."""
+    full_bytes: int
+    """Gathered weights at this moment, or the fixed slots."""
+    staging_bytes: int
+
+
+class ShardContext:
+    """The shared part of a sharded model's units. Made by `hocket.fully_shard`."""
+
+    def __init__(
+        self, units: Sequence[Unit], policy: Policy, prefetch: Prefetch, groups: ShardGroups, device: torch.device
+    ) -> None:
+        self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
+        self.history: History | None = None
+        self.gathering = Queue("gather", device)
+        self.reducing = self.gathering if policy.unified else Queue("reduce", device)
+        self.outer = self.gathering if policy.unified else Queue("outer", device)
+        self.units = list(units)
+        self.forwards = 0
+        """How many forward passes have begun."""
+        self.in_backward = False
+        self.started: dict[Invocation, None] = {}
+        """Invocations in the middle of their backward, oldest first."""
+        self.reductions_open = False
+        """Whether gradients were staged that nobody has waited for."""
+        self._depth = 0
+        self._no_sync = self._accumulating = False
+        self._weights: Ticket | None = None
+        self._read_outside: list[Lease] = []
+        self._forward_order: Order[Unit] = Order(self.units)
+        self._backward_order: Order[Unit] = Order([])
+        self._left: list[Unit] = []  # whose forward is over, in this pass
+        self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
+        self._rings: dict[object, StagingRing] = {}
+        self._slot_bytes = 0
+        self._everybody = Unbounded()
+        self._residency: Residency = self._everybody
+        for unit in self.units:
+            unit.context = self
+            for group in unit.groups:
+                group.settle = self.finish_step
+
+    def place_weights(self) -> None:
+        """Give every unit memory for its gathered weights. Once, when all units are known."""
+        inner = [unit for unit in self.units if not unit.contains_units]
+        count = self.policy.slots
+        if count is not None and self.policy.free:
+            slots = FixedSlots(inner, count)
+            self._residency = slots
+            self._slot_bytes = share_slots(slots, inner)
+        elif self.policy.free:
+            self._residency = self.prefetch.budget(inner)
+        make = FullBuffer.dynamic if count is None else FullBuffer.fixed
+        for unit in self.units:
+            for group in unit.groups:
+                if group.whole:
+                    group.bind(group.weight)
+                elif group not in unit.full:
+                    unit.use(group, make(group.layout.total, group.compute_dtype, group.device))
+
+    def record(self) -> History:
+        """Write down from now on what is issued and waited for, for tests of the structure of a step."""
+        self.history = History()
+        for queue in {self.gathering, self.reducing, self.outer}:
+            queue.history = self.history
+        return self.history
+
+    # What units ask
+
+    def residency_of(self, unit: Unit) -> Residency:
+        """Who decides whether there is room for a unit."""
+        return self._everybody if unit.contains_units or not unit.full else self._residency
+
+    def staging_of(self, unit: Unit, group: ParamGroup) -> StagingRing:
+        """The staging buffers for a group's gradients, shared by all units that send over the same ranks.
+
+        Not by units that contain others: they collect gradients for as long as these run, and would take a buffer
+        away from them.
+        """
+
+        def key_of(unit: Unit, group: ParamGroup) -> object:
+            return unit if unit.contains_units else None, group.groups.reduce, group.wire_dtype
+
+        key = key_of(unit, group)
+        if key not in self._rings:
+            alike = [g for one in self.units for g in one.groups if g.trainable and key_of(one, g) == key]
+            numel = max(g.wire_numel for g in alike)
+            count = len(alike) if unit.contains_units else self.policy.staging
+            grow = self.policy.slots is None
+            self._rings[key] = StagingRing(count, numel, group.wire_dtype, group.device, grow)
+        return self._rings[key]
+
+    def adds_up_locally(self, group: ParamGroup) -> bool:
+        """Whether gradients of this microbatch are only added up on this rank, at full size."""
+        if group.groups.reduce.size == 1:
+            return False  # reducing sends nothing
+        return self._no_sync or (self._accumulating and not self.policy.reduce_every_microbatch)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more microbatches of this step follow."""
+        return self._no_sync or self._accumulating
+
+    def weights_ready(self) -> Ticket:
+        """Behind the last update of the weights."""
+        if self._weights is None or not self._depth:
+            self._weights = self.gathering.mark("weights")
+        return self._weights
+
+    # The passes, as a driver announces them
+
+    def begin_forward(self) -> None:
+        """A forward begins; the weights are what they are now."""
+        self.forwards += 1
+        if any(group.stale() for unit in self.units for group in unit.groups):
+            self._weights = self.gathering.mark("weights")
+            for unit in self.units:  # no backward will come for forwards of older weights
+                unit.open.clear()
+
+    # In each of these, what is expected next is the last pass of its kind; a backward that has not been seen yet is
+    # expected to begin units in the reverse of the order in which forward left them.
+
+    def need_forward(self, unit: Unit) -> Lease:
+        """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not self._depth and not recomputing:
+            self.begin_forward()
+        self._depth += 1
+        lease = unit.acquire()
+        if not recomputing:
+            self._forward_order.reach(unit)
+            self._look_ahead(self._forward_order)
+        lease.wait()
+        return lease
+
+    def leave_forward(self, unit: Unit) -> None:
+        """A unit's forward is over."""
+        self._depth -= 1
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._left.append(unit)
+        if not self._depth:
+            self._forward_order.finish()
+            if self._left != self._reverse_of:
+                self._backward_order = Order(self._left[::-1])
+            self._reverse_of, self._left = self._left, []
+            if not torch.is_grad_enabled():
+                self._drop_outside()
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self.in_backward = True
+
+    def need_backward(self, unit: Unit) -> Lease:
+        """A unit's backward begins; like `need_forward`."""
+        lease = unit.acquire()
+        self._backward_order.reach(unit)
+        self._look_ahead(self._backward_order)
+        lease.wait()
+        return lease
+
+    def look_back(self) -> None:
+        """Start gathers for which there was no room before."""
+        if self.in_backward:
+            self._look_ahead(self._backward_order)
+
+    def end_backward(self) -> None:
+        """A backward is over: send what is left, in the order of units. Waits for nothing."""
+        for invocation in list(self.started):
+            invocation.finish()
+        for unit in self.units:
+            unit.reduce()
+        self._drop_outside()
+        self._backward_order.finish()
+        self.in_backward = False
+
+    def finish_step(self) -> None:
+        """Order the caller's following work behind all reductions: the only barrier of a step.
+
+        Reading a shard's `.grad` does this. What `no_sync` and `accumulating` put off, and no later microbatch sent,
+        is sent now.
+        """
+        if not self.reductions_open or self.in_backward:
+            return
+        self.reductions_open = False
+        no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
+        for unit in self.units:
+            unit.reduce_deferred()
+        self._no_sync, self._accumulating = no_sync, accumulating
+        self.reducing.join()
+        self.outer.join()
+
+    def weights_updated(self) -> None:
+        """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
+        for unit in self.units:
+            for group in unit.groups:
+                group.invalidate()
+
+    def sum_over_ranks(self, value: Tensor) -> None:
+        """Add up a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
+        self.groups.reduce.all_reduce(value).wait()
+        self.groups.outer.all_reduce(value).wait()
+
+    @contextlib.contextmanager
+    def gathered(self, changed: bool = False) -> Iterator[None]:
+        """Inside, all weights of the model can be read whole, in the compute dtype, as attributes of its modules.
+
+        What is written to them is lost, unless `changed` says that it is to be kept, the same on all ranks.
+        """
+        leases = [unit.acquire() for unit in self.units]
+        for lease in leases:
+            lease.wait()
+        try:
+            yield
+            if changed:
+                for group in (group for unit in self.units for group in unit.groups):
+                    for i, member in enumerate(group.members):
+                        group.load(i, member.param)
+        finally:
+            for lease in leases:
+                lease.release()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of the microbatches inside are only added up, on this rank and at full size; nothing is sent."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """More microbatches of this step follow those inside: each strategy puts off what it may.
+
+        `no_shard` and `optim` put off the reduction, `optim_grads` and `optim_grads_params` only what replicas
+        exchange.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def abort(self) -> None:
+        """After an exception inside a step: forget its claims and gradients, so that a new step can begin.
+
+        Weights and optimizer state stay. Peers must abort the same step.
+        """
+        for queue in {self.gathering, self.reducing, self.outer}:
+            queue.abort()
+        for lease in self._read_outside:
+            lease.unit.leases = max(lease.unit.leases, 0)
+        self._read_outside.clear()
+        self.started.clear()
+        for unit in self.units:
+            unit.abort()
+        self._forward_order.restart()
+        self._backward_order.restart()
+        self._left.clear()
+        self._depth = 0
+        self.in_backward = self.reductions_open = False
+
+    def read_outside(self, unit: Unit) -> bool:
+        """A weight is read while its unit is not in use: claim the unit until the end of this pass.
+
+        False outside of any pass: what is read then is the shard.
+        """
+        if not self._depth:
+            return False
+        lease = unit.acquire()
+        lease.wait()
+        self._read_outside.append(lease)
+        return True
+
+    def stats(self) -> ShardStats:
+        """Counters since the start, and what is allocated."""
+        groups = [group for unit in self.units for group in unit.groups]
+        orders = self._forward_order.surprises + self._backward_order.surprises
+        dynamic = sum(b.nbytes for unit in self.units for b in unit.full.values() if not b.is_fixed)
+        own = sum(b.nbytes for unit in self.units if unit.contains_units for b in unit.full.values() if b.is_fixed)
+        return ShardStats(
+            gathers=sum(unit.gathers for unit in self.units),
+            reduces=sum(unit.reduces for unit in self.units),
+            surprises=orders,
+            exceeded=self._residency.exceeded if isinstance(self._residency, Budget) else 0,
+            shard_bytes=sum(group.nbytes for group in groups),
+            full_bytes=dynamic + own + self._slot_bytes,
+            staging_bytes=sum(ring.nbytes for ring in self._rings.values()),
+        )
+
+    def _look_ahead(self, order: Order[Unit]) -> None:
+        """Start the gathers of the units that come next, as far as there is room."""
+        window = self.prefetch.window()
+        for unit in order.upcoming():
+            if not unit.full or unit.contains_units:
+                continue
+            if not window.take(unit.full_bytes) or not unit.prefetch():
+                return
+
+    def _drop_outside(self) -> None:
+        leases, self._read_outside = self._read_outside, []
+        for lease in leases:
+            lease.release()

@@ -1,0 +1,313 @@
+"""A unit of a sharded module: the parameters that are gathered and reduced together.
+
+A unit has no phases. Its state is how many leases readers hold on its gathered weights, of which version these are, and
+which gradients have been staged. So any number of microbatches may be inside, forward and backward at once, and
+weights from before the last update can't be read by mistake.
+
+Note: [The five calls]
+Whatever drives a unit, hooks or a schedule, makes five calls. `acquire` claims the weights and starts their gather if
+they are not here; it never waits. `Lease.wait` comes before the first read. `Lease.release` comes after the last read
+of forward, or after the *input* gradient: weight gradients need no weights. `grad_ready` takes over a parameter's
+gradient, and `reduce` sends what has been taken over. Release and reduce are two events, since a schedule may compute
+weight gradients much later. All of them only issue work, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from hocket.fsdp.buffers import FullBuffer
+from hocket.fsdp.linear import set_sink
+from hocket.fsdp.members import View
+from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.staged import Staged
+from hocket.runtime.queue import Ticket
+from hocket.runtime.transports import Pending
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+
+
+class Lease:
+    """A reader's claim on the gathered weights of a unit."""
+
+    __slots__ = ("_held", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._held = True
+
+    def wait(self) -> None:
+        """Order the caller's following work behind the gather: before the first read, on every stream that reads."""
+        assert self._held, f"{self.unit} is read through a lease that was given back"
+        self.unit.wait_gathered()
+
+    def release(self) -> None:
+        """Give the claim back: what the caller has issued so far is the last that reads through it."""
+        if not self._held:
+            raise ValueError(f"a lease of {self.unit} is released twice: each acquire() is released once")
+        self._held = False
+        self.unit.give_back()
+
+
+class _Sink:
+    """Where a layer may write the gradient of a full parameter itself; the parameter's hook runs all the same."""
+
+    __slots__ = ("_param", "_unit")
+
+    def __init__(self, unit: Unit, param: nn.Parameter) -> None:
+        self._unit, self._param = unit, param
+
+    def target(self) -> tuple[Tensor, bool]:
+        return self._unit.grad_target(self._param)
+
+    def done(self) -> None:
+        pass
+
+
+class Unit:
+    """The parameters of one module that are gathered and reduced as one, in groups of the same dtype and placement."""
+
+    context: ShardContext
+    """Set by the context that takes the unit in."""
+
+    def __init__(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self.name, self.module, self.groups = name, module, tuple(groups)
+        self.contains_units = False
+        """Whether other units run inside its forward: then it stays gathered."""
+        self.leases = 0
+        self.open: Counter[int] = Counter()
+        """Invocations whose backward is still to come, by forward pass; kept by the hooks."""
+        self.on_abort: list[Callable[[], None]] = []
+        """What a driver has to forget with the unit."""
+        self.gathers = self.reduces = 0
+        self.full: dict[ParamGroup, FullBuffer] = {}
+        self.views = [View(owner, key, m.param) for g in self.groups for m in g.members for owner, key in m.owners]
+        self._gathered = False
+        self._gathering: Ticket | None = None
+        self._readers: Ticket | None = None  # behind the last reader that gave its lease back
+        self._staged: dict[ParamGroup, Staged] = {}
+        self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
+        self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
+        for param in self._place:
+            set_sink(param, _Sink(self, param))
+
+    def __str__(self) -> str:
+        return f"unit {self.name!r}" if self.name else "the root unit"
+
+    __repr__ = __str__
+
+    @property
+    def gathered_groups(self) -> list[ParamGroup]:
+        """The groups whose weights this rank does not hold whole."""
+        return [group for group in self.groups if not group.whole]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered weights."""
+        return sum(group.total_bytes for group in self.gathered_groups)
+
+    def use(self, group: ParamGroup, buffer: FullBuffer) -> None:
+        """Have a group's weights gathered into `buffer` from now on. Nothing may be gathered or saved for backward."""
+        assert not self.leases
+        self.full[group] = buffer
+        buffer.allocate()  # views are made of memory that is there
+        group.bind(buffer.flat[: group.layout.total])
+        buffer.free()
+
+    # Weights
+
+    @property
+    def current(self) -> bool:
+        """Whether the weights are gathered, or being gathered, and newer ones don't exist."""
+        return self._gathered and not any(group.stale() for group in self.groups)
+
+    def acquire(self) -> Lease:
+        """Claim the weights; starts their gather if they are not here. Never waits. Every claim is released once."""
+        self.prefetch(wanted=True)
+        self.leases += 1
+        if self.leases == 1:
+            for view in self.views:
+                view.show()
+        return Lease(self)
+
+    def prefetch(self, wanted: bool = False) -> bool:
+        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
+        if self.current:
+            return True
+        if self.leases:
+            if any(group.changed() for group in self.groups):
+                raise ValueError(
+                    f"the weights of {self} changed while they were in use: update weights after backward, or abort()"
+                )
+            return True
+        if not self.context.residency_of(self).admit(self, wanted):
+            return False
+        self._gather()
+        return True
+
+    def _gather(self) -> None:
+        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.behind)]
+        stale = [group for group in self.groups if group.stale()]
+        if stale:
+            after.append(self.context.weights_ready())
+
+        def work() -> Pending | None:
+            for group in stale:
+                refreshed = group.refresh()
+                if refreshed is not None:  # the gather within the shard group needs what the outer gather brings
+                    refreshed.wait()
+            under_way = []
+            for group, buffer in self.full.items():
+                buffer.allocate()
+                under_way.append(group.gather(buffer.flat[: group.layout.total]))
+            return together(under_way)
+
+        self._gathering = self.context.gathering.submit(f"gather {self.name}", work, after)
+        self._gathered = True
+        self.gathers += bool(self.full)
+
+    def _last_use(self) -> tuple[Ticket, ...]:
+        return tuple(ticket for ticket in (self._readers, self._gathering) if ticket is not None)
+
+    def wait_gathered(self) -> None:
+        """Order the caller's following work behind the gather."""
+        if self._gathering is not None:
+            self._gathering.wait()
+
+    def give_back(self) -> None:
+        """End one claim. With the last one the weights may go, after what the caller has issued so far."""
+        assert self.leases > 0
+        self.leases -= 1
+        if self.leases == 0:
+            for view in self.views:
+                view.hide()
+            self._readers = self.context.gathering.mark(f"release {self.name}")
+
+    def evict(self) -> None:
+        """Give up the gathered weights, which nobody claims."""
+        assert not self.leases, f"{self} is thrown out while it is in use"
+        if not self._gathered:
+            return
+        self._gathered = False
+        for buffer in self.full.values():
+            buffer.behind = self._last_use()
+        if not all(buffer.is_fixed for buffer in self.full.values()):
+
+            def free() -> None:
+                for buffer in self.full.values():
+                    buffer.free()
+
+            self.context.gathering.submit(f"free {self.name}", free, self._last_use())
+        self.context.residency_of(self).gone(self)
+
+    # Gradients
+
+    def staged(self, group: ParamGroup) -> Staged:
+        """Where the gradients of a group are collected until the next `reduce`."""
+        found = self._staged.get(group)
+        if found is None:
+            found = self._staged[group] = Staged(group, self.context.staging_of(self, group), self)
+        return found
+
+    def grad_ready(self, param: nn.Parameter) -> None:
+        """Take over the gradient that autograd left in a full parameter, if there is one."""
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        group, index = self._place[param]
+        if self.context.adds_up_locally(group):
+            group.add_local(index, grad)
+            self.context.reductions_open = True
+        else:
+            self.staged(group).add(index, grad)
+
+    def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
+        """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
+        group, index = self._place[param]
+        if self.context.adds_up_locally(group):
+            self.context.reductions_open = True
+            return group.local_target(index)
+        return self.staged(group).target(index)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has contributed since the last reduce."""
+        trainable = [group for group in self.groups if group.trainable]
+        return all(group in self._staged and self._staged[group].complete for group in trainable)
+
+    def reduce(self) -> None:
+        """Send what was staged: the sum over ranks is added to the gradients of the shards.
+
+        Linear: calling it in the middle is correct, only slower. Nothing staged is nothing to do.
+        """
+        # All copies of the unit have been made, all collectives follow: compute never waits for one group's
+        # collective before it fills the next group's buffer.
+        sending = [g for g in self.groups if g in self._staged or (g.has_local and not self.context.adds_up_locally(g))]
+        for group in sending:
+            staged = self.staged(group)  # an empty one if all gradients so far were added up locally
+            del self._staged[group]
+            self._send(group, staged)
+        self.reduces += bool(sending)
+
+    def _send(self, group: ParamGroup, staged: Staged) -> None:
+        staged.fill_gaps()
+        context = self.context
+        written = context.reducing.mark(f"staged {self.name}")
+        ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), [written])
+        staged.give(ticket)
+        self._outer_left[group] = ticket
+        if not context.accumulates:
+            self._send_outer()
+        context.reductions_open = True
+
+    def _send_outer(self) -> None:
+        """Start what replicas exchange, for the groups reduced since the last time."""
+        left, self._outer_left = self._outer_left, {}
+        for group, ticket in left.items():
+            if group.groups.outer.size > 1:
+                self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
+
+    def reduce_deferred(self) -> None:
+        """At the end of a step: send what was put off for microbatches that never came."""
+        self.reduce()
+        self._send_outer()
+
+    def abort(self) -> None:
+        """Forget claims and staged gradients of an interrupted step."""
+        if self.leases:
+            for view in self.views:
+                view.hide()
+        self.leases = 0
+        self.open.clear()
+        for staged in self._staged.values():
+            staged.drop()
+        self._staged.clear()
+        self._outer_left.clear()
+        for forget in self.on_abort:
+            forget()
+        for group in self.groups:
+            group.forget_gradients()
+            for member in group.members:
+                member.param.grad = None
+        self.evict()
+        self._gathering = self._readers = None
+
+
+def together(pending: Sequence[Pending]) -> Pending | None:
+    """One pending for several that are under way."""
+    open_ = [one for one in pending if not one.done]
+    if not open_:
+        return None
+    if len(open_) == 1:
+        return open_[0]
+
+    def wait() -> None:
+        for one in open_:
+            one.wait()
+
+    return Pending(wait)

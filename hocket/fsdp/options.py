@@ -1,0 +1,83 @@
+"""What `fully_shard` can be told beyond the model, the mesh and the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from hocket.fsdp.strategy import Prefetch
+
+Outer = Literal["replicate", "shard"]
+ShardTransport = Literal["auto", "nccl", "copy_engine", "gloo", "null"]
+Driver = Literal["hooks", "manual"]
+Granularity = Literal["element", "row", "tensor"]
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How the work of a sharded model is arranged. Raises ValueError for values that mean nothing."""
+
+    outer: Outer = "replicate"
+    """On a mesh of two axes, what the first one does: `replicate` keeps as many copies of everything (HSDP), `shard`
+    shards the optimizer's state over it too (HFSDP)."""
+    prefetch: int | str = 1
+    """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
+    staging: int = 2
+    """Buffers for gradients on their way: compute waits when all are being reduced."""
+    slots: Literal["auto", "dynamic"] | int = "auto"
+    """Where gathered weights lie: `dynamic` memory that comes and goes, which suits any model, or a number of fixed
+    buffers, which bound the memory and which CUDA graphs and the copy engine need. `auto` is fixed for these."""
+    transport: ShardTransport = "auto"
+    """How bytes move: `auto` is nccl for GPUs and gloo for CPUs. `null` moves none, for measuring the bound."""
+    unified: bool = False
+    """One process group and one queue for gathers and reductions, instead of one each."""
+    driver: Driver = "hooks"
+    """`manual` installs no hooks: the caller makes the calls of `Unit` itself."""
+    granularity: Granularity = "element"
+    """What is never split between ranks: nothing, a row of a parameter's dimension 0, or a whole parameter."""
+    device: torch.device | str | None = None
+    """Where shards live. Without it, where the parameters are; for parameters on the meta device it must be given."""
+    init: Callable[[nn.Module], None] | None = None
+    """Gives the parameters of a module on the meta device their values; `module.reset_parameters()` without it. It is
+    called for one module at a time, which is on `device` by then."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("outer", get_args(Outer)),
+            ("transport", get_args(ShardTransport)),
+            ("driver", get_args(Driver)),
+            ("granularity", get_args(Granularity)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        ahead = Prefetch.parse(self.prefetch)
+        if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
+            raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")
+        if self.slots in ("auto", "dynamic"):
+            return
+        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
+            raise ValueError(f"slots={self.slots!r} must be 'auto', 'dynamic', or a number of buffers, at least 1")
+        if ahead.units is not None and self.slots <= ahead.units:
+            raise ValueError(
+                f"slots={self.slots} leaves no room for prefetch={self.prefetch}: it takes prefetch + 1 = "
+                f"{ahead.units + 1} slots, the unit in use and those ahead of it"
+            )
+
+    @property
+    def slot_count(self) -> int | None:
+        """The number of fixed slots, None for dynamic memory."""
+        if isinstance(self.slots, int):
+            return self.slots
+        if self.slots == "dynamic" or self.transport != "copy_engine":
+            if self.transport == "copy_engine":
+                raise ValueError(
+                    "slots='dynamic' does not work with transport='copy_engine', which moves bytes between buffers "
+                    "that are registered once: use slots='auto' or a number"
+                )
+            return None
+        units = Prefetch.parse(self.prefetch).units
+        return 3 if units is None else units + 1

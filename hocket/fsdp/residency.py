@@ -1,0 +1,136 @@
+"""Which units stay gathered while nobody uses them, and who has to go when another one needs the room.
+
+A unit that nobody uses any more is not thrown out at once: its weights stay until the room is needed. So the last units
+of forward are still there when backward begins, those of backward when the next microbatch does, and a prefetch is
+nothing but a gather that nobody has asked for yet. Nothing else keeps units: there are no phases.
+
+Units that contain others are in use for as long as these run, and are never asked to go; neither is any unit of a
+strategy that does not shard weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from hocket.fsdp.buffers import FullBuffer
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_unit import Unit
+    from hocket.fsdp.param_group import ParamGroup
+
+
+class Residency(Protocol):
+    """Who may be gathered at the same time."""
+
+    def admit(self, unit: Unit, wanted: bool) -> bool:
+        """Make room for `unit`, throwing out idle units. False if there is no room and `unit` is not `wanted` yet."""
+        ...
+
+    def gone(self, unit: Unit) -> None:
+        """`unit` is not gathered any more."""
+        ...
+
+
+class Unbounded:
+    """Everybody stays."""
+
+    def admit(self, unit: Unit, wanted: bool) -> bool:
+        return True
+
+    def gone(self, unit: Unit) -> None:
+        pass
+
+
+class Budget:
+    """Units have memory of their own, and as many are gathered as fit into a number of units or bytes.
+
+    A unit that is needed while all others are in use is gathered all the same: branches that run side by side, or
+    several microbatches in flight, need what they need. `exceeded` counts how often.
+    """
+
+    def __init__(self, units: int | None, nbytes: int | None) -> None:
+        assert (units is None) != (nbytes is None)
+        self.units, self.nbytes = units, nbytes
+        self.exceeded = 0
+        self._gathered: list[Unit] = []  # oldest first
+
+    def _fits(self, unit: Unit) -> bool:
+        if self.units is not None:
+            return len(self._gathered) < self.units
+        assert self.nbytes is not None
+        return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
+
+    def admit(self, unit: Unit, wanted: bool) -> bool:
+        if unit in self._gathered:  # gathered again, with newer weights
+            return True
+        idle = [other for other in self._gathered if not other.leases]
+        while not self._fits(unit) and idle:
+            idle.pop(0).evict()
+        if not self._fits(unit):
+            if not wanted:
+                return False
+            self.exceeded += 1
+        self._gathered.append(unit)
+        return True
+
+    def gone(self, unit: Unit) -> None:
+        self._gathered.remove(unit)
+
+
+class FixedSlots:
+    """Units share fixed buffers, which are all the memory there is: unit number i always uses slot i modulo `count`.
+
+    A unit's weights are bound to its slot for good, since autograd keeps views of them between forward and backward.
+    So two units of one slot can't be in use together; that is an error, whatever else is free.
+    """
+
+    def __init__(self, units: Sequence[Unit], count: int) -> None:
+        self.count = count
+        self._slot = {unit: i % count for i, unit in enumerate(units)}
+        self._holder: dict[int, Unit | None] = dict.fromkeys(range(count))
+
+    def slot_of(self, unit: Unit) -> int:
+        return self._slot[unit]
+
+    def admit(self, unit: Unit, wanted: bool) -> bool:
+        slot = self._slot[unit]
+        holder = self._holder[slot]
+        if holder is not None and holder is not unit:
+            if holder.leases:
+                if not wanted:
+                    return False
+                raise ValueError(
+                    f"{unit} needs weight slot {slot} of {self.count}, which {holder} is using: with slots="
+                    f"{self.count} these two can't be in use together. Use more slots, or slots='dynamic'"
+                )
+            holder.evict()
+        self._holder[slot] = unit
+        return True
+
+    def gone(self, unit: Unit) -> None:
+        if self._holder[self._slot[unit]] is unit:
+            self._holder[self._slot[unit]] = None
+
+
+def share_slots(slots: FixedSlots, units: Sequence[Unit]) -> int:
+    """Give the units of each slot common buffers, and bind their weights to them. Returns the bytes of all slots."""
+    total = 0
+    for number in range(slots.count):
+        alike: dict[tuple[object, int], list[tuple[Unit, ParamGroup]]] = {}
+        for unit in units:
+            if slots.slot_of(unit) != number:
+                continue
+            seen: Counter[object] = Counter()
+            for group in unit.gathered_groups:
+                kind = (group.compute_dtype, group.groups.gather)
+                alike.setdefault((kind, seen[kind]), []).append((unit, group))
+                seen[kind] += 1
+        for sharers in alike.values():
+            largest = max((group for _, group in sharers), key=lambda group: group.layout.total)
+            buffer = FullBuffer.fixed(largest.layout.total, largest.compute_dtype, largest.device)
+            total += buffer.nbytes
+            for unit, group in sharers:
+                unit.use(group, buffer)
+    return total

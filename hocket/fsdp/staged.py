@@ -1,0 +1,59 @@
+"""The gradients of one group of a unit between backward and their reduction, in a buffer of the staging ring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hocket.fsdp.buffers import StagingRing
+from hocket.fsdp.param_group import ParamGroup
+from hocket.runtime.queue import Ticket
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_unit import Unit
+
+
+class Staged:
+    """A staging buffer in the hands of one group, and which parameters have written their gradient into it."""
+
+    def __init__(self, group: ParamGroup, ring: StagingRing, unit: Unit) -> None:
+        self.group, self._ring = group, ring
+        self._buffer = ring.take(unit)
+        self.flat = self._buffer[: group.layout.total]
+        self._views = group.grad_views(self.flat)
+        self._written = [False] * len(self._views)
+
+    def target(self, index: int) -> tuple[Tensor, bool]:
+        """Where parameter `index` writes its gradient; True if one is there already, to which it must be added."""
+        already, self._written[index] = self._written[index], True
+        return self._views[index], already
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Take over a gradient of parameter `index`; a second one is added to the first."""
+        view, already = self.target(index)
+        if already:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has written."""
+        return all(self._written)
+
+    def fill_gaps(self) -> None:
+        """Zero what nobody wrote: parameters without a gradient, and padding."""
+        for view, written in zip(self._views, self._written, strict=True):
+            if not written:
+                view.zero_()
+        for lo, hi in self.group.layout.gaps:
+            self.flat[lo:hi].zero_()
+
+    def give(self, ticket: Ticket) -> None:
+        """Give the buffer back; it may be written again behind `ticket`."""
+        self._ring.give(self._buffer, ticket)
+
+    def drop(self) -> None:
+        """Give the buffer back without having sent it."""
+        self._ring.give(self._buffer, None)
