@@ -109,6 +109,7 @@ class ParamGroup:
         self._seen = -1  # version counter of main at the last refresh
         self._read = False  # whether somebody has read gradients since
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
+        self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
         self._grads: list[Tensor] | None = None  # what readers get
         self._cast: Tensor | None = None  # main_grad in the dtype of main, if it has another one
@@ -169,6 +170,15 @@ class ParamGroup:
         """Take the whole value of a member."""
         shard = self.shards[index]
         shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
+
+    def move_weight(self) -> None:
+        """Put what is gathered into new memory: called inside a window of the gather group, before `bind`.
+
+        Where `weight` was `main`, it is a copy from now on.
+        """
+        if not self.whole:
+            self.weight = torch.zeros_like(self.weight)
+            self.invalidate()
 
     def bind(self, flat: Tensor) -> None:
         """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -259,13 +269,13 @@ class ParamGroup:
                     self.grad_views(flat)[i].copy_(view)
             self._local_has = [False] * len(self.members)
         if self.groups.outer_shards:
-            self._summed = False
+            self._make_room_in_partial()
         else:
             self._make_room()
             if self._summed and self.groups.outer.rank > 0:  # Note: [What the outer all-reduce adds up]
                 self.partial.zero_()
-            self._summed = False
             self._has = [True] * len(self.members)
+        self._summed = False
         self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide)
         return self._reducing
 
@@ -280,6 +290,7 @@ class ParamGroup:
             self._outer = self.groups.outer.all_reduce(self.partial)
             return self._outer
         self._make_room()
+        self._make_room_in_partial()
         self._has = [True] * len(self.members)
         self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0).then(self.partial.zero_)
         return self._outer
@@ -287,13 +298,12 @@ class ParamGroup:
     def _make_room(self) -> None:
         """Zero the gradients that were forgotten, so that the next ones can be added."""
         self._take_back()
-        if not any(self._has):
-            self.main_grad.zero_()
-            return
-        for has, shard in zip(self._has, self.shards, strict=True):
-            if not has:
-                local = self.kept.local(shard.full_name, self.position)
-                self.main_grad[local.offset : local.offset + len(local)].zero_()
+        _zero(self.main_grad, self.kept, self.position, self._has)
+
+    def _make_room_in_partial(self) -> None:
+        """Where partial is not the gradient itself: zero what was forgotten between two reductions of one step."""
+        _zero(self.partial, self.layout, self.groups.gather.rank, self._partial_has)
+        self._partial_has = [True] * len(self.members)
 
     # Gradients of the shards
 
@@ -312,7 +322,7 @@ class ParamGroup:
 
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
-        self._has[index] = False
+        self._has[index] = self._partial_has[index] = False
 
     def set_grad(self, index: int, value: Tensor) -> None:
         """What setting `shards[index].grad` to a tensor does: its values are copied."""
@@ -336,6 +346,7 @@ class ParamGroup:
         self._reducing = self._outer = Pending()
         self._has = [False] * len(self.members)
         self._local_has = [False] * len(self.members)
+        self._partial_has = [True] * len(self.members)
         self._summed, self._cast_versions = True, (-1, -1)
         self.partial.zero_()
 
@@ -369,3 +380,14 @@ class ParamGroup:
                 grad = self.main_grad[here] if self.trainable else None
                 found.append(Piece(shard.full_name, tuple(shard.full_shape), shard.lo, shard.hi, self.main[here], grad))
         return found
+
+
+def _zero(flat: Tensor, layout: FlatLayout, rank: int, keep: Sequence[bool]) -> None:
+    """Zero the parts of a shard that belong to entries which are not to be kept."""
+    if not any(keep):
+        flat.zero_()
+        return
+    for entry, kept in zip(layout.entries, keep, strict=True):
+        if not kept:
+            local = layout.local(entry.name, rank)
+            flat[local.offset : local.offset + len(local)].zero_()
