@@ -13,6 +13,12 @@ Purpose = Literal[
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
+COPIED: dict[str, tuple[Purpose, ...]] = {
+    "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts"),
+    "copy_engine_gathers": ("gather_dense", "gather_experts"),
+}
+"""Transports that use copy engines -> the purposes of the groups that these serve. All others are on NCCL's kernels."""
+
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that are for measuring -> the words that mark whatever they touch, so that nobody takes it for more."""
 
@@ -167,11 +173,10 @@ class TrainConfig:
     """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
-    transport: Literal["auto", "gloo", "nccl", "copy_engine", "null", "slow"] = "auto"
-    """How collectives move bytes; copy_engine is NCCL with gathers and reduces that take no SM from compute, null
-    pretends to (wrong results, for bounds), slow imitates a network."""
-    copy_engine_groups: tuple[Purpose, ...] = ()
-    """Purposes of the groups that copy engines serve, gathers and reduces; empty means all of these."""
+    transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
+    """How collectives move bytes; copy_engine is NCCL with gathers and reduces that take no SM from compute,
+    copy_engine_gathers with such gathers alone; null pretends to (wrong results, for bounds), slow imitates a network.
+    """
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
     slow_latency: tuple[float, ...] = ()
@@ -194,11 +199,6 @@ class TrainConfig:
     """Seed of the order in which a CPU serves its lanes; any legal order gives the same result."""
     profile: tuple[int, ...] = ()
     """First step and number of steps to record with the profiler; first 0 is soon after the start, empty means none."""
-
-    def copied(self) -> tuple[Purpose, ...]:
-        """Purposes of the groups that copy engines serve under the transport of that name."""
-        every = tuple(purpose for purpose in get_args(Purpose) if purpose.startswith(("gather", "reduce")))
-        return self.copy_engine_groups or every
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""

@@ -87,7 +87,7 @@ class Engine:
     def _comm_options(self) -> CommOptions:
         train = self.config.train
         if train.transport != "slow":
-            return CommOptions(timeout=train.hang_timeout + MARGIN, copy_engine=train.copied())
+            return CommOptions(timeout=train.hang_timeout + MARGIN)
         links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
         spin = spinner(self.device) if self.device.type == "cuda" else None
         return CommOptions(timeout=train.hang_timeout + MARGIN, links=links, spin=spin)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hocket.config import Config
+from hocket.config import COPIED, Config
 from hocket.rules import Host
 from hocket.train.tokenizer import tokenizer_vocab
 
@@ -150,7 +150,7 @@ def cores() -> int:
 
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> Host:
     """What is here. Imports torch only if it could use a GPU."""
-    copies = config.train.transport == "copy_engine"
+    copies = config.train.transport in COPIED
     gpus, gpu, no_copy_engine = (0, "", "") if config.train.device == "cpu" else find_gpus(copies)
     return Host(
         gpus=gpus,

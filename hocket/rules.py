@@ -6,49 +6,13 @@ A broken rule becomes one line: setting, value, where the value came from, the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Mapping
 
-from hocket.config import Config, Purpose
+from hocket.config import Config
 from hocket.leaves import line
 from hocket.plan.pipeline import smallest_group, warmup
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What a run finds where it starts. Values, not probes: `hocket.launch.probe` fills it in."""
-
-    gpus: int = 0
-    """GPUs of this host that torch can use."""
-    gpu: str = ""
-    """Name of the first of them."""
-    cores: int = 1
-    """CPU cores this process may use."""
-    workers: int = 0
-    """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
-    local_workers: int = 0
-    """Those of them on this host."""
-    tokenizer_vocab: int = 0
-    """Number of tokens of the configured tokenizer; 0 means not known."""
-    no_copy_engine: str = ""
-    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Something that must not be.
-
-    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
-    over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
-    only if the user set it: `only_if_set`.
-    """
-
-    settings: tuple[str, ...]
-    broken: Callable[[Config, Host], bool]
-    reason: str
-    fix: str
-    only_if_set: bool = False
+from hocket.rule import Host, Rule
+from hocket.transport_rules import TRANSPORT_RULES
 
 
 def has_experts(c: Config) -> bool:
@@ -335,86 +299,7 @@ RULES: tuple[Rule, ...] = (
         "train.eval_batches above 0, or leave train.eval_every out",
         only_if_set=True,
     ),
-    Rule(
-        ("train.transport", "train.device"),
-        lambda c, h: c.train.transport == "nccl" and c.train.device == "cpu",
-        "NCCL moves GPU memory only, and the ranks compute on CPUs",
-        "train.transport = gloo, or train.device = cuda",
-    ),
-    Rule(
-        ("train.transport", "train.device"),
-        lambda c, h: c.train.transport == "gloo" and c.train.device == "cuda",
-        "gloo moves CPU memory, and the ranks compute on GPUs",
-        "train.transport = nccl, or train.device = cpu",
-    ),
-    Rule(
-        ("train.transport", "train.device"),
-        lambda c, h: c.train.transport == "copy_engine" and c.train.device == "cpu",
-        "copy engines move GPU memory only, and the ranks compute on CPUs",
-        "train.transport = gloo, or train.device = cuda",
-    ),
-    Rule(
-        ("train.transport",),
-        lambda c, h: c.train.transport == "copy_engine" and h.workers > h.local_workers,
-        "copy engines reach the GPUs of one host, and of {host.workers} processes {host.local_workers} are on this one",
-        "train.transport = nccl",
-    ),
-    Rule(
-        ("train.transport",),
-        lambda c, h: c.train.transport == "copy_engine" and c.train.device == "cuda" and bool(h.no_copy_engine),
-        "{host.no_copy_engine}",
-        "train.transport = nccl",
-    ),
-    Rule(
-        ("train.copy_engine_groups", "train.transport"),
-        lambda c, h: bool(c.train.copy_engine_groups) and c.train.transport != "copy_engine",
-        "no effect: train.transport = {train.transport} uses no copy engines",
-        "train.transport = copy_engine, or leave it out",
-    ),
-    Rule(
-        ("train.copy_engine_groups",),
-        lambda c, h: any(not purpose.startswith(("gather", "reduce")) for purpose in c.train.copy_engine_groups),
-        "copy engines serve gathers and reduces, which are even copies",
-        "names of gather and reduce groups only",
-    ),
-    Rule(
-        ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
-        lambda c, h: c.train.transport == "slow" and not (any(c.train.slow_latency) or any(c.train.slow_bandwidth)),
-        "the slow transport imitates a network, and nothing says which",
-        "train.slow_latency (seconds) or train.slow_bandwidth (bytes per second)",
-    ),
-    Rule(
-        ("train.slow_latency", "train.slow_bandwidth", "train.slow_groups", "train.transport"),
-        lambda c, h: (
-            c.train.transport != "slow" and bool(c.train.slow_latency or c.train.slow_bandwidth or c.train.slow_groups)
-        ),
-        "no effect: train.transport = {train.transport} imitates no network",
-        "train.transport = slow, or leave these settings out",
-    ),
-    *(
-        Rule(
-            (f"train.{name}", "train.slow_groups"),
-            lambda c, h, name=name: len(getattr(c.train, name)) not in (0, 1, len(c.train.slow_groups)),
-            "one number holds for all slowed groups, several need a group each, and train.slow_groups names {slowed}",
-            "one number, or one for each of train.slow_groups in their order",
-        )
-        for name in ("slow_latency", "slow_bandwidth")
-    ),
-    Rule(
-        ("train.slow_groups",),
-        lambda c, h: len(set(c.train.slow_groups)) < len(c.train.slow_groups),
-        "a group has one link, and one is named twice",
-        "name every group once",
-    ),
-    *(
-        Rule(
-            ("train.slow_groups", "mesh.pp", "mesh.dp", "mesh.ep"),
-            lambda c, h, purpose=purpose: purpose in c.train.slow_groups and c.mesh.members(purpose) == 1,
-            f"no effect: on this mesh nobody has anybody to talk to for {purpose}",
-            f"leave out {purpose}, or another mesh",
-        )
-        for purpose in get_args(Purpose)
-    ),
+    *TRANSPORT_RULES,
     Rule(
         ("run.resume", "train.transport"),
         lambda c, h: c.train.transport == "null" and c.run.resume not in ("auto", "off"),

@@ -220,8 +220,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, train__transport="null"), {"run__resume": "x"}, "run.resume", "loads and saves nothing"),
     (TINY, {"train__slow_latency": (0.01,)}, "train.slow_latency", "imitates no network"),
     (TINY, {"train__transport": "copy_engine"}, "train.transport", "move GPU memory only"),
-    (TINY, {"train__copy_engine_groups": ("gather_dense",)}, "train.copy_engine_groups", "uses no copy engines"),
-    (TINY, {"train__copy_engine_groups": ("a2a",)}, "train.copy_engine_groups", "gathers and reduces, which are even"),
     (TINY, {"train__profile": (3,)}, "train.profile", "its first step (0: soon after the start)"),
     (TINY, {"train__profile": (1, 0)}, "train.profile", "its number of steps"),
     (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
@@ -278,13 +276,6 @@ def check_message(text: str, setting: str, reason: str) -> None:
     assert re.match(rf"\s*{re.escape(setting)} = .+ \(command line, --{re.escape(setting)}\): .+; fix: .+", lines[0]), (
         text
     )
-
-
-def test_copy_engines_serve_the_groups_that_are_named_or_all_gathers_and_reduces():
-    assert TrainConfig().copied() == ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts")
-    assert TrainConfig(copy_engine_groups=("gather_experts",)).copied() == ("gather_experts",)
-    fine = changed(TINY, train__transport="copy_engine", train__copy_engine_groups=("gather_dense",))
-    assert resolve(fine, Host(gpus=4)).train.transport == "copy_engine"
 
 
 def test_a_link_per_group_or_one_for_all():

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload
-from hocket.config import Config, Purpose
+from hocket.config import Config
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
-from hocket.runtime.comm import Groups
+from hocket.runtime.comm import Groups, TransportName
 from hocket.runtime.transports import Null
 
-_groups: dict[tuple[Mesh, str, tuple[str, ...]], Groups] = {}
-"""Groups of this process by mesh, transport and what copy engines move: contenders of one mesh take turns on them, as
-they do on the GPU."""
+_groups: dict[tuple[Mesh, str], Groups] = {}
+"""Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""
 
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
@@ -34,21 +33,18 @@ class Planned:
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
         mesh, transport = workload.mesh, config.train.transport
-        copied = config.train.copied() if transport == "copy_engine" else ()
-        shared = _groups.get((mesh, transport, copied))
+        shared = _groups.get((mesh, transport))
         self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
-        _groups[mesh, transport, copied] = self.engine.groups
+        _groups[mesh, transport] = self.engine.groups
         self.engine.init_weights()
         self.lr = config.train.lr
         plan = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.plan).items())
         self.settings: Mapping[str, str] = {
             "plan": plan,
-            "transport": f"copy engines: {', '.join(copied)}; others nccl" if copied else transport,
+            "transport": transport,
             "weights": "fp32 shards, cast once after an update",
             "compile": "off: hocket runs eagerly",
-            "reduce": f"{config.train.dtype}, summed in fp32"
-            if "reduce_dense" in copied
-            else f"{config.train.dtype}, added to fp32",
+            "reduce": f"{config.train.dtype}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
             "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",
         }
 
@@ -108,23 +104,22 @@ def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     lender = _lenders.get(id(workload))
     if lender is not None and lender.workload is workload and not workload.optimizer:
         return Muted(lender)
-    train = dataclasses.replace(workload.config.train, transport="null")
-    return Planned(workload, rank, device, dataclasses.replace(workload.config, train=train))
+    return Planned(workload, rank, device, _on(workload.config, "null"))
 
 
 def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _copied(workload.config, ()))
+    return Planned(workload, rank, device, _on(workload.config, "copy_engine"))
 
 
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, with gathers on copy engines; reduces are NCCL's."""
-    return Planned(workload, rank, device, _copied(workload.config, ("gather_dense", "gather_experts")))
+    return Planned(workload, rank, device, _on(workload.config, "copy_engine_gathers"))
 
 
-def _copied(config: Config, groups: tuple[Purpose, ...]) -> Config:
-    train = dataclasses.replace(config.train, transport="copy_engine", copy_engine_groups=groups)
-    return dataclasses.replace(config, train=train)
+def _on(config: Config, transport: TransportName) -> Config:
+    """A configuration on another transport."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, transport=transport))
 
 
 def _unmerged(config: Config, order: Literal["sequential", "1f1b", "interleaved"]) -> Config:

@@ -8,7 +8,7 @@ warmed in one order on all ranks before the first step, so that no collective cr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
 from hocket.runtime.transports import (
@@ -49,9 +50,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-TransportName = Literal["gloo", "nccl", "copy_engine", "null", "slow"]
-GATHERS_AND_REDUCES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts")
-"""What copy engines can move."""
+TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
 
 def join_world(gpus: bool, timeout: float) -> None:
@@ -89,8 +88,6 @@ class CommOptions:
     """SMs of one collective on NCCL."""
     p2p_ctas: int = 4
     """SMs of one pipeline send or receive on NCCL."""
-    copy_engine: Collection[Purpose] = GATHERS_AND_REDUCES
-    """What copy engines move under the transport of that name; NCCL's kernels move the rest."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
     """The emulated network of the slow transport; purposes that are missing are not slowed."""
     spin: Callable[[float], None] | None = None
@@ -220,7 +217,7 @@ def make_groups(
     on a CPU and NCCL on a GPU. Raises ValueError if the copy engine is asked for and cannot be had.
     """
     options = options or CommOptions()
-    if transport == "copy_engine":
+    if transport in COPIED:
         refuse(everyone(place()))
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
@@ -247,8 +244,9 @@ def make_group(
 
     Every rank of the world calls this at the same point, members or not. Raises ValueError like `make_groups`.
     """
-    if transport == "copy_engine":
-        refuse(everyone(place()))
+    if transport in COPIED:
+        places = everyone(place())
+        refuse([places[member] for member in ranks])
     moved_by = _connect(purpose, ranks, rank, device, transport, options or CommOptions())
     if moved_by is None:
         return None
@@ -282,8 +280,8 @@ def _connect(
         return Local() if member else None
     if name == "null":
         return Null(len(ranks), ranks.index(rank), device) if member else None
-    on_gpu = name in ("nccl", "copy_engine") or (name == "slow" and device.type == "cuda")
-    copied = name == "copy_engine" and purpose in options.copy_engine
+    on_gpu = name == "nccl" or name in COPIED or (name == "slow" and device.type == "cuda")
+    copied = purpose in COPIED.get(name, ())
     timeout = timedelta(seconds=options.timeout)
     if on_gpu:
         ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
@@ -324,7 +322,7 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
 
 def _warm_collectives(group: Group, rows: Tensor) -> None:
     """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective."""
-    if group.name in GATHERS_AND_REDUCES:
+    if group.name.startswith(("gather", "reduce")):
         group.all_reduce(rows).wait()  # a group can show memory to its ranks once it has communicated
         with group.window(reduced=rows.nbytes):
             row, full, narrow = rows[0].clone(), rows.clone(), rows.to(torch.bfloat16)

@@ -1,0 +1,44 @@
+"""What a rule between settings is, and what it may know of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hocket.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a run finds where it starts. Values, not probes: `hocket.launch.probe` fills it in."""
+
+    gpus: int = 0
+    """GPUs of this host that torch can use."""
+    gpu: str = ""
+    """Name of the first of them."""
+    cores: int = 1
+    """CPU cores this process may use."""
+    workers: int = 0
+    """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
+    local_workers: int = 0
+    """Those of them on this host."""
+    tokenizer_vocab: int = 0
+    """Number of tokens of the configured tokenizer; 0 means not known."""
+    no_copy_engine: str = ""
+    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that must not be.
+
+    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
+    over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
+    only if the user set it: `only_if_set`.
+    """
+
+    settings: tuple[str, ...]
+    broken: Callable[[Config, Host], bool]
+    reason: str
+    fix: str
+    only_if_set: bool = False
