@@ -43,6 +43,7 @@ __all__ = [
     "TransportName",
     "Window",
     "everyone",
+    "host_group",
     "join_world",
     "leave_world",
     "make_group",
@@ -77,6 +78,17 @@ def everyone(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
+
+    All of these ranks call it at the same point, and nobody else.
+    """
+    ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 @dataclass(frozen=True)
