@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,17 @@ class Invocation:
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._lease: Lease | None = None
 
+    def open(self) -> None:
+        """An output may get a gradient later."""
+        if self.unit.open[self.forward]:
+            self.unit.repeated.add(self.forward)
+        self.unit.open[self.forward] += 1
+
+    @property
+    def ends_with_gradients(self) -> bool:
+        """Whether it is over as soon as every parameter has contributed: no identity tells, and it is the only one."""
+        return not self.has_inputs and self.forward not in self.unit.repeated
+
     def start(self, _grad: object = None) -> None:
         """The gradient of an output is there: the weights are needed again."""
         context = self.unit.context
@@ -56,6 +68,7 @@ class Invocation:
             opened[self.forward] -= 1
         if not opened[self.forward]:
             del opened[self.forward]
+            self.unit.repeated.discard(self.forward)
             self.unit.reduce()
         self.unit.context.look_back()
 
@@ -82,33 +95,51 @@ def begin_backward(context: ShardContext) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
 
 
+@dataclass
+class _Call:
+    """A call of a unit's module that is under way."""
+
+    lease: Lease | None = None
+    invocation: Invocation | None = None
+
+
 def drive(unit: Unit) -> None:
     """Put a unit's module and parameters under hooks."""
-    stack: list[tuple[Lease, Invocation | None]] = []
+    calls: list[_Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        lease = unit.context.need_forward(unit)
-        invocation = Invocation(unit, unit.context.forwards) if torch.is_grad_enabled() else None
-        stack.append((lease, invocation))
-        return (args, kwargs) if invocation is None else _around_inputs(invocation, args, kwargs)
+        call = _Call()
+        calls.append(call)
+        call.lease = unit.context.need_forward(unit)
+        if not torch.is_grad_enabled() or _is_replay(unit):
+            return args, kwargs
+        call.invocation = Invocation(unit, unit.context.forwards)
+        return _around_inputs(call.invocation, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        lease, invocation = stack.pop()
-        if invocation is not None:
+        call = calls.pop()
+        if call.invocation is not None:
             outputs = [x for x in tensors_in(output, unit) if x.requires_grad]
             if outputs:
-                unit.open[invocation.forward] += 1
-                register_multi_grad_hook(outputs, invocation.start, mode="any")
-        lease.release()
-        unit.context.leave_forward(unit)
+                call.invocation.open()
+                register_multi_grad_hook(outputs, call.invocation.start, mode="any")
+        if call.lease is not None:
+            call.lease.release()
+            unit.context.leave_forward(unit)
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
     unit.module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
-    unit.module.register_forward_hook(_outside_compile(after), with_kwargs=True)
-    unit.on_abort.append(stack.clear)
+    # Also after an exception: recomputation ends early with one when it has all it needs.
+    unit.module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
+    unit.on_abort.append(calls.clear)
     for group in unit.groups:
         for member in group.members if group.trainable else ():
             member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
+
+
+def _is_replay(unit: Unit) -> bool:
+    """Whether this forward only makes saved tensors again, for a graph that exists: then no backward comes for it."""
+    return torch._C._current_graph_task_id() != -1 and any(unit.open.values())
 
 
 def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
@@ -117,7 +148,7 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         begin_backward(unit.context)
         unit.grad_ready(param)
         if unit.complete:
-            for invocation in [one for one in unit.context.started if one.unit is unit and not one.has_inputs]:
+            for invocation in [one for one in unit.context.started if one.unit is unit and one.ends_with_gradients]:
                 invocation.finish()
 
     return ready
@@ -131,8 +162,11 @@ def _around_inputs(
     if not places:
         return args, kwargs
     invocation.has_inputs = True
-    for i, x in zip(places, _Inputs.apply(invocation, *(leaves[i] for i in places)), strict=True):
-        leaves[i] = x
+    # A tensor that is given several times stays one tensor: attention tells by that what it may do at once.
+    distinct = {id(leaves[i]): leaves[i] for i in places}
+    new = dict(zip(distinct, _Inputs.apply(invocation, *distinct.values()), strict=True))
+    for i in places:
+        leaves[i] = new[id(leaves[i])]
     args, kwargs = tree_unflatten(leaves, spec)
     return args, kwargs
 

@@ -61,9 +61,10 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
     inner = [(name, module) for name, module in root.named_modules() if module is not root]
     if rule is None:
         return []
-    if isinstance(rule, type) or (isinstance(rule, tuple) and all(isinstance(one, type) for one in rule)):
-        chosen = [(name, module) for name, module in inner if isinstance(module, rule)]
-        what = " or ".join(one.__name__ for one in (rule if isinstance(rule, tuple) else (rule,)))
+    classes = rule if isinstance(rule, tuple) else (rule,)
+    if all(isinstance(one, type) for one in classes):
+        chosen = [(name, module) for name, module in inner if isinstance(module, classes)]
+        what = " or ".join(one.__name__ for one in classes)
     elif callable(rule):
         chosen = [(name, module) for name, module in inner if rule(name, module)]
         what = "a module for which the rule is true"

@@ -152,6 +152,7 @@ class ShardContext:
             self._weights = self.gathering.mark("weights")
             for unit in self.units:  # no backward will come for forwards of older weights
                 unit.open.clear()
+                unit.repeated.clear()
 
     # In each of these, what is expected next is the last pass of its kind; a backward that has not been seen yet is
     # expected to begin units in the reverse of the order in which forward left them.

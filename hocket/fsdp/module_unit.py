@@ -82,6 +82,8 @@ class Unit:
         self.leases = 0
         self.open: Counter[int] = Counter()
         """Invocations whose backward is still to come, by forward pass; kept by the hooks."""
+        self.repeated: set[int] = set()
+        """Forward passes of `open` in which the module was called more than once."""
         self.on_abort: list[Callable[[], None]] = []
         """What a driver has to forget with the unit."""
         self.gathers = self.reduces = 0
@@ -284,6 +286,7 @@ class Unit:
                 view.hide()
         self.leases = 0
         self.open.clear()
+        self.repeated.clear()
         for staged in self._staged.values():
             staged.drop()
         self._staged.clear()
