@@ -157,6 +157,21 @@ def executor_cost(result: Result) -> str:
     return table(["lanes", "ops", "host time per op", "slowest step"], rows)
 
 
+def weight_grads(result: Result) -> str:
+    ways, rows = list(result["host_microseconds"]), []
+    for tokens in result["layers"]:
+        own = [row["seconds"] for row in result["weights"] if str(row["tokens"]) == tokens]
+        rows.append([f"{int(tokens):,} tokens", *(_us(sum(seconds[way] for seconds in own)) for way in ways)])
+        layer = result["layers"][tokens]
+        rows.append([f"{int(tokens):,} tokens, the whole pass", *(_us(layer[way]["seconds"]) for way in ways)])
+    rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
+    return table(["weight gradients of one layer", *ways], rows)
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f} µs"
+
+
 def plan_scaling(result: Result) -> str:
     rows = [
         [
@@ -276,6 +291,7 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overlap_tax": ("overlap_trace", overlap_tax),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "weight_grads": ("weight_grads", weight_grads),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),

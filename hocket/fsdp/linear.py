@@ -46,7 +46,7 @@ class Sink(Protocol):
         ...
 
 
-def set_sink(param: nn.Parameter, sink: Sink) -> None:
+def set_sink(param: Tensor, sink: Sink) -> None:
     """Have linear layers write the gradient of this full parameter to `sink`."""
     setattr(param, _ATTRIBUTE, sink)
 
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("a weight of a linear layer was modified in place between its forward and its backward")
 
         dx = _input_gradient(g_RF, x_RD, weight) if ctx.needs_input_grad[0] else None
-        dw = _contribute(ctx, 1, weight, lambda: g_RF.t() @ x_RD, partial(_write_product, g_RF.t(), x_RD))
+        dw = _contribute(ctx, 1, weight, lambda: g_RF.t() @ x_RD, partial(write_product, g_RF.t(), x_RD))
         db = _contribute(ctx, 2, bias, lambda: g_RF.sum(0), partial(_write_sum, g_RF))
         return dx, dw, db
 
@@ -158,7 +158,7 @@ def _contribute(
     return None
 
 
-def _write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None:
+def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None:
     """Write `a @ b` to `out`, or add it. See `Note: [How a later contribution is added]`."""
     same = out_FD.dtype == a_FR.dtype
     wider = out_FD.dtype is torch.float32 and a_FR.dtype in (torch.bfloat16, torch.float16)
