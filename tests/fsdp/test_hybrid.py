@@ -1,0 +1,81 @@
+"""Two axes: replicas of shards (HSDP), shards of shards of the optimizer's state (HFSDP), and experts elsewhere."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fsdp.test_parity import STRATEGIES, optimizer_for, train
+from tests.fsdp.twin import Case, Pair
+from tests.helpers.ranks import run_ranks
+
+SHARDING = STRATEGIES[1:]
+MODELS = ["stack", "tied_across", "odd", "frozen", "conditional"]
+
+
+@pytest.mark.parametrize("outer", ["replicate", "shard"])
+@pytest.mark.parametrize("strategy", SHARDING)
+def test_two_axes(strategy, outer):
+    cases = [
+        Case(model, strategy, m, (2, 2), sync=sync, options={"outer": outer}, optimizer=optimizer_for(model), steps=2)
+        for model in MODELS
+        for m, sync in [(1, "each"), (3, "each"), (3, "accumulating"), (2, "no_sync")]
+    ]
+    train(4, cases)
+
+
+@pytest.mark.parametrize("outer", ["replicate", "shard"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)], ids=str)
+def test_axes_of_one(shape, outer):
+    cases = [
+        Case(model, strategy, 2, shape, options={"outer": outer}, sync=sync, steps=2)
+        for model in ("stack", "odd")
+        for strategy in SHARDING
+        for sync in ("each", "accumulating")
+    ]
+    train(shape[0] * shape[1], cases)
+
+
+@pytest.mark.parametrize("outer", ["replicate", "shard"])
+def test_two_axes_in_mixed_precision(outer):
+    precision = {"compute": torch.bfloat16}
+    cases = [
+        Case("stack", strategy, 2, (2, 2), options={"outer": outer}, precision=precision, optimizer="adamw", sync=sync)
+        for strategy in SHARDING
+        for sync in ("each", "accumulating")
+    ]
+    train(4, cases)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_on_a_mesh_of_their_own(strategy, world):
+    """With two ranks, each expert is alone in its group: nothing is sent, and nothing is counted twice."""
+    cases = [
+        Case("moe", strategy, m, experts=2, sync=sync, optimizer="adamw")
+        for m, sync in [(1, "each"), (3, "each"), (3, "accumulating"), (3, "no_sync")]
+    ]
+    train(world, cases)
+
+
+def alone(rank: int) -> None:
+    """Sixteen microbatches in groups of one."""
+    pair = Pair(Case("moe", microbatches=16, experts=dist.get_world_size(), steps=2), rank, dist.get_world_size())
+    pair.train()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_of_one_is_the_identity(world):
+    run_ranks(alone, world)
+
+
+def replicas(rank: int) -> list[torch.Tensor]:
+    """The main weights after some steps over three replicas."""
+    pair = Pair(Case("stack", "no_shard", 2, steps=3), rank, dist.get_world_size())
+    pair.train()
+    return [group.main.clone() for unit in pair.ctx.units for group in unit.groups]
+
+
+def test_replicas_stay_equal():
+    first, *others = run_ranks(replicas, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -1,0 +1,195 @@
+"""Forwards and backwards in every order that autograd allows, beside the twin."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.fsdp import stories
+from tests.fsdp.stories import STORIES, failing_after, failing_backward, failing_forward
+from tests.fsdp.twin import Case, Pair, naming
+from tests.fsdp.zoo import batch, loss_of
+from tests.helpers.ranks import run_ranks
+
+OPTIONS: list[dict[str, object]] = [{}, {"prefetch": 0}, {"prefetch": 2, "staging": 1}, {"prefetch": "1KiB"}]
+
+
+def cases(*models: str) -> list[Case]:
+    found = [Case(model, strategy) for model in models for strategy in ("no_shard", "optim", "optim_grads_params")]
+    return [*found, *(Case(model, options=options) for model in models for options in OPTIONS[1:])]
+
+
+def in_all(rank: int, do: Callable[[Pair], None], cases: Sequence[Case]) -> None:
+    """Run a story for every case: three times, each ending with a step."""
+    for case in cases:
+        with naming(case):
+            pair = Pair(case, rank, dist.get_world_size())
+            for _ in range(3):
+                do(pair)
+                pair.step()
+            pair.compare_gathered()
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_stories(story):
+    run_ranks(in_all, 2, story, cases("stack", "nested", "tied_across", "twice"))
+
+
+@pytest.mark.parametrize("story", [stories.forward_alone, stories.evaluations])
+def test_stories_of_models_that_change_with_the_step(story):
+    run_ranks(in_all, 2, story, cases("conditional", "reordered", "reentrant", "recomputed", "frozen_input"))
+
+
+def test_input_gradients():
+    run_ranks(in_all, 2, stories.input_gradients, cases("stack", "nested", "twice", "structures"))
+
+
+def summed(pair: Pair) -> None:
+    """One backward through two forwards."""
+    losses = [pair.forward(0), pair.forward(1)]
+    sum(losses).backward()
+    for seed, loss in enumerate(losses):
+        pair.expect(loss, seed=seed)
+
+
+def one_backward(rank: int) -> None:
+    for case in cases("stack", "nested", "twice"):
+        with naming(case):
+            pair = Pair(case, rank, 2)
+            pair.exact = False  # the two microbatches of a rank may be added up before ranks are
+            summed(pair)
+            pair.step()
+
+
+def test_one_backward_through_two_forwards():
+    run_ranks(one_backward, 2)
+
+
+def parts(rank: int) -> None:
+    """Units are called on their own, and the root not at all."""
+    pair = Pair(Case("deep"), rank, 2)
+    for _ in range(3):
+        x = batch(pair.case.kind, rank)
+        loss = loss_of(pair.module.blocks[2](pair.module.blocks[1](x)))
+        loss.backward()
+        losses = []
+        for other in range(2):
+            x = batch(pair.case.kind, other)
+            module = pair.twin.modules[0]
+            losses.append(loss_of(module.blocks[2](module.blocks[1](x))))
+            losses[-1].backward()
+        pair.same(loss, losses[rank], "loss of two blocks")
+        for param, gradient in pair.twin.gradients.items():
+            gradient.total = None if param.grad is None else param.grad / 2
+            param.grad = None
+        pair.exact = False
+        pair.step()
+
+
+def test_units_without_their_root():
+    run_ranks(parts, 2)
+
+
+def read_between(rank: int) -> None:
+    """Reading gradients between microbatches is allowed, and orders nothing wrongly."""
+    pair = Pair(Case("stack", microbatches=2), rank, 2)
+    for _ in range(2):
+        pair.microbatch()
+        first = [p.grad.clone() for p in pair.module.parameters()]
+        pair.microbatch()
+        second = [p.grad for p in pair.module.parameters()]
+        assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        pair.step()
+
+
+def test_gradients_may_be_read_between_microbatches():
+    run_ranks(read_between, 2)
+
+
+def changed_by_hand(rank: int) -> None:
+    """Weights that somebody changes between steps, with and without a trace, are seen by the next forward."""
+    pair = Pair(Case("deep"), rank, 2)
+    pair.microbatch()
+    pair.step()
+    with torch.no_grad():
+        for param in pair.module.parameters():
+            param.mul_(0.5)
+        for twin, main in pair.twin.main.items():
+            main.mul_(0.5)
+            twin.copy_(main)
+    pair.evaluate()
+    pair.microbatch()
+    pair.step()
+    for param in pair.module.parameters():
+        param.data.mul_(2)
+    pair.ctx.weights_updated()
+    with torch.no_grad():
+        for twin, main in pair.twin.main.items():
+            main.mul_(2)
+            twin.copy_(main)
+    pair.evaluate()
+    pair.microbatch()
+    pair.step()
+    with pair.ctx.gathered(changed=True), torch.no_grad():
+        for name, _ in pair.module.named_parameters():
+            pair.module.get_parameter(name).add_(0.25)
+    with torch.no_grad():
+        for twin, main in pair.twin.main.items():
+            main.add_(0.25)
+            twin.copy_(main)
+    pair.compare()
+    pair.microbatch()
+    pair.step()
+
+
+def test_weights_may_be_changed_between_steps():
+    run_ranks(changed_by_hand, 2)
+
+
+def abort(rank: int, fail: Callable[[Pair, nn.Module], None], cases: Sequence[Case]) -> None:
+    """Exceptions at every block, at the beginning of a step and after a microbatch: then a correct step."""
+    for case in cases:
+        with naming(case):
+            pair = Pair(case, rank, dist.get_world_size())
+            blocks = [unit.module for unit in pair.ctx.units if unit.module is not pair.module]
+            for i, block in enumerate(blocks):
+                if i % 2:
+                    pair.microbatch(last=False)
+                fail(pair, block)
+                pair.ctx.abort()
+                pair.forget()
+                pair.microbatch(last=False)
+                pair.microbatch()
+                pair.step()
+            pair.compare_gathered()
+
+
+@pytest.mark.parametrize("fail", [failing_forward, failing_after, failing_backward], ids=lambda f: f.__name__)
+def test_a_step_after_an_exception(fail):
+    chosen = cases("stack", "nested", "recomputed")
+    chosen += [Case("stack", s, sync="accumulating") for s in ("optim", "optim_grads_params")]
+    chosen += [Case("deep", options={"slots": 3})]
+    run_ranks(abort, 2, fail, chosen)
+
+
+def test_a_step_after_an_exception_with_replicas():
+    for outer in ("replicate", "shard"):
+        chosen = [Case("stack", mesh=(2, 2), options={"outer": outer}, sync=sync) for sync in ("each", "accumulating")]
+        run_ranks(abort, 4, failing_backward, chosen)
+
+
+def abort_anywhere(rank: int) -> None:
+    """An abort with nothing to forget is allowed, and leaves optimizer state and weights alone."""
+    pair = Pair(Case("stack", optimizer="adamw"), rank, 2)
+    pair.ctx.abort()
+    for _ in range(2):
+        pair.microbatch()
+        pair.step()
+        pair.ctx.abort()
+    pair.compare_gathered()
+
+
+def test_abort_between_steps():
+    run_ranks(abort_anywhere, 2)

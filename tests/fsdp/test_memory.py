@@ -1,0 +1,210 @@
+"""How much memory there is at any time, and that all of it goes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import hocket
+from hocket.fsdp.buffers import FullBuffer
+from hocket.fsdp.precision import Precision
+from tests.fsdp.models import WIDTH, Block, Chain
+from tests.fsdp.noted import Model, Run
+from tests.fsdp.twin import Case, Pair, mesh_of, naming
+from tests.helpers.ranks import run_ranks
+
+L = 7
+
+
+class Meter:
+    """Counts the bytes of full buffers that are there, by their own account."""
+
+    def __init__(self, ctx: hocket.ShardContext) -> None:
+        self.buffers = {id(b): b for unit in ctx.units for b in unit.full.values()}.values()
+        self.peak = self.now
+
+    @property
+    def now(self) -> int:
+        return sum(buffer.flat.untyped_storage().nbytes() for buffer in self.buffers)
+
+    def __enter__(self) -> "Meter":
+        self._allocate = FullBuffer.allocate
+        meter, allocate = self, self._allocate
+
+        def measured(buffer: FullBuffer) -> None:
+            allocate(buffer)
+            meter.peak = max(meter.peak, meter.now)
+
+        FullBuffer.allocate = measured
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FullBuffer.allocate = self._allocate
+
+
+def bounded(rank: int) -> None:
+    for ahead in (0, 1, 2):
+        for slots in ("dynamic", ahead + 1, ahead + 3):
+            with naming((ahead, slots)):
+                case = Case("deep", microbatches=2, options={"prefetch": ahead, "slots": slots})
+                pair = Pair(case, rank, 2)
+                largest = max(unit.full_bytes for unit in pair.ctx.units)
+                with Meter(pair.ctx) as meter:
+                    pair.train()
+                room = ahead + 1 if slots == "dynamic" else slots
+                assert meter.peak <= room * largest
+                assert meter.peak >= min(room, 2) * min(unit.full_bytes for unit in pair.ctx.units if unit.full)
+
+
+def test_gathered_weights_keep_to_their_bound():
+    run_ranks(bounded, 2)
+
+
+def bounded_in_bytes(rank: int) -> None:
+    for size in ("1KiB", "3KiB", "10KiB", "1MiB"):
+        with naming(size):
+            pair = Pair(Case("deep", options={"prefetch": size}), rank, 2)
+            sizes = [unit.full_bytes for unit in pair.ctx.units]
+            with Meter(pair.ctx) as meter:
+                pair.train()
+            number, unit = int(size[:-3]), {"KiB": 1 << 10, "MiB": 1 << 20}[size[-3:]]
+            assert meter.peak <= max(sizes) + max(number * unit, max(sizes))
+
+
+def test_prefetch_in_bytes_keeps_to_its_bound():
+    run_ranks(bounded_in_bytes, 2)
+
+
+def staging_bytes(rank: int) -> None:
+    for count in (1, 2, 3):
+        pair = Pair(Case("deep", microbatches=3, options={"staging": count}), rank, 2)
+        pair.train()
+        largest = max(group.wire_numel * 4 for unit in pair.ctx.units for group in unit.groups)
+        assert pair.ctx.stats().staging_bytes == count * largest
+
+
+def test_staging_is_as_many_buffers_as_said():
+    run_ranks(staging_bytes, 2)
+
+
+def no_growth(rank: int) -> None:
+    """The peaks of later steps are those of the first."""
+    for model in ("stack", "nested", "conditional", "twice"):
+        with naming(model):
+            pair = Pair(Case(model, microbatches=2, steps=2), rank, 2)
+            peaks, resting = [], []
+            for _ in range(4):
+                with Meter(pair.ctx) as meter:
+                    pair.microbatch()
+                    pair.microbatch()
+                    pair.step()
+                peaks.append(meter.peak)
+                resting.append((pair.ctx.stats().staging_bytes, pair.ctx.stats().shard_bytes))
+            assert peaks[1:] == peaks[:-1] or model == "conditional", peaks
+            assert len(set(resting)) == 1
+
+
+def test_steps_do_not_grow():
+    run_ranks(no_growth, 2)
+
+
+PRECISION = {
+    "fp32": (Precision(), 4 + 4, 0),
+    "bf16": (Precision(compute=torch.bfloat16), 4 + 2 + 4, 0),
+    "small": (Precision(main=torch.bfloat16, compute=torch.bfloat16, accumulate=torch.bfloat16), 2 + 2, 0),
+}
+
+
+def persistent(rank: int, name: str) -> None:
+    precision, per_element, _ = PRECISION[name]
+    model = Chain(*(Block(bias=False, hidden=16 * 11) for _ in range(3)))
+    elements = sum(p.numel() for p in model.parameters())
+    ctx = hocket.fully_shard(model, units=Block, precision=precision)
+    padding = sum(group.layout.total for unit in ctx.units for group in unit.groups) - elements
+    assert padding <= 3 * (2 * 64 + 64)
+    assert ctx.stats().shard_bytes == (elements + padding) // 2 * per_element
+
+
+@pytest.mark.parametrize("name", PRECISION)
+def test_persistent_bytes(name):
+    """Main weights, compute weights if they are other numbers, gradients: of every element on one rank."""
+    run_ranks(persistent, 2, name)
+
+
+def persistent_in_shards_of_shards(rank: int) -> None:
+    model = Chain(*(Block() for _ in range(3)))
+    mesh = mesh_of((2, 2), ("outer", "shard"))
+    precision, options = Precision(compute=torch.bfloat16), hocket.ShardOptions(outer="shard")
+    ctx = hocket.fully_shard(model, units=Block, mesh=mesh, precision=precision, options=options)
+    total = sum(group.layout.total for unit in ctx.units for group in unit.groups)
+    assert ctx.stats().shard_bytes == total // 2 * (2 + 4) + total // 4 * (4 + 4)
+
+
+def test_persistent_bytes_of_shards_of_shards():
+    run_ranks(persistent_in_shards_of_shards, 4)
+
+
+def conflict(rank: int) -> None:
+    """Two units of one slot in use together: an error that names both."""
+
+    class Inside(torch.nn.Module):
+        """Reads the weights of another unit while it runs."""
+
+        def __init__(self, other: torch.nn.Module) -> None:
+            super().__init__()
+            self.block, self.others = Block(), [other]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x) + self.others[0].up.weight.sum()
+
+    torch.manual_seed(0)
+    first, middle = Block(), Block()
+    model = Chain(first, middle, Inside(first))
+    options = hocket.ShardOptions(slots=2)
+    hocket.fully_shard(model, units=[first, middle, model.blocks[2]], options=options)
+    with pytest.raises(ValueError, match=r"blocks\.0.*blocks\.2|blocks\.2.*blocks\.0"):
+        model(torch.randn(3, WIDTH))
+
+
+def test_a_slot_conflict_names_both_units():
+    run_ranks(conflict, 2)
+
+
+def deleted(rank: int, collect: bool) -> None:
+    gc.collect()
+    gc.disable()
+    run = Run(Model(L), 2)
+    run.step()
+    watched = [weakref.ref(unit) for unit in run.ctx.units]
+    watched += [weakref.ref(run.ctx), *(weakref.ref(layer) for layer in run.model.layers)]
+    watched += [weakref.ref(group.main) for unit in run.ctx.units for group in unit.groups]
+    watched += [weakref.ref(buffer.flat) for unit in run.ctx.units for buffer in unit.full.values()]
+    del run
+    if collect:
+        gc.collect()
+    alive = [ref() for ref in watched if ref() is not None]
+    assert not alive, alive[:3]
+
+
+@pytest.mark.parametrize("collect", [True, False])
+def test_a_deleted_model_is_gone(collect):
+    """Also without the collector of cycles, which may run much later."""
+    run_ranks(deleted, 2, collect)
+
+
+def addresses(rank: int) -> None:
+    """Fixed slots, and gradients, stay where they are: CUDA graphs and registered memory need that."""
+    run = Run(Model(L), options=hocket.ShardOptions(slots=2))
+    seen = set()
+    for _ in range(3):
+        run.step()
+        full = tuple(p.data_ptr() for unit in run.ctx.units for g in unit.groups for p in (m.param for m in g.members))
+        shards = tuple(p.data_ptr() for p in run.model.parameters())
+        seen.add((full, shards))
+    assert len(seen) == 1
+    assert len({b.flat.data_ptr() for unit in run.ctx.units for b in unit.full.values()}) == 2
+
+
+def test_fixed_slots_keep_their_addresses():
+    run_ranks(addresses, 2)

@@ -1,0 +1,190 @@
+"""Any elementwise torch optimizer; its groups are the user's; norms over several meshes."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hocket
+from tests.fsdp.test_parity import train
+from tests.fsdp.twin import OPTIMIZERS, Case, Pair, naming
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer):
+    train(2, [Case("stack", strategy, 2, optimizer=optimizer) for strategy in ("no_shard", "optim_grads_params")])
+
+
+def closures(rank: int) -> None:
+    """LBFGS-like use: the optimizer runs forward and backward itself."""
+    pair = Pair(Case("stack", optimizer="momentum"), rank, 2)
+    losses = []
+
+    def closure():
+        pair.optimizer.zero_grad()
+        loss = pair.forward()
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    for step in range(3):
+        returned = pair.optimizer.step(closure)
+        assert returned is losses[-1]
+        pair.optimizer.zero_grad()
+        pair.expect(losses[step])
+        pair.twin.step()
+        pair.steps += 1
+        pair.compare()
+
+
+def test_closures():
+    run_ranks(closures, 2)
+
+
+def groups_untouched(rank: int) -> None:
+    pair = Pair(Case("stack"), rank, 2)
+    named = dict(pair.module.named_parameters())
+    decayed = [p for n, p in named.items() if n.endswith("weight")]
+    rest = [p for n, p in named.items() if not n.endswith("weight")]
+    optimizer = torch.optim.AdamW([{"params": decayed, "lr": 0.01}, {"params": rest, "weight_decay": 0.0}], lr=0.02)
+    pair.forward().backward()
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], decayed, strict=True))
+    assert all(a is b for a, b in zip(optimizer.param_groups[1]["params"], rest, strict=True))
+    assert dict(pair.module.named_parameters()).keys() == named.keys()
+    assert all(p is named[n] for n, p in pair.module.named_parameters())
+
+
+def test_parameter_groups_are_the_users():
+    run_ranks(groups_untouched, 2)
+
+
+def by_rule(rank: int) -> None:
+    """Shards have one dimension; rules see the shape of the whole parameter."""
+    pair = Pair(Case("stack"), rank, 2)
+    full = {name: param.shape for name, param in pair.twin.modules[0].named_parameters()}
+    seen = {}
+
+    def rule(name, param):
+        seen[name] = param
+        return {"weight_decay": 0.1 if len(full[name]) > 1 else 0.0}
+
+    groups = hocket.param_groups(pair.module, rule)
+    assert seen.keys() == full.keys()
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, param in pair.module.named_parameters():
+        assert decays[id(param)] == (0.1 if len(full[name]) > 1 else 0.0), name
+    assert len(optimizer.param_groups) == 2
+
+
+def test_groups_by_rule():
+    run_ranks(by_rule, 2)
+
+
+def clip(rank: int, cases: list[Case]) -> None:
+    world = dist.get_world_size()
+    for case in cases:
+        for limit in (0.05, 1e6):
+            with naming(case):
+                pair = Pair(case, rank, world)
+                pair.microbatch()
+                squares = 0.0
+                seen = set()
+                for expert, module in enumerate(pair.twin.modules):
+                    for _name, param in module.named_parameters():
+                        if param not in seen and param in pair.twin.gradients:
+                            seen.add(param)
+                            total = pair.twin.gradients[param].total
+                            squares += 0.0 if total is None else float(total.double().square().sum())
+                    assert expert < case.experts
+                before = [p.grad.clone() for p in pair.module.parameters() if p.grad is not None]
+                norm = hocket.clip_grad_norm_(pair.ctx, limit)
+                assert math.isclose(float(norm), math.sqrt(squares), rel_tol=1e-5), (float(norm), math.sqrt(squares))
+                factor = min(1.0, limit / (math.sqrt(squares) + 1e-6))
+                after = [p.grad for p in pair.module.parameters() if p.grad is not None]
+                for a, b in zip(before, after, strict=True):
+                    torch.testing.assert_close(b, a * factor)
+
+
+def test_clipping_measures_the_whole_norm():
+    """Over one mesh, over two meshes (experts), with replicas and with shards of shards."""
+    cases = [
+        Case("stack"),
+        Case("unused"),
+        Case("frozen"),
+        Case("odd"),
+        Case("stack", "no_shard"),
+        Case("moe", experts=2),
+        Case("stack", mesh=(2, 2)),
+        Case("stack", mesh=(2, 2), options={"outer": "shard"}),
+        Case("moe", "no_shard", experts=2),
+        Case("moe", "optim", experts=4),
+    ]
+    run_ranks(clip, 4, cases)
+
+
+def clip_is_public(rank: int) -> None:
+    """The module does as well as its context; a second reading of gradients changes nothing."""
+    pair = Pair(Case("stack"), rank, 2)
+    pair.microbatch()
+    assert torch.equal(hocket.clip_grad_norm_(pair.module, 1e9), hocket.clip_grad_norm_(pair.ctx, 1e9))
+    pair.step()
+
+
+def test_clipping_takes_module_or_context():
+    run_ranks(clip_is_public, 2)
+
+
+def what_unused_looks_like(rank: int) -> None:
+    """Units that no rank used have no gradient; unused parameters of other units have a zero one."""
+    pair = Pair(Case("unused"), rank, 2)
+    pair.microbatch()
+    grads = {name: param.grad for name, param in pair.module.named_parameters()}
+    assert all(grads[name] is None for name in grads if name.startswith("never."))
+    for name in ("a.extra", "b.other.weight"):
+        assert grads[name] is not None, name
+        assert not grads[name].any(), name
+    pair.optimizer.zero_grad()
+    assert all(param.grad is None for param in pair.module.parameters())
+
+
+def test_gradients_of_unused_parameters():
+    run_ranks(what_unused_looks_like, 2)
+
+
+def one_rank_uses_more(rank: int) -> None:
+    """Ranks differ in which parameters of a unit they use: what a rank does not use counts as zero."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = nn.Linear(11, 11)
+            self.mine = nn.ModuleList([nn.Linear(11, 11), nn.Linear(11, 11)])
+
+        def forward(self, x, rank):
+            return self.mine[rank](self.both(x))
+
+    torch.manual_seed(0)
+    model = Branches()
+    torch.manual_seed(0)
+    plain = Branches()
+    hocket.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = [torch.randn(3, 11, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for r in range(2):
+        (plain(inputs[r], r).square().mean() / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    model(inputs[rank], rank).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad(), hocket.unit_of(model).context.gathered():
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).detach(), param.detach(), msg=name)
+
+
+def test_ranks_may_use_different_parameters_of_a_unit():
+    run_ranks(one_rank_uses_more, 2)
