@@ -109,7 +109,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
         inside = {m for m in unit.module.modules() if m is not unit.module}
         unit.contains_units = bool(inside & inner)
         _units[unit.module] = unit
-    context.place_weights()
+    context.place()
     for unit in context.units:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):

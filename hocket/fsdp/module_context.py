@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hocket.fsdp.buffers import FullBuffer, StagingRing
+from hocket.fsdp.buffers import StagingRing
 from hocket.fsdp.connect import ShardGroups
+from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Lease, Unit
 from hocket.fsdp.order import Order
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded, share_slots
+from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.queue import History, Queue, Ticket
 
@@ -67,8 +68,8 @@ class ShardContext:
         self._backward_order: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
         self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
-        self._rings: dict[object, StagingRing] = {}
-        self._slot_bytes = 0
+        self._rings: dict[ParamGroup, StagingRing] = {}
+        self._fixed_bytes = 0
         self._everybody = Unbounded()
         self._residency: Residency = self._everybody
         for unit in self.units:
@@ -76,23 +77,15 @@ class ShardContext:
             for group in unit.groups:
                 group.settle = self.finish_step
 
-    def place_weights(self) -> None:
-        """Give every unit memory for its gathered weights. Once, when all units are known."""
+    def place(self) -> None:
+        """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
+        count, fixed = self.policy.slots, self.policy.slots is not None
         inner = [unit for unit in self.units if not unit.contains_units]
-        count = self.policy.slots
-        if count is not None and self.policy.free:
-            slots = FixedSlots(inner, count)
-            self._residency = slots
-            self._slot_bytes = share_slots(slots, inner)
-        elif self.policy.free:
-            self._residency = self.prefetch.budget(inner)
-        make = FullBuffer.dynamic if count is None else FullBuffer.fixed
-        for unit in self.units:
-            for group in unit.groups:
-                if group.whole:
-                    group.bind(group.weight)
-                elif group not in unit.full:
-                    unit.use(group, make(group.layout.total, group.compute_dtype, group.device))
+        slots = FixedSlots(inner, count) if self.policy.free and count is not None else None
+        if self.policy.free:
+            self._residency = slots or self.prefetch.budget(inner)
+        self._fixed_bytes = place_weights(self.units, slots, fixed)
+        self._rings = place_gradients(self.units, self.policy.staging, fixed)
 
     def record(self) -> History:
         """Write down from now on what is issued and waited for, for tests of the structure of a step."""
@@ -107,24 +100,9 @@ class ShardContext:
         """Who decides whether there is room for a unit."""
         return self._everybody if unit.contains_units or not unit.full else self._residency
 
-    def staging_of(self, unit: Unit, group: ParamGroup) -> StagingRing:
-        """The staging buffers for a group's gradients, shared by all units that send over the same ranks.
-
-        Not by units that contain others: they collect gradients for as long as these run, and would take a buffer
-        away from them.
-        """
-
-        def key_of(unit: Unit, group: ParamGroup) -> object:
-            return unit if unit.contains_units else None, group.groups.reduce, group.wire_dtype
-
-        key = key_of(unit, group)
-        if key not in self._rings:
-            alike = [g for one in self.units for g in one.groups if g.trainable and key_of(one, g) == key]
-            numel = max(g.wire_numel for g in alike)
-            count = len(alike) if unit.contains_units else self.policy.staging
-            grow = self.policy.slots is None
-            self._rings[key] = StagingRing(count, numel, group.wire_dtype, group.device, grow)
-        return self._rings[key]
+    def staging_of(self, group: ParamGroup) -> StagingRing:
+        """The staging buffers for a group's gradients."""
+        return self._rings[group]
 
     def adds_up_locally(self, group: ParamGroup) -> bool:
         """Whether gradients of this microbatch are only added up on this rank, at full size."""
@@ -314,16 +292,15 @@ class ShardContext:
         """Counters since the start, and what is allocated."""
         groups = [group for unit in self.units for group in unit.groups]
         orders = self._forward_order.surprises + self._backward_order.surprises
-        dynamic = sum(b.nbytes for unit in self.units for b in unit.full.values() if not b.is_fixed)
-        own = sum(b.nbytes for unit in self.units if unit.contains_units for b in unit.full.values() if b.is_fixed)
+        dynamic = sum(b.nbytes for unit in self.units for b in unit.full.values() if not b.is_fixed and b.allocated)
         return ShardStats(
             gathers=sum(unit.gathers for unit in self.units),
             reduces=sum(unit.reduces for unit in self.units),
             surprises=orders,
             exceeded=self._residency.exceeded if isinstance(self._residency, Budget) else 0,
             shard_bytes=sum(group.nbytes for group in groups),
-            full_bytes=dynamic + own + self._slot_bytes,
-            staging_bytes=sum(ring.nbytes for ring in self._rings.values()),
+            full_bytes=dynamic + self._fixed_bytes,
+            staging_bytes=sum(ring.nbytes for ring in set(self._rings.values())),
         )
 
     def _look_ahead(self, order: Order[Unit]) -> None:

@@ -213,7 +213,7 @@ class Unit:
         """Where the gradients of a group are collected until the next `reduce`."""
         found = self._staged.get(group)
         if found is None:
-            found = self._staged[group] = Staged(group, self.context.staging_of(self, group), self)
+            found = self._staged[group] = Staged(group, self.context.staging_of(group), self)
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:

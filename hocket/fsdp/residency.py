@@ -10,15 +10,11 @@ strategy that does not shard weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hocket.fsdp.buffers import FullBuffer
-
 if TYPE_CHECKING:
     from hocket.fsdp.module_unit import Unit
-    from hocket.fsdp.param_group import ParamGroup
 
 
 class Residency(Protocol):
@@ -91,6 +87,9 @@ class FixedSlots:
         self._slot = {unit: i % count for i, unit in enumerate(units)}
         self._holder: dict[int, Unit | None] = dict.fromkeys(range(count))
 
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._slot
+
     def slot_of(self, unit: Unit) -> int:
         return self._slot[unit]
 
@@ -112,25 +111,3 @@ class FixedSlots:
     def gone(self, unit: Unit) -> None:
         if self._holder[self._slot[unit]] is unit:
             self._holder[self._slot[unit]] = None
-
-
-def share_slots(slots: FixedSlots, units: Sequence[Unit]) -> int:
-    """Give the units of each slot common buffers, and bind their weights to them. Returns the bytes of all slots."""
-    total = 0
-    for number in range(slots.count):
-        alike: dict[tuple[object, int], list[tuple[Unit, ParamGroup]]] = {}
-        for unit in units:
-            if slots.slot_of(unit) != number:
-                continue
-            seen: Counter[object] = Counter()
-            for group in unit.gathered_groups:
-                kind = (group.compute_dtype, group.groups.gather)
-                alike.setdefault((kind, seen[kind]), []).append((unit, group))
-                seen[kind] += 1
-        for sharers in alike.values():
-            largest = max((group for _, group in sharers), key=lambda group: group.layout.total)
-            buffer = FullBuffer.fixed(largest.layout.total, largest.compute_dtype, largest.device)
-            total += buffer.nbytes
-            for unit, group in sharers:
-                unit.use(group, buffer)
-    return total

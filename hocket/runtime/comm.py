@@ -124,6 +124,11 @@ class Group:
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether it matters where buffers are allocated."""
+        return isinstance(self.transport, CopyEngine)
+
     def window(self, reduced: int = 0) -> Window:
         """A context manager: buffers that `all_gather` and `reduce_sum` will touch are allocated inside.
 
