@@ -16,13 +16,14 @@ Note: [A window lives shorter than its group and longer than its tensors]
 Registering a window is an act of all ranks of a group: they exchange addresses, and from then on each finds a buffer on
 its peers at the offset that it has on itself. So all ranks open and close the windows of a group in one order, and
 allocate the same sizes inside. A window that is still registered when its group is destroyed ends the process: torch
-2.11 gives such memory back with the wrong call. So closing a window takes it back from the group, and a group closes
-what is still open before it is destroyed. The memory itself goes when the last tensor in it does: the pool is only a
-claim, and the allocator behind it lives as long as the process.
+2.11 gives such memory back with the wrong call. So closing a window takes it back from the group, and what is still
+open is closed before a group is destroyed, and before the process ends, whichever comes first. The memory itself goes
+when the last tensor in it does: the pool is only a claim, and the allocator behind it lives as long as the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -123,14 +124,17 @@ class SymmetricWindow(Window):
     """
 
     def __init__(self, pool: Pool, staging: int, device: torch.device) -> None:
-        self._pool, self._bytes, self._device = pool, staging, device
+        self._pool: Pool | None = pool
+        self._bytes, self._device = staging, device
         self.staging = torch.empty(0, dtype=torch.uint8, device=device)
         """Where the parts of a reduction arrive."""
         self.ranges: list[tuple[int, int]] = []
         """Addresses that are registered; none before it is left and after it is closed."""
+        self.registered = False
 
     def __enter__(self) -> SymmetricWindow:
-        assert not self.ranges, "a window is entered once"
+        assert self._pool is not None, "a window that was closed cannot be used again"
+        assert not self.registered, "a window is entered once"
         self._allocating = self._pool.allocating()
         self._allocating.__enter__()
         return self
@@ -142,7 +146,10 @@ class SymmetricWindow(Window):
         finally:
             self._allocating.__exit__(kind, error, where)
         if error is None:
+            assert self._pool is not None
             self.ranges = self._pool.register()
+            self.registered = True
+            atexit.register(self.close)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether all of a contiguous tensor lies in the window."""
@@ -150,9 +157,11 @@ class SymmetricWindow(Window):
         return any(low <= first and first + tensor.nbytes <= high for low, high in self.ranges)
 
     def close(self) -> None:
-        if self.ranges:
+        if self.registered and self._pool is not None:
+            atexit.unregister(self.close)
             self._pool.deregister()
-        self.ranges, self.staging = [], self.staging[:0].clone()
+        self.ranges, self.registered = [], False
+        self._pool, self.staging = None, torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 @dataclass
@@ -167,7 +176,7 @@ class CopyEngine(Nccl):
     def window(self, reduced: int) -> SymmetricWindow:
         """A new window, with room for reductions of tensors of up to `reduced` bytes. All ranks ask in one order."""
         pool = self.make_pool() if self.make_pool else NcclPool(self.group, self.device)
-        self.windows = [window for window in self.windows if window.ranges]
+        self.windows = [window for window in self.windows if window.registered]
         self.windows.append(SymmetricWindow(pool, reduced, self.device))
         return self.windows[-1]
 

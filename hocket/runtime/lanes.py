@@ -34,8 +34,8 @@ def spinner(device: torch.device) -> Callable[[float], None]:
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Whether the current stream is the default one, on which copy engines take no batches."""
-    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    """Whether the current stream is a GPU's default one, on which copy engines take no batches."""
+    return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def drain(device: torch.device) -> None:

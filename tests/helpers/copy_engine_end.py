@@ -1,0 +1,55 @@
+"""A process that has used the copy engine and ends in one of several ways: started by a test with torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from hocket.environment import prepare
+from hocket.parallel.mesh import Mesh
+from hocket.runtime.comm import join_world, leave_world, make_groups
+
+N = 1 << 22
+
+
+def main(ending: str) -> None:
+    prepare(os.environ, int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    join_world(True, 60.0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = make_groups(Mesh(dp=world), rank, device, "copy_engine")
+    with groups.gather_dense.window() as gathered:
+        shard = torch.full((N,), float(rank), device=device)
+        out = torch.empty(world * N, device=device)
+    with groups.reduce_dense.window(out.nbytes) as reduced:
+        full = torch.ones(world * N, device=device)
+    into = torch.zeros(N, device=device)
+    groups.gather_dense.all_gather(out, shard)
+    groups.reduce_dense.reduce_sum(full, into, 1.0)
+    torch.cuda.synchronize()
+    assert out.view(world, N)[:, 0].tolist() == list(range(world))
+    assert into.eq(world).all()
+    if ending in ("windows", "freed"):
+        reduced.close()
+        gathered.close()
+    if ending == "freed":
+        before = torch.cuda.memory_reserved()
+        del out, shard, full
+        torch.cuda.empty_cache()
+        after = torch.cuda.memory_reserved()
+        print(f"reserved {before >> 20} MiB before, {after >> 20} MiB after", flush=True)
+        assert before - after >= 3 * 4 * N * world, "memory of closed windows is given back"
+    if ending == "groups":
+        groups.destroy()
+        dist.destroy_process_group()
+    else:
+        leave_world()
+    print(f"rank {rank} ends ({ending})", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
