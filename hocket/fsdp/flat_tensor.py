@@ -86,6 +86,10 @@ class FlatTensor(Tensor):
             return cls(empty, args[1], 0, 0)
         raise TypeError(f"a FlatTensor is a rank's part of a parameter, for checkpoints only; it has no {func}")
 
+    def with_elements(self, flat: Tensor) -> FlatTensor:
+        """The same range, with other elements."""
+        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes)
+
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the whole shape that this rank holds, 1-D."""
         return whole.reshape(-1)[self.lo : self.hi]

@@ -1,0 +1,211 @@
+"""What hocket adds to `torch.distributed.checkpoint` (DCP): folders that appear whole, and words for what doesn't fit.
+
+Note: [A checkpoint is there or it is not]
+Ranks write into `<folder>.tmp`. When DCP has told its coordinator that all are done and their files are on disk, the
+coordinator checks that it sees all of them at their full size, writes `.metadata`, waits until the names are on disk
+too, and renames the folder. So a folder with its final name is complete, whenever processes or the machine stop. What
+is left of an interrupted save has the other name, and the next save to the same folder removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from hocket.fsdp.kept import Inventory
+from hocket.fsdp.optimizer_state import optimizer_state_like, split
+from hocket.fsdp.state import differences, entries, listed
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""The keys of a checkpoint."""
+
+
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writes a folder in DCP's format that appears when it is whole. See Note: [A checkpoint is there or it is not].
+
+    `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
+    a plain module finds every name of a shared parameter.
+    """
+
+    def __init__(
+        self, folder: Path, others: Mapping[str, str] | None = None, *, per_thread_copy_ahead: int = 10_000_000
+    ) -> None:
+        self.final, self.others = folder, dict(others or {})
+        super().__init__(
+            folder.with_name(f"{folder.name}.tmp"), sync_files=True, per_thread_copy_ahead=per_thread_copy_ahead
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Every rank, before the coordinator has made room: nothing yet."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The coordinator: refuse a folder with something in it, remove what an interrupted save has left."""
+        if self.final.exists() and not (self.final.is_dir() and not any(self.final.iterdir())):
+            raise ValueError(f"checkpoint {self.final} exists already: save to another folder, or remove it first")
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
+        Path(self.path).mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Every rank: write its file and wait until it is on disk."""
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The coordinator, when all ranks have written: publish."""
+        self._check(results)
+        self._add_other_names(metadata, results)
+        super().finish(metadata, results)
+        _sync(Path(self.path))
+        Path(self.path).rename(self.final)
+        _sync(self.final.parent)
+
+    def _check(self, results: list[list[WriteResult]]) -> None:
+        ends: dict[str, int] = {}
+        for stored in (result.storage_data for results_of_rank in results for result in results_of_rank):
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        for name, end in ends.items():
+            file = Path(self.path) / name
+            if not file.exists() or file.stat().st_size < end:
+                raise ValueError(
+                    f"checkpoint {self.final} is not whole: {file} is not to be seen from where rank 0 runs; use a "
+                    f"folder on a file system that all ranks share"
+                )
+
+    def _add_other_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for other, name in self.others.items():
+            key, first = f"{MODEL}.{other}", f"{MODEL}.{name}"
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first]
+            if metadata.planner_data is not None:
+                metadata.planner_data[key] = (MODEL, other)
+            for of_rank in results:
+                same = [result for result in of_rank if result.index.fqn == first]
+                of_rank += [replace(result, index=replace(result.index, fqn=key)) for result in same]
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """Tells a folder that is no checkpoint by metadata without entries, on every rank alike."""
+
+    def read_metadata(self) -> Metadata:
+        if not (Path(self.path) / ".metadata").is_file():
+            return Metadata({})
+        return super().read_metadata()
+
+
+class FittingPlanner(DefaultLoadPlanner):
+    """Loads a checkpoint into a sharded model, after checking that they fit each other.
+
+    What is loaded is in `found`: the model's live tensors, and what `load_optimizer_state` takes.
+    """
+
+    def __init__(self, context: ShardContext, optimizer: Optimizer | None, folder: Path) -> None:
+        super().__init__()
+        self.context, self.optimizer, self.folder = context, optimizer, folder
+        self.own = Inventory(context)
+        self.found: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Every rank: lay out what is to be loaded, by the checkpoint's names."""
+        assert metadata is not None
+        stored = metadata.state_dict_metadata
+        if not stored:
+            raise ValueError(f"{self.folder} is no complete checkpoint: it has no .metadata")
+        wanted = entries(self.own)
+        for other, name in self.own.others.items():
+            if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
+                wanted[other] = wanted.pop(name)
+        self.found = {MODEL: wanted}
+        if self.optimizer is not None:
+            if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
+                raise ValueError(
+                    f"checkpoint {self.folder} has no state of an optimizer: load the weights alone, optimizer=None"
+                )
+            self.found[OPTIMIZER] = optimizer_state_like(self.context, self.optimizer, metadata, OPTIMIZER)
+        super().set_up_planner(self.found, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Every rank: check names and shapes of what it wants, and plan to read it."""
+        assert self.metadata is not None
+        stored, wanted = self._stored(), self.found[MODEL]
+        self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
+        known = {*self.own.kept, *self.own.others, *self.own.plain}, {*params, *self.own.others}
+        return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The coordinator: check that some rank wants everything that the checkpoint has."""
+        assert self.metadata is not None
+        known, params = (set().union(*sets) for sets in zip(*(plan.planner_data for plan in global_plan), strict=True))
+        unknown = [name for name in self._stored() if name not in known]
+        self._refuse(listed("it has {}, which the module lacks", unknown))
+        if self.optimizer is not None:
+            state = [key for key in self.metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
+            unknown = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
+            self._refuse(listed("it has {}, which are of no parameter of the optimizer", unknown))
+        return super().create_global_plan(global_plan)
+
+    def _stored(self) -> dict[str, Any]:
+        """The checkpoint's weights and buffers: name -> shape, or something without one."""
+        assert self.metadata is not None
+        start = f"{MODEL}."
+        return {
+            key.removeprefix(start): torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if key.startswith(start)
+        }
+
+    def _refuse(self, wrong: str) -> None:
+        if wrong:
+            raise ValueError(f"checkpoint {self.folder} doesn't fit the {type(self.own.root).__name__}: {wrong}")
+
+
+def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
+    """Call DCP. An error of any rank is raised on all, as what it is: the one of the lowest rank."""
+    alone = not dist.is_initialized()
+    try:
+        with warnings.catch_warnings() if alone else contextlib.nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call(*args, **options, no_dist=alone)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, ValueError):
+            raise ValueError(str(cause)) from None
+        if isinstance(cause, Exception):
+            kind = OSError if isinstance(cause, OSError) else ValueError
+            raise kind(f"{failed}: rank {rank} says {type(cause).__name__}: {cause}") from error
+        raise

@@ -1,0 +1,123 @@
+"""What this rank keeps of a sharded module, by the names that the plain module would use in a checkpoint.
+
+Note: [Which replica writes]
+With replicas (HSDP, `no_shard`) several ranks hold the same elements, and one of them writes each. All go through the
+parameters in the same order and give each to the replica that has the fewest bytes so far. They need not talk about
+it, each writes its share, and an asynchronous save copies only that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hocket.fsdp.flat_tensor import FlatTensor
+from hocket.fsdp.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+    from hocket.fsdp.param_group import ParamGroup
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names. Checkpoints have the names without."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What this rank keeps of one parameter."""
+
+    name: str
+    shard: ShardedParameter
+    shape: tuple[int, ...]
+    """Of the parameter in the whole model; for experts, with the experts of all ranks."""
+    lo: int
+    writes: bool
+    """Whether it is this rank that saves these elements."""
+
+    @property
+    def hi(self) -> int:
+        return self.lo + self.shard.numel()
+
+    def tensor(self, flat: Tensor) -> FlatTensor:
+        """`flat`, 1-D and as long as the shard, as a part of the whole parameter."""
+        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape."""
+        if not isinstance(value, FlatTensor):
+            return value.detach().reshape(-1)[self.lo : self.hi]
+        assert (value.lo, value.hi) == (self.lo, self.hi), f"{value} is not what this rank keeps of {self.name}"
+        return value.flat
+
+
+class Inventory:
+    """The parameters and buffers of a sharded module by name.
+
+    Raises: ValueError for a parameter of which ranks hold different values under one name.
+    """
+
+    def __init__(self, context: ShardContext) -> None:
+        self.root: nn.Module = next(unit.module for unit in context.units if not unit.name)
+        self.state: dict[str, Any] = dict(self.root.state_dict(keep_vars=True))
+        """What the module's own `state_dict` has, under its own names, shards as they are."""
+        names: dict[int, list[str]] = {}
+        for name, value in self.state.items():
+            names.setdefault(id(value), []).append(plain_name(name))
+        kept = {id(one.shard): one for one in _all_kept(context, names)}
+        self.kept: dict[str, Kept] = {found[0]: kept[key] for key, found in names.items() if key in kept}
+        """By the first name, in the order of the module."""
+        self.others = {other: found[0] for key, found in names.items() if key in kept for other in found[1:]}
+        """Further names of parameters that several modules share -> the first name."""
+        self.plain: dict[str, str] = {
+            plain_name(name): name for name, value in self.state.items() if id(value) not in kept
+        }
+        """What is not sharded, buffers above all: name -> the module's own name for it."""
+        self.name_of: dict[int, str] = {key: found[0] for key, found in names.items()}
+        """The first name of an object in the module's state, by its id."""
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrappers of modules have added to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
+    groups = [group for unit in context.units for group in unit.groups]
+    ranks = max((_ranks(group) for group in groups), default=1)
+    written: dict[tuple[int, ...], list[int]] = {}
+    found: list[Kept] = []
+    for group in groups:
+        position, parts = group.groups.part
+        if _ranks(group) * parts < ranks:
+            raise ValueError(
+                f"{group.members[0].name} is placed on {_ranks(group)} of {ranks} ranks, so others hold different "
+                f"values under the same name: say which part of dimension 0 each has, with "
+                f"Placement(part=(position, {ranks // _ranks(group)}))"
+            )
+        for shard in group.shards:
+            shape, lo = tuple(shard.full_shape), shard.lo
+            if parts > 1:
+                lo += position * prod(shape)
+                shape = (shape[0] * parts, *shape[1:]) if shape else (parts,)
+            found.append(Kept(names[id(shard)][0], shard, shape, lo, _writes(group, shard, written)))
+    return found
+
+
+def _ranks(group: ParamGroup) -> int:
+    return group.groups.gather.size * group.groups.outer.size
+
+
+def _writes(group: ParamGroup, shard: ShardedParameter, written: dict[tuple[int, ...], list[int]]) -> bool:
+    """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes given out so far."""
+    outer = group.groups.outer
+    if group.groups.outer_shards or outer.size == 1:
+        return True
+    so_far = written.setdefault(tuple(outer.ranks), [0] * outer.size)
+    writer = so_far.index(min(so_far))
+    so_far[writer] += shard.nbytes
+    return writer == outer.rank

@@ -1,0 +1,164 @@
+"""A model with a bit of everything, sharded in any way, and values that tell every element of its state from others."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hocket
+from tests.fsdp.models import WIDTH, Block, Embed, Head, OddBlock
+
+EXPERTS = 4
+IDS = torch.arange(12).view(3, 4)
+
+
+class Experts(nn.Module):
+    """Some of the experts of a layer."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, WIDTH, 5))
+        self.gate = nn.Parameter(torch.ones(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bsd,edf,e->bs", x, self.weight, self.gate).unsqueeze(-1)
+
+
+class Everything(nn.Module):
+    """Tied and frozen weights, ones that nobody reads, every awkward size, buffers, and experts."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.embed = Embed()
+        self.blocks = nn.ModuleList([Block(), Block(7)])
+        self.frozen = Block().requires_grad_(False)
+        self.odd = OddBlock()
+        self.experts = Experts(experts)
+        self.head = Head()
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.zeros(3, 5))
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("seen", torch.zeros(2, 2))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.odd(self.frozen(self.embed(ids)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.experts(x)) + F.pad(self.none, (0, 0, 1, 0)).sum()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to shard it."""
+
+    world: int
+    strategy: str = "optim_grads_params"
+    mesh: tuple[int, int] | None = None
+    outer: str = "replicate"
+    main: torch.dtype = torch.float32
+    ep: int = 1
+
+    def __str__(self) -> str:
+        return " ".join(str(value) for value in vars(self).values())
+
+
+def shard(way: Way, module: Everything | None = None) -> tuple[Everything, Any]:
+    """The module of this rank and its context."""
+    torch.manual_seed(dist.get_rank() if module is None else 0)
+    module = module or Everything(EXPERTS // way.ep)
+    for param in module.parameters():
+        dist.broadcast(param.data, 0)
+    grid = init_device_mesh("cpu", (way.world // way.ep, way.ep), mesh_dim_names=("edp", "ep"))
+
+    def place(name: str, param: nn.Parameter) -> hocket.Placement | None:
+        if way.ep == 1 or not name.startswith("experts."):
+            return None
+        return hocket.Placement(grid["edp"], divide=way.world, part=(grid["ep"].get_local_rank(), way.ep))
+
+    mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=("outer", "shard")) if way.mesh else None
+    ctx = hocket.fully_shard(
+        module,
+        units=(Block, OddBlock, Experts),
+        mesh=mesh,
+        strategy=way.strategy,
+        precision=hocket.Precision(main=way.main),
+        place=place,
+        options=hocket.ShardOptions(outer=way.outer),
+    )
+    return module, ctx
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    """Two groups, as usual."""
+    params = list(module.parameters())
+    return torch.optim.AdamW([{"params": params[:5], "weight_decay": 0.5}, {"params": params[5:]}], lr=0.25)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """A training step; returns the loss of before."""
+    loss = module(IDS).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def truth(name: str, key: str, shape: tuple[int, ...]) -> Tensor:
+    """The values of a tensor of the whole state: integers that bf16 holds exactly."""
+    start = zlib.crc32(f"{name} {key}".encode())
+    return ((torch.arange(prod(shape)) * 7 + start % 1000) % 251).float().view(shape)
+
+
+def parts(ctx: Any, way: Way) -> Iterator[tuple[str, tuple[int, ...], int, Tensor]]:
+    """Of all that this rank keeps: name, whole shape, first element, shard."""
+    for unit in ctx.units:
+        for group in unit.groups:
+            for one in group.shards:
+                shape, lo = tuple(one.full_shape), one.lo
+                if one.full_name.startswith("experts."):
+                    lo += dist.get_rank() % way.ep * prod(shape)
+                    shape = (EXPERTS, *shape[1:])
+                yield one.full_name, shape, lo, one
+
+
+@torch.no_grad()
+def fill(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer, way: Way) -> None:
+    """Give all of the state its true values."""
+    for name, shape, lo, one in parts(ctx, way):
+        one.copy_(truth(name, "main", shape).flatten()[lo : lo + one.numel()])
+        for key, value in optimizer.state.get(one, {}).items():
+            if key == "step":
+                value.fill_(len(name))
+            else:
+                value.copy_(truth(name, key, shape).flatten()[lo : lo + one.numel()])
+    module.seen.copy_(truth("seen", "buffer", (2, 2)))
+    module.scratch.fill_(dist.get_rank())
+
+
+def check(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer | None, way: Way) -> int:
+    """Everything has its true value. Returns how many tensors of the optimizer were looked at."""
+    looked = 0
+    for name, shape, lo, one in parts(ctx, way):
+        assert one.dtype == way.main
+        assert torch.equal(one, truth(name, "main", shape).flatten()[lo : lo + one.numel()].to(way.main)), name
+        for key, value in optimizer.state.get(one, {}).items() if optimizer else ():
+            looked += 1
+            if key == "step":
+                assert value.item() == len(name), (name, value)
+            else:
+                assert value.shape == one.shape
+                assert torch.equal(value, truth(name, key, shape).flatten()[lo : lo + one.numel()].to(value.dtype)), (
+                    name
+                )
+    assert torch.equal(module.seen, truth("seen", "buffer", (2, 2)))
+    return looked
