@@ -37,9 +37,9 @@ class History:
         self._last_of_group: dict[str, Entry] = {}
 
     def add(self, queue: str, name: str, after: Sequence[Entry] = (), group: str = "") -> Entry:
-        """Note an entry of a queue, behind the entries of `after`."""
-        entry = Entry(len(self.entries), queue, name, tuple(one.name for one in after), group)
-        predecessors = [*after]
+        """Note an entry of a queue, behind the entries of `after`; those of an older record are over."""
+        predecessors = [one for one in after if one.index < len(self.entries) and self.entries[one.index] is one]
+        entry = Entry(len(self.entries), queue, name, tuple(one.name for one in predecessors), group)
         if queue in self._last:
             predecessors.append(self._last[queue])
         if group:

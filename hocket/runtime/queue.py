@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -104,13 +104,16 @@ class Queue:
             self._finish(self._pending[-1][0])
 
     def abort(self) -> None:
-        """After an exception: forget what is under way. On a GPU the caller's following work comes behind it.
+        """After an exception: end what is under way. On a GPU the caller's following work comes behind it.
 
-        On a CPU collectives in which peers take no part any more are never waited for; what they bring is lost.
+        On a CPU the host waits, since a collective goes on reading and writing memory that is about to be used for
+        something else. One that fails has ended as well.
         """
         if self._stream is not None:
             self._order_caller_behind(self._stream)
-        for ticket, _ in self._pending:
+        for ticket, pending in self._pending:
+            with suppress(Exception):
+                pending.wait()
             ticket.done = True
         self._pending.clear()
 
