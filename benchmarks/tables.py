@@ -129,10 +129,6 @@ def overlap_tax(result: Result) -> str:
     lines = [("step, without the profiler", plain["null"], plain["real"])]
     lines += [("step, profiled", tax["null_step_seconds"], tax["step_seconds"])]
     lines += [("all compute kernels", tax["contention"]["null_seconds"], tax["contention"]["seconds"])]
-    computing = [row for row in tax["ops"] if {"dispatch", "combine", "send", "recv"}.isdisjoint(row["name"].split())]
-    lines += [
-        ("of them those of ops that compute", *(sum(row[k] for row in computing) for k in ("null_seconds", "seconds")))
-    ]
     lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in tax["classes"]]
     rows = [
         [name, _ms(null), _ms(real), f"{round(real / null - 1, 2) + 0.0:+.0%}" if null else ""]
@@ -279,7 +275,16 @@ def settings(result: Result) -> str:
     lines = []
     for name, items in shown.items():
         lines += [name, *(f"    {key}: {value}" for key, value in items.items())]
-    lines += [_gate(one["gate"]) for one in found]
+    return _block([*lines, *(_gate(one["gate"]) for one in found)])
+
+
+def gates(result: Result) -> str:
+    """What the gates of a result saw, where the settings are those of another one."""
+    return _block([_gate(one["gate"]) for one in result["workloads"]])
+
+
+def _block(lines: list[str]) -> str:
+    """A block of text, with long lines wrapped."""
     wrap = {"width": WIDTH, "subsequent_indent": " " * 9, "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(["```", *(part for text in lines for part in textwrap.wrap(text, **wrap)), "```"])
 
@@ -296,7 +301,6 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
     "prediction": ("prediction", calibration),
-    "prediction_rest": ("prediction", calibration_rest),
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
     "dense_fsdp": ("dense_fsdp", contenders),
@@ -307,7 +311,10 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "dense_peers_settings": ("dense_peers", settings),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
+    "expert_parallel_long": ("expert_parallel_long", contenders),
+    "expert_parallel_long_gate": ("expert_parallel_long", gates),
     "pipeline_peers": ("pipeline_peers", contenders),
+    "pipeline_peers_settings": ("pipeline_peers", settings),
 }
 """Table -> the result file it is made from, and its maker."""
 
