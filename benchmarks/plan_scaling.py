@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fresh import answer, in_fresh_process, peak_mib
 from hocket.config import PlanConfig
 from hocket.plan.check import check
 from hocket.plan.lower import build_program
@@ -48,7 +45,7 @@ def measure(size: Size, repeats: int) -> dict[str, float]:
     """Shortest of `repeats` times in seconds of CPU time, and the peak memory of the process in MiB."""
     layout = Layout(("dense",) + ("moe",) * (size.layers - 1), pp=size.pp, chunks=size.chunks, ep=2)
     plan, sharding = PlanConfig(chunks=size.chunks), Sharding(dense=8, experts=4)
-    before = _peak_mib()
+    before = peak_mib()
     build_s = check_s = float("inf")
     ops = 0
     for _ in range(repeats):
@@ -59,19 +56,7 @@ def measure(size: Size, repeats: int) -> dict[str, float]:
         checked = time.process_time()
         assert not found, found[0]
         build_s, check_s, ops = min(build_s, built - start), min(check_s, checked - built), len(program)
-    return {"ops": ops, "build_s": build_s, "check_s": check_s, "peak_mib": _peak_mib(), "start_mib": before}
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def in_fresh_process(size: Size, repeats: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.plan_scaling", "--one", json.dumps(asdict(size))]
-    done = subprocess.run([*command, "--repeats", str(repeats)], capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{size}: {done.stderr}")
-    return json.loads(done.stdout)
+    return {"ops": ops, "build_s": build_s, "check_s": check_s, "peak_mib": peak_mib(), "start_mib": before}
 
 
 def main() -> None:
@@ -82,15 +67,14 @@ def main() -> None:
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-        print(json.dumps(measure(Size(**json.loads(options.one)), options.repeats)))
+        answer(lambda: measure(Size(**json.loads(options.one)), options.repeats))
         return
     from benchmarks.record import write  # imports torch, which the measured processes don't
 
     rows: list[dict[str, Any]] = []
     print(f"{'PP x VPP x microbatches x layers':>34} {'ops':>8} {'build s':>8} {'check s':>8} {'us/op':>6} {'MiB':>6}")
     for size in SIZES:
-        row = in_fresh_process(size, options.repeats)
+        row = in_fresh_process("benchmarks.plan_scaling", json.dumps(asdict(size)), options.repeats)
         row["us_per_op"] = 1e6 * (row["build_s"] + row["check_s"]) / row["ops"]
         rows.append({"size": str(size), **asdict(size), **{k: round(v, 4) for k, v in row.items()}})
         print(

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fresh import answer, in_fresh_process, peak_mib
 from hocket.trace import load, report
 
 SIZES = (10, 25, 50, 100, 200)
@@ -104,7 +101,7 @@ def write_trace(path: Path, megabytes: float) -> int:
 
 def measure(path: Path, repeats: int) -> dict[str, float]:
     """Shortest of `repeats` times in seconds of CPU time, and the peak memory of the process in MiB."""
-    before = _peak_mib()
+    before = peak_mib()
     read_s = report_s = float("inf")
     rows = 0
     for _ in range(repeats):
@@ -115,21 +112,7 @@ def measure(path: Path, repeats: int) -> dict[str, float]:
         done = time.process_time()
         assert len(found.steps) == STEPS
         read_s, report_s, rows = min(read_s, read - start), min(report_s, done - read), len(traces[0])
-    return {"kernels": rows, "read_s": read_s, "report_s": report_s, "peak_mib": _peak_mib(), "start_mib": before}
-
-
-def _peak_mib() -> float:
-    """Of this program alone: `ru_maxrss` would start at what the parent process held."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
-
-
-def in_fresh_process(path: Path, repeats: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.trace_reading", "--one", str(path), "--repeats", str(repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{path}: {done.stderr}")
-    return json.loads(done.stdout)
+    return {"kernels": rows, "read_s": read_s, "report_s": report_s, "peak_mib": peak_mib(), "start_mib": before}
 
 
 def main() -> None:
@@ -140,8 +123,7 @@ def main() -> None:
     parser.add_argument("--one", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-        print(json.dumps(measure(options.one, options.repeats)))
+        answer(lambda: measure(options.one, options.repeats))
         return
     from benchmarks.record import write  # imports torch, which the measured processes don't
 
@@ -152,7 +134,7 @@ def main() -> None:
             path = Path(folder) / "trace.json"
             events = write_trace(path, size)
             megabytes = path.stat().st_size / 1e6
-            found = in_fresh_process(path, options.repeats)
+            found = in_fresh_process("benchmarks.trace_reading", str(path), options.repeats)
             rows.append({"size": size, "mb": megabytes, "events": events, **{k: round(v, 4) for k, v in found.items()}})
             row = rows[-1]
             print(
