@@ -204,10 +204,10 @@ def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Map
         agreed = _agreed(optimizer, group, [params[n][0] for n in numbers], settings)
         groups.append({**group, **agreed, "params": numbers})
     packed = {}
-    for n, (name, _) in enumerate(params):
-        one, items = own.kept.get(name), values.get(name) or {}
-        if items:
-            packed[n] = {k: _unwrapped(one if k in elementwise else None, v) for k, v in items.items()}
+    for n, (name, param) in enumerate(params):
+        one, present = own.kept.get(name), optimizer.state.get(param, {})
+        if items := values.get(name):
+            packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for n, items in packed.items():  # torch casts state to the dtype of the parameter, which may lose digits
         present = optimizer.state[params[n][1]]
@@ -216,11 +216,18 @@ def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Map
                 present[key] = value.to(present[key].device)
 
 
-def _unwrapped(one: Kept | None, value: Any) -> Any:
-    """A value from a state dict as the optimizer has it; `one` if it is elementwise."""
-    if one is None or not isinstance(value, Tensor):
+def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:
+    """A value from a state dict as the optimizer has it; `split` if it is elementwise.
+
+    Nothing is copied that the optimizer has already, or that was made to be loaded into.
+    """
+    if not isinstance(value, Tensor):
         return value
-    return one.part_of(value) if isinstance(value, FlatTensor) else one.part_of(value).to(one.shard.device, copy=True)
+    if one is not None and isinstance(value, FlatTensor):
+        return one.part_of(value)
+    if one is not None and split:
+        return one.part_of(value).to(one.shard.device, copy=True)
+    return value if isinstance(present, Tensor) and present.data_ptr() == value.data_ptr() else value.clone()
 
 
 def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> tuple[Values, Values]:
@@ -256,7 +263,7 @@ def _agreed(optimizer: Optimizer, group: Mapping[str, Any], names: list[str], se
     foreign = sorted(first.keys() - group.keys() - SCHEDULERS)
     if lacking and foreign:  # one of the two alone may come from another version of torch
         raise ValueError(
-            f"the state is not of a {kind}: it has {', '.join(foreign)}, and lacks {', '.join(lacking)}; build the "
+            f"the state is not that of {kind}: it has {', '.join(foreign)}, and lacks {', '.join(lacking)}; build the "
             f"kind of optimizer that was saved, or load the weights alone"
         )
     for name in names[1:]:

@@ -36,8 +36,9 @@ class Experts(nn.Module):
 class Everything(nn.Module):
     """Tied and frozen weights, ones that nobody reads, every awkward size, buffers, and experts."""
 
-    def __init__(self, experts: int = EXPERTS) -> None:
+    def __init__(self, experts: int = EXPERTS, reads_all: bool = False) -> None:
         super().__init__()
+        self.reads_all = reads_all
         self.embed = Embed()
         self.blocks = nn.ModuleList([Block(), Block(7)])
         self.frozen = Block().requires_grad_(False)
@@ -54,7 +55,8 @@ class Everything(nn.Module):
         x = self.odd(self.frozen(self.embed(ids)))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.experts(x)) + F.pad(self.none, (0, 0, 1, 0)).sum()
+        x = self.head(self.experts(x))
+        return x + self.unused.sum() + F.pad(self.none, (0, 0, 1, 0)).sum() if self.reads_all else x
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,9 @@ class Way:
         return " ".join(str(value) for value in vars(self).values())
 
 
-def shard(way: Way, module: Everything | None = None) -> tuple[Everything, Any]:
+def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
     """The module of this rank and its context."""
-    torch.manual_seed(dist.get_rank() if module is None else 0)
-    module = module or Everything(EXPERTS // way.ep)
+    module = Everything(EXPERTS // way.ep, reads_all)
     for param in module.parameters():
         dist.broadcast(param.data, 0)
     grid = init_device_mesh("cpu", (way.world // way.ep, way.ep), mesh_dim_names=("edp", "ep"))

@@ -1,0 +1,335 @@
+"""State dicts of sharded modules beside those of torch: names, layouts, values, in both directions."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import hocket
+from hocket.fsdp.checkpoint import load, save
+from hocket.fsdp.flat_tensor import FlatTensor
+from hocket.fsdp.optimizer_state import load_optimizer_state, optimizer_state, optimizer_state_like
+from hocket.fsdp.state import load_model_state, model_state
+from tests.fsdp.models import Block, Odd, OddBlock, Stack
+from tests.fsdp.saved import IDS, Everything, Way, adamw, check, fill, parts, shard, step, truth
+from tests.helpers.ranks import run_ranks
+
+TWO = Way(2)
+
+
+@pytest.fixture(autouse=True)
+def _no_remarks() -> Any:
+    """DCP remarks that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def plain(filled: bool) -> tuple[Everything, torch.optim.AdamW]:
+    """The unsharded module and its optimizer, with true values or others."""
+    torch.manual_seed(5)
+    module = Everything(reads_all=True)
+    optimizer = adamw(module)
+    if not filled:
+        return module, optimizer
+    step(module, optimizer)
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            param.copy_(truth(name, "main", tuple(param.shape)))
+            for key, value in optimizer.state.get(param, {}).items():
+                value.copy_(torch.tensor(len(name)) if key == "step" else truth(name, key, tuple(param.shape)))
+        module.seen.copy_(truth("seen", "buffer", (2, 2)))
+    return module, optimizer
+
+
+def same_as_plain(module: Everything, optimizer: torch.optim.AdamW) -> None:
+    """An unsharded module and its optimizer have true values, and what would be trained next is the same."""
+    wanted, expected = plain(filled=True)
+    for (name, ours), theirs in zip(module.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert module.head.weight is module.embed.weight
+    ours, theirs = optimizer.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        for key, value in values.items():
+            assert torch.equal(ours["state"][number][key], value), (number, key)
+
+
+def save_two(rank: int, folder: Path, flatten: bool) -> None:
+    module, ctx = shard(TWO, reads_all=True)
+    optimizer = adamw(module)
+    step(module, optimizer)
+    fill(module, ctx, optimizer, TWO)
+    save(ctx, optimizer, folder, flatten=flatten)
+
+
+def load_two(rank: int, folder: Path, way: Way = TWO) -> None:
+    module, ctx = shard(way)
+    optimizer = adamw(module)
+    load(ctx, optimizer, folder)
+    assert check(module, ctx, optimizer, way) > 40
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.01]
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_a_plain_module_loads_ours_and_we_load_a_plain_modules(tmp_path: Path, flatten: bool) -> None:
+    run_ranks(save_two, 2, tmp_path / "ours", flatten)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    module, optimizer = plain(filled=False)
+    state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    module.load_state_dict(state["model"])
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
+    same_as_plain(module, optimizer)
+
+    module, optimizer = plain(filled=True)
+    state = {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    run_ranks(load_two, 2, tmp_path / "theirs")
+
+
+def test_through_a_torch_file_and_back(tmp_path: Path) -> None:
+    run_ranks(save_two, 2, tmp_path / "ours", False)
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt")
+    module, optimizer = plain(filled=False)
+    module.load_state_dict(state["model"])
+    set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    same_as_plain(module, optimizer)
+
+    torch_save_to_dcp(tmp_path / "whole.pt", tmp_path / "theirs")
+    for way in (Way(3), Way(2, "no_shard", ep=2)):
+        run_ranks(load_two, way.world, tmp_path / "theirs", way)
+
+
+def load_whole(rank: int, flatten: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    whole, its_optimizer = plain(filled=True)
+    module, ctx = shard(TWO)
+    optimizer = adamw(module)
+    load_model_state(ctx, whole.state_dict())
+    load_optimizer_state(ctx, optimizer, get_optimizer_state_dict(whole, its_optimizer, options=options))
+    assert check(module, ctx, optimizer, TWO) > 40
+    step(whole, its_optimizer)  # the copy does not live in the whole tensors' memory
+    check(module, ctx, optimizer, TWO)
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+def test_whole_tensors_are_taken_too(flatten: bool) -> None:
+    run_ranks(load_whole, 2, flatten)
+
+
+def save_and_load_by_hand(rank: int, folder: Path) -> None:
+    module, ctx = shard(TWO)
+    optimizer = adamw(module)
+    step(module, optimizer)
+    fill(module, ctx, optimizer, TWO)
+    dcp.save({"app": model_state(ctx), "opt": optimizer_state(ctx, optimizer)}, checkpoint_id=folder)
+    before = {key: value.data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
+    with torch.no_grad():
+        for *_, one in parts(ctx, TWO):
+            one.zero_()
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    state = {"app": model_state(ctx), "opt": optimizer_state_like(ctx, optimizer, metadata, prefix="opt")}
+    dcp.load(state, checkpoint_id=folder)
+    load_model_state(ctx, state["app"])
+    load_optimizer_state(ctx, optimizer, state["opt"])
+    check(module, ctx, optimizer, TWO)
+    after = {key: value.data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
+    assert before == after  # as a captured graph needs it
+
+
+def test_the_parts_fit_together_without_our_own_save(tmp_path: Path) -> None:
+    run_ranks(save_and_load_by_hand, 2, tmp_path)
+
+
+def forward_after_load(rank: int) -> None:
+    module, ctx = shard(Way(2))
+    whole, _ = plain(filled=True)
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.mul_(1e-3)
+    first = module(IDS)
+    first.sum().backward()  # the last units keep their gathered weights
+    load_model_state(ctx, {name: value.clone() for name, value in whole.state_dict().items()})
+    whole.reads_all = False
+    with torch.no_grad():
+        assert torch.equal(module(IDS), whole(IDS))
+        assert not torch.equal(module(IDS), first)
+
+
+def test_the_next_forward_uses_loaded_weights() -> None:
+    run_ranks(forward_after_load, 2)
+
+
+def without_state(rank: int, folder: Path) -> None:
+    module, ctx = shard(TWO)
+    for name, make in {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}.items():
+        optimizer = make(module.parameters(), lr=0.125)
+        if name == "sgd":
+            step(module, optimizer)
+        save(ctx, optimizer, folder / name)
+        optimizer = make(module.parameters(), lr=1.0)
+        load(ctx, optimizer, folder / name)
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        assert not any(optimizer.state.values())
+    with pytest.raises(ValueError, match=r"not that of SGD: it has .*betas.* lacks dampening.* load the weights alone"):
+        load(ctx, torch.optim.SGD(module.parameters(), lr=1.0), folder / "adam")
+
+
+def test_an_optimizer_without_state(tmp_path: Path) -> None:
+    run_ranks(without_state, 2, tmp_path)
+
+
+class Precise(torch.optim.Optimizer):
+    """Keeps a sum in fp32 and one in fp64 of whatever dtype the weights are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.5)})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("sum", torch.zeros_like(param, dtype=torch.float32)).add_(1 / 3)
+                    state.setdefault("double", torch.zeros_like(param, dtype=torch.float64)).add_(1 / 3)
+                    state.setdefault("count", torch.tensor(0)).add_(1)
+
+
+def precise(rank: int, folder: Path) -> None:
+    module, ctx = shard(Way(2, main=torch.bfloat16))
+    optimizer = Precise(module.parameters())
+    step(module, optimizer)
+    save(ctx, optimizer, folder)
+    other = Precise(module.parameters())
+    other.param_groups[0]["lr"] = torch.tensor(0.0)
+    load(ctx, other, folder)
+    assert other.param_groups[0]["lr"].item() == 0.5
+    seen = 0
+    for param, values in optimizer.state.items():
+        for key, value in values.items():
+            assert other.state[param][key].dtype == value.dtype
+            assert torch.equal(other.state[param][key], value), key
+            seen += value.numel()
+    assert seen > 100
+
+
+def test_state_more_precise_than_weights_loses_nothing(tmp_path: Path) -> None:
+    run_ranks(precise, 2, tmp_path / "saved")
+
+
+def test_a_model_of_single_numbers(tmp_path: Path) -> None:
+    """Where state per element and state per parameter look alike."""
+    run_ranks(single_numbers, 2, tmp_path / "saved")
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def single_numbers(rank: int, folder: Path) -> None:
+    module = Scale()
+    ctx = hocket.fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for _ in range(3):
+        module(torch.ones(())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(ctx, optimizer, folder)
+    other = torch.optim.AdamW(module.parameters())
+    load(ctx, other, folder)
+    for key, value in optimizer.state[module.scale].items():
+        assert other.state[module.scale][key].shape == value.shape
+        assert torch.equal(other.state[module.scale][key], value), key
+    module(torch.ones(())).backward()
+    other.step()
+
+
+def written(rank: int, way: Way) -> tuple[int, int, int]:
+    """Bytes of all parameters, those that this rank keeps, and those that it writes."""
+    _, ctx = shard(way)
+    state = [value for value in model_state(ctx).values() if isinstance(value, FlatTensor)]
+    chunks = [item.tensor_data.chunk for value in state for item in value.__create_write_items__("", value)]
+    writes = sum(4 * chunk.sizes.numel() for chunk in chunks)
+    return sum(v.nbytes for v in state), sum(v.flat.nbytes for v in state), writes
+
+
+@pytest.mark.parametrize("way", [Way(4, mesh=(2, 2)), Way(4, "no_shard"), Way(4, mesh=(2, 2), outer="shard")], ids=str)
+def test_of_replicas_each_writes_its_share(way: Way) -> None:
+    found = run_ranks(written, way.world, way)
+    total = found[0][0]
+    copies = {"no_shard": 4, "optim_grads_params": 1 if way.outer == "shard" else 2}[way.strategy]
+    assert sum(kept for _, kept, _ in found) == copies * total
+    assert sum(writes for *_, writes in found) == total
+    if copies > 1:
+        assert max(writes for *_, writes in found) < 2 * total / way.world
+
+
+def refusals(rank: int) -> None:
+    torch.manual_seed(0)
+    module = Stack(1)
+    ctx = hocket.fully_shard(module, units=Block)
+    whole = Stack(1).state_dict()
+    with pytest.raises(ValueError, match=r"doesn't fit the \w*Stack: it lacks norm.bias; it has extra, which the mod"):
+        load_model_state(ctx, {**{n: v for n, v in whole.items() if n != "norm.bias"}, "extra": torch.zeros(1)})
+    before = module.norm.weight.clone()
+    with pytest.raises(ValueError, match=r"first.weight is 11 x 2 in it and 11 x 11 in the module$"):
+        load_model_state(ctx, {**whole, "first.weight": torch.zeros(11, 2), "norm.weight": torch.zeros(11)})
+    assert torch.equal(module.norm.weight, before)
+    with pytest.raises(ValueError, match=r"it lacks first.weight, first.bias, blocks.0.up.weight, .* and 4 more$"):
+        load_model_state(ctx, {})
+    with pytest.raises(ValueError, match="SGD holds a parameter of shape \\(3,\\) that isn't part of the sharded"):
+        optimizer_state(ctx, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0))
+    whole_optimizer = torch.optim.SGD(Stack(1).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="isn't part of the sharded"):
+        load_optimizer_state(ctx, whole_optimizer, {})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="rows of .* has shape \\(3,\\).* only elementwise optimizers work on shards"):
+        optimizer_state(ctx, optimizer)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    state = optimizer_state(ctx, optimizer, flatten=True)
+    with pytest.raises(ValueError, match=r"in one group of the SGD, but the state has lr=1.0 .* lr=2.0 for the other"):
+        load_optimizer_state(ctx, optimizer, {**state, "param_groups.norm.bias.lr": 2.0})
+    left = {key: value for key, value in state.items() if ".norm." not in key}
+    with pytest.raises(ValueError, match=r"no settings for norm.weight, norm.bias"):
+        load_optimizer_state(ctx, optimizer, left)
+
+
+def test_what_does_not_fit_is_refused_in_words() -> None:
+    run_ranks(refusals, 2)
+
+
+def without_parts(rank: int) -> None:
+    torch.manual_seed(rank)
+    alone = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
+    ctx = hocket.fully_shard(
+        Odd(), units=OddBlock, place=lambda name, _: hocket.Placement(alone, 1.0) if ".few" in name else None
+    )
+    with pytest.raises(ValueError, match=r"few.0 is placed on 1 of 2 ranks.*Placement\(part=\(position, 2\)\)"):
+        model_state(ctx)
+    dist.barrier()
+
+
+def test_different_values_under_one_name_are_refused() -> None:
+    run_ranks(without_parts, 2)
