@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 ALIGN = 64
 """Elements; 128 bytes of bf16."""
 
@@ -109,10 +111,19 @@ class FlatLayout:
             return Local(0, 0, 0)
         return Local(lo - entry.offset, hi - entry.offset, lo - start)
 
-    def split(self, parts: int) -> FlatLayout:
-        """The same buffer with every shard cut into `parts` equal ones."""
-        assert self.shard % parts == 0, f"a shard of {self.shard} elements has no {parts} equal parts"
-        return FlatLayout(self.entries, self.world * parts, self.shard // parts)
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in a whole buffer, as views of their shapes."""
+        return [flat[entry.offset : entry.end].view(entry.shape) for entry in self.entries]
+
+    def slices(self, rank: int) -> list[slice]:
+        """What `rank` keeps of each parameter, as ranges of its shard."""
+        locals_ = [self.local(entry.name, rank) for entry in self.entries]
+        return [slice(local.offset, local.offset + len(local)) for local in locals_]
+
+    def joined(self, parts: int) -> FlatLayout:
+        """The same buffer with every `parts` neighbouring shards taken as one."""
+        assert self.world % parts == 0, f"{self.world} shards can't be taken {parts} at a time"
+        return FlatLayout(self.entries, self.world // parts, self.shard * parts)
 
 
 def _up(value: int, step: int) -> int:

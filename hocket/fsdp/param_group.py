@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.layout import FlatLayout, Granularity
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.shard_grads import LocalSum, ReadableGrads
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.transports import Pending
 
@@ -41,20 +42,6 @@ class Member:
     name: str
     param: nn.Parameter
     owners: Sequence[tuple[nn.Module, str]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of one parameter that this rank keeps: elements `lo:hi` of the whole parameter, flattened."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    lo: int
-    hi: int
-    main: Tensor
-    """1-D, a view of the shard; so is `grad`, None if the parameter is frozen."""
-    grad: Tensor | None
 
 
 def _nothing_under_way() -> None:
@@ -86,7 +73,7 @@ class ParamGroup:
         self.kept = FlatLayout.build(shapes, inner.size * parts, granularity=granularity)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
-        self.layout = FlatLayout(self.kept.entries, inner.size, self.kept.shard * parts)
+        self.layout = self.kept.joined(parts)
         """Which elements are in this rank's `weight`."""
 
         def zeros(numel: int, dtype: torch.dtype) -> Tensor:
@@ -102,7 +89,7 @@ class ParamGroup:
         """Has the caller's work come behind all reductions of this group."""
         self.version = 0
         """Grows with every refresh."""
-        self.shards = [self._shard(i, member) for i, member in enumerate(self.members)]
+        self.shards = self._make_shards()
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
                 self.load(i, member.param)
@@ -111,25 +98,24 @@ class ParamGroup:
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
-        self._grads: list[Tensor] | None = None  # what readers get
-        self._cast: Tensor | None = None  # main_grad in the dtype of main, if it has another one
-        self._cast_versions = (-1, -1)  # of main_grad and of the copy, when one was last made from the other
-        self._local: list[Tensor] | None = None
-        self._local_flat: Tensor | None = None
-        self._local_has = [False] * len(members)
+        self._readable = ReadableGrads(self.main_grad, self.formats.main, self.kept.slices(self.position))
+        self._local = LocalSum(self.layout, self.formats.accumulate, device)
         self._grad_views: dict[int, list[Tensor]] = {}
         self._reducing = self._outer = self._refreshing = Pending()
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.members[0].name} and {len(self.members) - 1} more)"
 
-    def _shard(self, index: int, member: Member) -> ShardedParameter:
-        local = self.kept.local(member.name, self.position)
-        shard = ShardedParameter(self.main[local.offset : local.offset + len(local)], self.trainable)
+    def _make_shards(self) -> list[ShardedParameter]:
+        shards = []
         reference: weakref.ref[ParamGroup] = weakref.ref(self)
-        shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, index
-        shard.lo, shard.hi, shard._group = local.lo, local.hi, reference
-        return shard
+        for i, (member, here) in enumerate(zip(self.members, self.kept.slices(self.position), strict=True)):
+            shard = ShardedParameter(self.main[here], self.trainable)
+            local = self.kept.local(member.name, self.position)
+            shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, i
+            shard.lo, shard.hi, shard._group = local.lo, local.hi, reference
+            shards.append(shard)
+        return shards
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -157,11 +143,8 @@ class ParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank keeps for good."""
-        kept = {t.data_ptr(): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}
+        kept = {id(t): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}
         return sum(kept.values())
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
 
     # Weights
 
@@ -172,13 +155,16 @@ class ParamGroup:
         shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
 
     def move_weight(self) -> None:
-        """Put what is gathered into new memory: called inside a window of the gather group, before `bind`.
+        """Put what is gathered into new memory: called inside a window of the gather group.
 
-        Where `weight` was `main`, it is a copy from now on.
+        Before `bind`, and before anybody took `shards`, which are new ones if `weight` is `main`.
         """
-        if not self.whole:
-            self.weight = torch.zeros_like(self.weight)
-            self.invalidate()
+        moved = self.weight.clone()
+        if self.weight is self.main:
+            self.main = moved
+            self.shards = self._make_shards()
+        self.weight = moved
+        self.invalidate()
 
     def bind(self, flat: Tensor) -> None:
         """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -186,7 +172,7 @@ class ParamGroup:
         `flat` must have its memory now. Nothing may use the parameters meanwhile, and autograd may hold none of them.
         """
         flat = self.weight if self.whole else flat[: self.layout.total]
-        for member, view in zip(self.members, self._views(flat), strict=True):
+        for member, view in zip(self.members, self.layout.views(flat), strict=True):
             if member.param.is_meta:  # nothing but an exchange of the whole tensors turns it into a real one
                 torch.utils.swap_tensors(member.param, nn.Parameter(view, self.trainable))
             else:
@@ -228,46 +214,38 @@ class ParamGroup:
     def grad_views(self, flat: Tensor) -> list[Tensor]:
         """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter."""
         if flat.data_ptr() not in self._grad_views:
-            self._grad_views[flat.data_ptr()] = self._views(flat)
+            self._grad_views[flat.data_ptr()] = self.layout.views(flat)
         return self._grad_views[flat.data_ptr()]
 
     @property
     def has_local(self) -> bool:
         """Whether gradients have been added up that no reduction has included yet."""
-        return any(self._local_has)
+        return bool(self._local)
 
     def local_target(self, index: int) -> tuple[Tensor, bool]:
         """Where a gradient is added up without communication; True if it must be added to what is there."""
-        if self._local is None:
-            self._local_flat = torch.zeros(self.layout.total, dtype=self.formats.accumulate, device=self.device)
-            self._local = self._views(self._local_flat)
-        already, self._local_has[index] = self._local_has[index], True
-        return self._local[index], already
+        return self._local.target(index)
 
-    def add_local(self, index: int, grad: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times a whole gradient to what the next `reduce` includes. Needs memory of the full size."""
-        view, already = self.local_target(index)
-        if not already:
-            view.zero_()
-        view.add_(grad, alpha=scale)
+    def add_local(self, index: int, grad: Tensor) -> None:
+        """Add up a whole gradient without communication. Needs memory of the full size, made on first use."""
+        self._local.add(index, grad)
+
+    def merge_local(self, flat: Tensor) -> None:
+        """Add what was added up without communication to a staging buffer, which is complete and about to be reduced.
+
+        Part of the caller's work, as adding up is, so that both are in order.
+        """
+        self._local.merge(self.grad_views(flat))
 
     def reduce(self, flat: Tensor) -> Pending:
         """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.
 
-        What no member wrote must be zero. `flat` may be written again after the wait.
+        What no member wrote must be zero, and padding. `flat` may be written again after the wait.
         """
         assert self.trainable, f"{self} is frozen"
         self._reducing.wait()  # in order, where a collective is under way until somebody waits
         self._outer.wait()
         flat = flat[: self.layout.total]
-        if self.has_local:
-            assert self._local is not None
-            assert self._local_flat is not None
-            for i, view in enumerate(self._local):
-                if self._local_has[i]:
-                    view.add_(self.grad_views(flat)[i])
-                    self.grad_views(flat)[i].copy_(view)
-            self._local_has = [False] * len(self.members)
         if self.groups.outer_shards:
             self._make_room_in_partial()
         else:
@@ -297,12 +275,12 @@ class ParamGroup:
 
     def _make_room(self) -> None:
         """Zero the gradients that were forgotten, so that the next ones can be added."""
-        self._take_back()
-        _zero(self.main_grad, self.kept, self.position, self._has)
+        self._readable.take_back()
+        _zero(self.main_grad, self.kept.slices(self.position), self._has)
 
     def _make_room_in_partial(self) -> None:
         """Where partial is not the gradient itself: zero what was forgotten between two reductions of one step."""
-        _zero(self.partial, self.layout, self.groups.gather.rank, self._partial_has)
+        _zero(self.partial, self.layout.slices(self.groups.gather.rank), self._partial_has)
         self._partial_has = [True] * len(self.members)
 
     # Gradients of the shards
@@ -318,7 +296,7 @@ class ParamGroup:
         if not self.trainable or not self._has[index]:
             return None
         self._read = True
-        return self._readable()[index]
+        return self._readable.views()[index]
 
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
@@ -336,7 +314,7 @@ class ParamGroup:
             )
         self.settle()
         with torch.no_grad():
-            view = self._readable()[index]
+            view = self._readable.views()[index]
             if view is not value:
                 view.copy_(value)
         self._has[index] = True
@@ -345,49 +323,18 @@ class ParamGroup:
         """Forget all gradients, also those that are not reduced yet."""
         self._reducing = self._outer = Pending()
         self._has = [False] * len(self.members)
-        self._local_has = [False] * len(self.members)
         self._partial_has = [True] * len(self.members)
-        self._summed, self._cast_versions = True, (-1, -1)
+        self._summed = True
+        self._local.clear()
+        self._readable.drop()
         self.partial.zero_()
 
-    def _readable(self) -> list[Tensor]:
-        """The gradients as readers see them: views of `main_grad`, or of a copy in the dtype of `main`."""
-        if self._grads is None:
-            same = self.formats.main == self.formats.accumulate
-            flat = self.main_grad if same else torch.empty_like(self.main)
-            self._cast = None if same else flat
-            locals_ = [self.kept.local(member.name, self.position) for member in self.members]
-            self._grads = [flat[local.offset : local.offset + len(local)] for local in locals_]
-        if self._cast is not None and self._cast_versions[0] != self.main_grad._version:
-            self._cast.copy_(self.main_grad)
-            self._cast_versions = self.main_grad._version, self._cast._version
-        return self._grads
 
-    def _take_back(self) -> None:
-        """Before gradients change: take over what readers wrote into their copy, as a clipped gradient."""
-        if self._cast is not None and self._cast_versions[0] == self.main_grad._version:
-            if self._cast._version != self._cast_versions[1]:
-                self.main_grad.copy_(self._cast)
-        self._cast_versions = -1, -1
-
-    def pieces(self) -> list[Piece]:
-        """What this rank keeps, member by member; members of which it keeps nothing are left out."""
-        found = []
-        for shard in self.shards:
-            local = self.kept.local(shard.full_name, self.position)
-            if len(local):
-                here = slice(local.offset, local.offset + len(local))
-                grad = self.main_grad[here] if self.trainable else None
-                found.append(Piece(shard.full_name, tuple(shard.full_shape), shard.lo, shard.hi, self.main[here], grad))
-        return found
-
-
-def _zero(flat: Tensor, layout: FlatLayout, rank: int, keep: Sequence[bool]) -> None:
-    """Zero the parts of a shard that belong to entries which are not to be kept."""
+def _zero(flat: Tensor, ranges: Sequence[slice], keep: Sequence[bool]) -> None:
+    """Zero the ranges that are not to be kept; all of `flat` if none is."""
     if not any(keep):
         flat.zero_()
         return
-    for entry, kept in zip(layout.entries, keep, strict=True):
+    for here, kept in zip(ranges, keep, strict=True):
         if not kept:
-            local = layout.local(entry.name, rank)
-            flat[local.offset : local.offset + len(local)].zero_()
+            flat[here].zero_()

@@ -296,10 +296,10 @@ class Pair:
         plain = self.twin.module(self.rank)
         for unit in self.ctx.units:
             for group in unit.groups:
-                for piece in group.pieces():
-                    main = self.twin.main[plain.get_parameter(piece.name)]
-                    wanted = main.detach().reshape(-1)[piece.lo : piece.hi]
-                    self.same(piece.main, wanted, f"{piece.name}[{piece.lo}:{piece.hi}] after step {self.steps}")
+                for shard in group.shards:
+                    main = self.twin.main[plain.get_parameter(shard.full_name)]
+                    wanted = main.detach().reshape(-1)[shard.lo : shard.hi]
+                    self.same(shard, wanted, f"{shard.full_name}[{shard.lo}:{shard.hi}] after step {self.steps}")
 
     def compare_gathered(self) -> None:
         """Compare the full compute weights, and the buffers."""
