@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
 from hocket.fsdp.connect import Placement, connect
+from hocket.fsdp.linear import sink_of
 from hocket.fsdp.materialize import materialize
 from hocket.fsdp.members import Found, Rule, assign, chosen_units, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
@@ -26,7 +27,6 @@ from hocket.fsdp.strategy import Prefetch, policy_of
 Place = Callable[[str, nn.Parameter], Placement | None]
 
 _units: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
-_full: WeakSet[nn.Parameter] = WeakSet()
 _checked: WeakSet[Optimizer] = WeakSet()
 
 
@@ -114,7 +114,6 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_outside = _reader(unit, member.param)
-                _full.add(member.param)
                 for owner, key in member.owners:
                     owner._parameters[key] = shard
                     watch_reads(owner)
@@ -137,10 +136,15 @@ def _refuse_sharded(module: nn.Module) -> None:
                 f"with units= naming the modules that are gathered as one"
             )
         for key, param in one._parameters.items():
-            if isinstance(param, ShardedParameter) or param in _full:
+            if isinstance(param, ShardedParameter) or _is_full(param):
                 raise ValueError(
                     f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
                 )
+
+
+def _is_full(param: Tensor | None) -> bool:
+    """Whether it is a full parameter of a sharded model."""
+    return param is not None and sink_of(param) is not None
 
 
 def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
@@ -172,7 +176,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, nn.Parameter) and param in _full:
+            if _is_full(param):
                 raise ValueError(
                     f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
                     f"build it from module.parameters() afterwards"
