@@ -107,7 +107,9 @@ class ShardedModel:
         if not lengths:
             return {}
         with gather.window() as window:
-            shards = {name: torch.zeros(layout.shard, **self._numbers) for name, layout in layouts.items()}
+            # In one piece: what shows a window to other ranks has a fixed price for every piece of memory.
+            sizes = [layout.shard for layout in layouts.values()]
+            shards = dict(zip(layouts, torch.zeros(sum(sizes), **self._numbers).split(sizes), strict=True))
             for kind, length in lengths.items():
                 count = program.weight_slots.get(kind, 0)
                 if gather.size > 1:

@@ -341,7 +341,7 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
     """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective."""
     if group.name.startswith(("gather", "reduce")):
         group.all_reduce(rows).wait()  # a group can show memory to its ranks once it has communicated
-        with group.window(reduced=rows.nbytes):
+        with group.window(rows.nbytes):
             row, full, narrow = rows[0].clone(), rows.clone(), rows.to(torch.bfloat16)
         if group.name.startswith("gather"):
             group.all_gather(full.view(-1), row).wait()

@@ -24,7 +24,7 @@ def _add_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.cons
         for _ in tl.static_range(world - 1):
             part += numel
             total += tl.load(part, mask=inside).to(tl.float32)
-        old = tl.load(into + at, mask=inside)
+        old = tl.load(into + at, mask=inside).to(tl.float32)
         tl.store(into + at, old + total * scale, mask=inside)
         start += tl.num_programs(0) * block_size
 

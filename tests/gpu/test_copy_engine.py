@@ -46,7 +46,7 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
-    return into + total * torch.tensor(scale, dtype=torch.float32, device=into.device)
+    return (into.float() + total * torch.tensor(scale, dtype=torch.float32)).to(into.dtype)
 
 
 # The local sum
@@ -55,10 +55,11 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize(("world", "numel"), [(1, 64), (2, 1), (3, 4097), (4, 1 << 20), (8, 64 * 1001)])
 def test_the_kernel_adds_in_rank_order(world: int, numel: int, dtype: torch.dtype) -> None:
-    parts, into = torch.randn(world, numel).to(dtype), torch.randn(numel)
-    on_gpu = into.cuda()
-    add_sum(parts.cuda(), on_gpu, 1 / 3)
-    assert torch.equal(on_gpu.cpu(), rank_order_sum(parts, into, 1 / 3))
+    for kept in (torch.float32, BF16):
+        parts, into = torch.randn(world, numel).to(dtype), torch.randn(numel).to(kept)
+        on_gpu = into.cuda()
+        add_sum(parts.cuda(), on_gpu, 1 / 3)
+        assert torch.equal(on_gpu.cpu(), rank_order_sum(parts, into, 1 / 3)), kept
 
 
 # The transport
