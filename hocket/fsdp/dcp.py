@@ -78,6 +78,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
+        self.publish()
+
+    def publish(self) -> None:
+        """Give the folder its name."""
         _sync(Path(self.path))
         Path(self.path).rename(self.final)
         _sync(self.final.parent)

@@ -98,13 +98,14 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
 
 
 def optimizer_state_like(
-    context: ShardContext, optimizer: Optimizer, metadata: Metadata, prefix: str = "optimizer"
+    context: ShardContext, optimizer: Optimizer, metadata: Metadata, prefix: str = "optimizer", weights: str = "model"
 ) -> dict[str, Any]:
     """A dict to load an optimizer's state into, from a checkpoint that has it under the key `prefix`.
 
     Has what the checkpoint has of this optimizer's parameters, in the checkpoint's layout. Tensors that the optimizer
-    has already are used, others are made. The optimizer is not touched: `load_optimizer_state` takes the dict after
-    DCP has loaded into it.
+    has already are used, others are made: in the dtype of the checkpoint, or, if the weights (under the key `weights`)
+    had the same one, in the dtype that weights have here. The optimizer is not touched: `load_optimizer_state` takes
+    the dict after DCP has loaded into it.
     """
     own = Inventory(context)
     params = dict(_numbered(own, optimizer))
@@ -122,10 +123,10 @@ def optimizer_state_like(
         path = (metadata.planner_data or {}).get(key, (prefix, key.removeprefix(f"{prefix}.")))[1:]
         if section == "state":
             one = own.kept.get(known[name]) if item in elementwise else None
-            present = optimizer.state[params[known[name]]].get(item) if params[known[name]] in optimizer.state else None
-            _put(state, path, _room(stored[key], one, present))
+            present = optimizer.state.get(params[known[name]], {}).get(item)
+            _put(state, path, _room(stored[key], one, present, stored.get(f"{weights}.{name}")))
         elif name or path[0] == "param_groups":
-            _put(state, path, _room(stored[key], None, None))
+            _put(state, path, _room(stored[key]))
     return state
 
 
@@ -152,15 +153,21 @@ def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]])
     return {key for key, same in alike.items() if same}
 
 
-def _room(entry: Any, one: Kept | None, present: Any) -> Any:
-    """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new."""
+def _room(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
+    """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new.
+
+    `one` is its parameter if the entry is elementwise, and `weight` the entry of that parameter.
+    """
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    shape = torch.Size(entry.size) if one is None else one.shard.shape
-    dtype = entry.properties.dtype
-    if not (isinstance(present, Tensor) and present.shape == shape and present.dtype == dtype):
-        present = torch.zeros(shape, dtype=dtype, device="cpu" if one is None else one.shard.device)
-    return present.detach() if one is None else one.tensor(present)
+    if one is None:
+        fits = isinstance(present, Tensor) and present.shape == entry.size
+        return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
+    if isinstance(present, Tensor) and present.shape == one.shard.shape:
+        return one.tensor(present)
+    follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
+    dtype = one.shard.dtype if follows else entry.properties.dtype
+    return one.tensor(torch.zeros(one.shard.shape, dtype=dtype, device=one.shard.device))
 
 
 def _put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
@@ -209,11 +216,12 @@ def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Map
         if items := values.get(name):
             packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
-    for n, items in packed.items():  # torch casts state to the dtype of the parameter, which may lose digits
-        present = optimizer.state[params[n][1]]
+    for n, items in packed.items():  # torch casts all of it to the dtype of the parameter, which may lose digits
+        name, param = params[n]
         for key, value in items.items():
-            if isinstance(value, Tensor) and present[key].dtype != value.dtype:
-                present[key] = value.to(present[key].device)
+            ours = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
+            if ours and optimizer.state[param][key].dtype != value.dtype:
+                optimizer.state[param][key] = value.to(param.device)
 
 
 def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:

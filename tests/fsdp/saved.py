@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class Way:
     world: int
     strategy: str = "optim_grads_params"
     mesh: tuple[int, int] | None = None
-    outer: str = "replicate"
+    outer: Literal["replicate", "shard"] = "replicate"
     main: torch.dtype = torch.float32
     ep: int = 1
 

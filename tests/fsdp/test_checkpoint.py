@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import hocket
 from hocket.fsdp.checkpoint import load, save
+from hocket.fsdp.dcp import CheckpointWriter
+from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankDied, run_ranks
 
 STATES = 3
 """Tensors of AdamW's state per parameter."""
@@ -47,25 +56,174 @@ def load_true(rank: int, folder: Path, way: Way) -> None:
     step(module, optimizer)
 
 
-F32 = [
+LOADED = [
     Way(3),
-    Way(4, "no_shard"),
     Way(1, "optim"),
+    Way(4, "no_shard"),
+    Way(4, mesh=(2, 2), outer="shard"),
+    Way(4, "optim", ep=4),
+    Way(2, main=torch.bfloat16),
+]
+SAVED = [
+    Way(3, "no_shard"),
     Way(4, "optim_grads", mesh=(2, 2)),
     Way(4, mesh=(2, 2), outer="shard"),
-    Way(2, "no_shard", ep=2),
     Way(4, ep=2),
-    Way(4, "optim", ep=4),
+    Way(3, main=torch.bfloat16),
 ]
 
 
 def test_saved_on_two_ranks_and_loaded_in_any_way(tmp_path: Path) -> None:
     run_ranks(save_true, 2, tmp_path / "saved", Way(2))
-    for way in F32:
+    for way in LOADED:
         run_ranks(load_true, way.world, tmp_path / "saved", way)
 
 
-@pytest.mark.parametrize("way", F32, ids=str)
+@pytest.mark.parametrize("way", SAVED, ids=str)
 def test_saved_in_any_way_and_loaded_on_two_ranks(tmp_path: Path, way: Way) -> None:
     run_ranks(save_true, way.world, tmp_path / "saved", way)
     run_ranks(load_true, 2, tmp_path / "saved", Way(2, ep=2))
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(4, "optim", ep=2)], ids=str)
+def test_weights_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Path, way: Way) -> None:
+    run_ranks(save_true, way.world, tmp_path / "saved", way, True)
+    run_ranks(load_true, 3, tmp_path / "saved", Way(3))
+
+
+def train_on(rank: int, folder: Path) -> list[float]:
+    """Steps between asynchronous saves that are still under way; each resumed copy then makes the same steps."""
+    module, ctx = shard(Way(2))
+    optimizer = adamw(module)
+    losses, saves = [], []
+    for i in range(5):
+        losses.append(step(module, optimizer))
+        saves.append(save(ctx, optimizer, folder / str(i), asynchronously=True))
+    for saved in saves:
+        saved.result(timeout=40)
+    return losses
+
+
+def resume(rank: int, folder: Path, way: Way, steps: int) -> list[float]:
+    module, ctx = shard(way)
+    optimizer = adamw(module)
+    load(ctx, optimizer, folder)
+    return [step(module, optimizer) for _ in range(steps)]
+
+
+def test_training_goes_on_from_any_of_several_saves(tmp_path: Path) -> None:
+    first, second = run_ranks(train_on, 2, tmp_path)
+    assert first == second
+    for after, way in {0: Way(2, "optim"), 3: Way(2, "no_shard")}.items():
+        assert run_ranks(resume, 2, tmp_path / str(after), way, 4 - after) == [first[after + 1 :]] * 2
+
+
+# What goes wrong
+
+
+def stopped(rank: int, folder: Path, where: str, asynchronously: bool) -> None:
+    """A save during which one process dies, or fails."""
+    module, ctx = shard(Way(2))
+    optimizer = adamw(module)
+    if (rank, where) in ((1, "killed while writing"), (1, "disk full"), (1, "not shared")):
+        write = CheckpointWriter.write_data
+
+        def instead(self: CheckpointWriter, plan: Any, planner: Any) -> Any:
+            if where == "disk full":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            results = write(self, plan, planner)
+            if where == "killed while writing":
+                os.kill(os.getpid(), signal.SIGKILL)
+            next(Path(self.path).glob("__1_*")).unlink()
+            return results
+
+        CheckpointWriter.write_data = instead
+    if (rank, where) == (0, "killed before the rename"):
+        CheckpointWriter.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    save(ctx, optimizer, folder, asynchronously=asynchronously).result(timeout=40)
+
+
+@pytest.mark.parametrize("asynchronously", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("where", ["killed while writing", "killed before the rename"])
+def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str, asynchronously: bool) -> None:
+    folder = tmp_path / "saved"
+    with pytest.raises((RankDied, RuntimeError, OSError, ValueError)):  # of the others: the connection is gone
+        run_ranks(stopped, 2, folder, where, asynchronously)
+    assert not folder.exists()
+    assert any((tmp_path / "saved.tmp").iterdir())
+    (tmp_path / "saved.tmp" / "__7_0.distcp").write_bytes(b"of a run with more ranks")
+    run_ranks(save_true, 2, folder, Way(2))
+    assert sorted(os.listdir(tmp_path)) == ["saved"]
+    assert sorted(os.listdir(folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    run_ranks(load_true, 2, folder, Way(2))
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "words"),
+    [("disk full", OSError, "rank 1 says OSError.*No space left"), ("not shared", ValueError, "that all ranks share")],
+)
+def test_one_ranks_error_is_raised_on_all(tmp_path: Path, where: str, kind: type[Exception], words: str) -> None:
+    assert run_ranks(error_of, 2, tmp_path / "saved", where, kind, words) == [True, True]
+    assert not (tmp_path / "saved").exists()
+
+
+def error_of(rank: int, folder: Path, where: str, kind: type[Exception], words: str) -> bool:
+    with pytest.raises(kind, match=words) as caught:
+        stopped(rank, folder, where, False)
+    return str(folder) in str(caught.value)
+
+
+class Other(nn.Module):
+    """Much like a stack of one block, but not quite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 5)
+        self.blocks = nn.ModuleList([Block(13)])
+        self.last = nn.LayerNorm(WIDTH)
+
+
+def refused(rank: int, folder: Path) -> None:
+    ctx = hocket.fully_shard(Stack(1), units=Block)
+    optimizer = torch.optim.SGD(ctx.units[0].module.parameters(), lr=1.0, momentum=0.9)
+    (folder / "weights").mkdir(exist_ok=True)
+    dist.barrier()
+    save(ctx, None, folder / "weights")
+    with pytest.raises(ValueError, match=r"weights exists already: save to another folder"):
+        save(ctx, None, folder / "weights")
+    with pytest.raises(ValueError, match=r"weights has no state of an optimizer"):
+        load(ctx, optimizer, folder / "weights")
+    for nothing in (folder / "nowhere", folder):
+        with pytest.raises(ValueError, match=rf"{nothing} is no complete checkpoint"):
+            load(ctx, optimizer, nothing)
+    other = Other()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.fill_(3)
+    other_ctx = hocket.fully_shard(other, units=Block)
+    with pytest.raises(ValueError, match=r"weights doesn't fit the \w*Other: .*lacks last.weight, last.bias") as caught:
+        load(other_ctx, None, folder / "weights")
+    assert "first.weight is 11 x 11 in it and 5 x 11 in the module" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    more_ctx = hocket.fully_shard(Stack(0))
+    with pytest.raises(ValueError, match=r"it has blocks.0.up.weight, .*, which the module lacks"):
+        load(more_ctx, None, folder / "weights")
+    with torch.no_grad():
+        assert all((param == 3).all() for param in other.parameters())  # nothing has changed
+    for file in (folder / "weights").glob("__*"):
+        file.write_bytes(file.read_bytes()[:100])
+    dist.barrier()
+    with pytest.raises(ValueError, match="weights can't be read: rank 0 says"):
+        load(ctx, None, folder / "weights")
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(refused, 2, tmp_path)
+
+
+def test_a_single_process_needs_no_process_group(tmp_path: Path) -> None:
+    for asynchronously in (False, True):
+        module = Stack(1)
+        ctx = hocket.fully_shard(module, units=Block)
+        saved = save(ctx, None, tmp_path / str(asynchronously), asynchronously=asynchronously)
+        load(ctx, None, saved.result(timeout=40))
