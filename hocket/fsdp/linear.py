@@ -51,19 +51,24 @@ def set_sink(param: Tensor, sink: Sink) -> None:
     setattr(param, _ATTRIBUTE, sink)
 
 
+def drop_sink(param: Tensor) -> None:
+    """Leave the gradient of this full parameter to autograd from now on."""
+    if sink_of(param) is not None:
+        delattr(param, _ATTRIBUTE)
+
+
 def sink_of(param: Tensor) -> Sink | None:
     """The sink of a full parameter in a sharded unit; None for any other tensor."""
     return getattr(param, _ATTRIBUTE, None)
 
 
-def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """`F.linear` with the module's weight and bias, [..., D] -> [..., F], whose backward writes to their sinks.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, [..., D] -> [..., F], whose backward writes the gradients of weight and bias to their sinks.
 
     It is `F.linear` itself where nothing is to be written (no gradients, no sink), and where others must see or change
     each operation or gradient: under autocast, `torch.compile` and function transforms, for tensor subclasses,
     and for parameters with gradient hooks.
     """
-    weight, bias = module.weight, module.bias
     if not _writes_itself(x, weight, bias):
         return F.linear(x, weight, bias)
     if x.dim() == 2:
@@ -74,6 +79,11 @@ def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
         return _Linear.apply(x_RD, weight, bias).view(shape)
     # To the product with an input of any other layout torch adds the bias in an operation of its own.
     return _Linear.apply(x_RD, weight, None).view(shape) + bias
+
+
+def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """`linear` with the module's weight and bias."""
+    return linear(x, module.weight, module.bias)
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward}

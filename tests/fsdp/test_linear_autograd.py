@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hocket.fsdp.linear import FORWARDS, forward_of, linear_forward, sink_of
 from tests.fsdp.sinks import F_OUT, LAYOUTS, D, attach, equal, linears, pair, same
@@ -127,6 +129,17 @@ def test_checkpoint(reentrant: bool) -> None:
     x = torch.randn(2, 3, D, requires_grad=True)
     for model in (plain, mine):
         checkpoint(model, checkpoint(model, x, use_reentrant=reentrant), use_reentrant=reentrant).sum().backward()
+    same(plain, slots, mine)
+
+
+@pytest.mark.parametrize("kept", [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.tanh.default])
+def test_checkpoint_that_keeps_some_operations(kept: OpOverload) -> None:
+    plain, mine = pair(lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D, bias=False), nn.Tanh()))
+    slots = attach(mine)
+    x = torch.randn(2, 3, D, requires_grad=True)
+    for model in (plain, mine):
+        contexts = partial(create_selective_checkpoint_contexts, [kept])
+        checkpoint(model, x, use_reentrant=False, context_fn=contexts).sum().backward()
     same(plain, slots, mine)
 
 
