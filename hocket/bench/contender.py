@@ -68,8 +68,13 @@ class Entry:
     bound: bool = False
     """Whether it leaves out communication, so that its losses mean nothing."""
 
+    @property
+    def peer(self) -> bool:
+        """Whether it is another program than hocket, and no bound."""
+        return self.make.startswith(_PEERS) and not self.bound
 
-_PEERS, _OURS = "hocket.bench.peers", "hocket.bench.ours"
+
+_PEERS, _OURS, _SHARDED = "hocket.bench.peers", "hocket.bench.ours", "hocket.bench.sharded"
 _MFSDP = "megatron-fsdp==0.6.1"
 
 CONTENDERS: dict[str, Entry] = {
@@ -80,6 +85,18 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_ce": Entry(f"{_OURS}:copy_engine", "hocket, gathers and reduces on copy engines", cuda=True, pp="any"),
     "hocket_ce_gather": Entry(f"{_OURS}:copy_engine_gathers", "hocket, gathers on copy engines", cuda=True, pp="any"),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
+    "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on the plain stack, dynamic memory"),
+    "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
+    "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard, slots, on copy engines", cuda=True),
+    "fully_shard_ce_gather": Entry(
+        f"{_SHARDED}:copy_engine_gathers", "hocket.fully_shard, slots, gathers on copy engines", cuda=True
+    ),
+    "fully_shard_null": Entry(
+        f"{_SHARDED}:null", "hocket.fully_shard, slots, the same program without communication", bound=True
+    ),
+    "fully_shard_unified": Entry(f"{_SHARDED}:unified", "hocket.fully_shard, slots, one group and queue"),
+    "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, slots, gradients sent in fp32"),
+    "fully_shard_copied": Entry(f"{_SHARDED}:copied", "hocket.fully_shard, slots, autograd's weight gradients"),
     "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel", model="whole"),
     "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),
     "fsdp2_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_fp32", "torch fully_shard, defaults, fp32 reduce"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 from weakref import WeakValueDictionary
 
@@ -16,7 +16,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
-from hocket.runtime.comm import Groups, TransportName
+from hocket.runtime.comm import Group, Groups, TransportName
 from hocket.runtime.transports import Null
 
 _groups: dict[tuple[Mesh, str], Groups] = {}
@@ -57,15 +57,14 @@ class Planned:
 
 
 class Muted:
-    """Another contender's engine whose groups only pretend while it steps. Weights must not be updated."""
+    """Another contender, whose groups only pretend while it steps. Weights must not be updated."""
 
-    def __init__(self, lender: Planned) -> None:
-        self.engine, self.lr = lender.engine, lender.lr
-        device, groups = self.engine.device, [group for group in self.engine.groups if group.size > 1]
-        self.pretending = [(group, Null(group.size, group.rank, device)) for group in groups]
+    def __init__(self, lender: Contender, groups: Iterable[Group], device: torch.device) -> None:
+        self.lender = lender
+        self.pretending = [(group, Null(group.size, group.rank, device)) for group in groups if group.size > 1]
         self.settings: Mapping[str, str] = {
             **lender.settings,
-            "transport": "null; weights and memory are those of hocket",
+            "transport": "null; weights and memory are those of another contender",
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -73,13 +72,13 @@ class Muted:
         for group, transport in self.pretending:
             group.transport = transport
         try:
-            return self.engine.train_step(microbatches, self.lr).loss
+            return self.lender.step(microbatches)
         finally:
             for (group, _), transport in zip(self.pretending, moved_by, strict=True):
                 group.transport = transport
 
     def close(self) -> None:
-        del self.engine
+        del self.lender, self.pretending
 
 
 def planned(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -103,7 +102,7 @@ def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, without communication: a step's bound. Its losses mean nothing."""
     lender = _lenders.get(id(workload))
     if lender is not None and lender.workload is workload and not workload.optimizer:
-        return Muted(lender)
+        return Muted(lender, lender.engine.groups, device)
     return Planned(workload, rank, device, _on(workload.config, "null"))
 
 

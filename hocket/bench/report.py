@@ -78,7 +78,7 @@ class Measured:
 
     def best_peer(self) -> str:
         """The fastest contender that is neither a bound nor hocket; empty without one."""
-        peers = [name for name in self.blocks if not CONTENDERS[name].bound and not name.startswith("hocket")]
+        peers = [name for name in self.blocks if CONTENDERS[name].peer]
         return min(peers, key=self.step, default="")
 
 

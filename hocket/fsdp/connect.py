@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.config import COPIED
 from hocket.parallel.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, everyone, make_group
 
@@ -149,14 +150,15 @@ def _describe(mesh: DeviceMesh | None) -> str:
 def _transport(name: str, device: torch.device) -> TransportName:
     if name == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
-    if name in ("nccl", "copy_engine") and device.type != "cuda":
+    if (name == "nccl" or name in COPIED) and device.type != "cuda":
         raise ValueError(f"transport={name!r} moves bytes between GPUs, but parameters are on {device}: use 'gloo'")
     if name == "gloo" and device.type == "cuda":
         raise ValueError(f"transport='gloo' moves bytes between CPUs, but parameters are on {device}: use 'nccl'")
-    known: dict[str, TransportName] = {"nccl": "nccl", "copy_engine": "copy_engine", "gloo": "gloo", "null": "null"}
-    if name not in known:
-        raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
-    return known[name]
+    known: tuple[TransportName, ...] = ("nccl", "copy_engine", "copy_engine_gathers", "gloo", "null")
+    for transport in known:
+        if transport == name:
+            return transport
+    raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
 
 
 def _make(
@@ -165,7 +167,7 @@ def _make(
     """Make and warm the groups of this rank, and with all others those of everybody."""
     inners, outers = _all_lists(inner), _all_lists(outer)
     # Copy engines reach the ranks of one host; replicas are usually on others.
-    outside: TransportName = "nccl" if transport == "copy_engine" else transport
+    outside: TransportName = "nccl" if transport in COPIED else transport
 
     def one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, how: TransportName) -> Group:
         return _of_all(lists, mine, lambda ranks: make_group(purpose, ranks, _rank(), device, how))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hocket.fsdp.buffers import FullBuffer, StagingRing
 from hocket.fsdp.residency import FixedSlots
+from hocket.runtime.comm import Window
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_unit import Unit
@@ -19,23 +20,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def place_weights(units: Sequence[Unit], slots: FixedSlots | None, fixed: bool) -> int:
-    """Give every group memory for gathered weights, and bind its parameters to it. Returns the bytes that stay.
+def place_weights(units: Sequence[Unit], slots: FixedSlots | None, fixed: bool) -> tuple[int, list[Window]]:
+    """Give every group memory for gathered weights, and bind its parameters to it.
 
-    Units of one of the `slots` share memory; others have their own, which stays if `fixed`.
+    Units of one of the `slots` share memory; others have their own, which stays if `fixed`. Returns the bytes that
+    stay, and the windows in which they lie.
     """
-    total = 0
+    total, windows = 0, list[Window]()
     groups = [group for unit in units for group in unit.groups]
     for gather in _distinct(group.groups.gather for group in groups):
         mine = [(unit, group) for unit in units for group in unit.groups if group.groups.gather is gather]
-        with gather.window():
+        with gather.window() as window:
             for _, group in mine:
                 if gather.has_windows:
                     group.move_weight()
             shared = _shared(slots, mine) if slots is not None else []
             for users in [*shared, *([one] for one in mine if not any(one in users for users in shared))]:
                 total += _place(users, fixed)
-    return total
+        windows.append(window)
+    return total, windows
 
 
 def _shared(slots: FixedSlots, mine: Sequence[tuple[Unit, ParamGroup]]) -> list[list[tuple[Unit, ParamGroup]]]:
@@ -64,8 +67,10 @@ def _place(users: Sequence[tuple[Unit, ParamGroup]], fixed: bool) -> int:
     return buffer.nbytes if fixed else 0
 
 
-def place_gradients(units: Sequence[Unit], count: int, fixed: bool) -> dict[ParamGroup, StagingRing]:
-    """The staging buffers for each trainable group: shared by all units that send over the same ranks.
+def place_gradients(
+    units: Sequence[Unit], count: int, fixed: bool
+) -> tuple[dict[ParamGroup, StagingRing], list[Window]]:
+    """The staging buffers for each trainable group, shared by all units that send over the same ranks; their windows.
 
     Not by units that contain others: they collect gradients for as long as these run, and would take a buffer away from
     them.
@@ -75,7 +80,8 @@ def place_gradients(units: Sequence[Unit], count: int, fixed: bool) -> dict[Para
     for unit, group in trainable:
         key = unit if unit.contains_units else None, group.groups.reduce, group.wire_dtype
         users.setdefault(key, []).append((unit, group))
-    rings = {}
+    rings: dict[ParamGroup, StagingRing] = {}
+    windows: list[Window] = []
     for alike in users.values():
         unit, group = max(alike, key=lambda user: user[1].wire_numel)
         number = len(alike) if unit.contains_units else count
@@ -84,10 +90,11 @@ def place_gradients(units: Sequence[Unit], count: int, fixed: bool) -> dict[Para
     for reduce in _distinct(group.groups.reduce for _, group in trainable):
         if reduce.has_windows:
             mine = _distinct(ring for group, ring in rings.items() if group.groups.reduce is reduce)
-            with reduce.window(reduced=max(ring.numel * ring.dtype.itemsize for ring in mine)):
+            with reduce.window(reduced=max(ring.numel * ring.dtype.itemsize for ring in mine)) as window:
                 for ring in mine:
                     ring.allocate()
-    return rings
+            windows.append(window)
+    return rings, windows
 
 
 def _distinct(items: Iterable[T]) -> list[T]:

@@ -18,6 +18,7 @@ from hocket.fsdp.order import Order
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.strategy import Policy, Prefetch
+from hocket.runtime.comm import Window
 from hocket.runtime.queue import History, Queue, Ticket
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class ShardContext:
         self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
         self._rings: dict[ParamGroup, StagingRing] = {}
         self._fixed_bytes = 0
+        self._windows: list[Window] = []
         self._everybody = Unbounded()
         self._residency: Residency = self._everybody
         for unit in self.units:
@@ -84,8 +86,9 @@ class ShardContext:
         slots = FixedSlots(inner, count) if self.policy.free and count is not None else None
         if self.policy.free:
             self._residency = slots or self.prefetch.budget(inner)
-        self._fixed_bytes = place_weights(self.units, slots, fixed)
-        self._rings = place_gradients(self.units, self.policy.staging, fixed)
+        self._fixed_bytes, weights = place_weights(self.units, slots, fixed)
+        self._rings, gradients = place_gradients(self.units, self.policy.staging, fixed)
+        self._windows = [*weights, *gradients]
 
     def record(self) -> History:
         """Write down from now on what is issued and waited for, for tests of the structure of a step."""
@@ -275,6 +278,15 @@ class ShardContext:
         self._left.clear()
         self._depth = 0
         self.in_backward = self.reductions_open = False
+
+    def close(self) -> None:
+        """After the last step of this model: take its memory back from the groups, so that it goes with the model.
+
+        Only copy engines hold any. All ranks call this, for models that share a group in the same order.
+        """
+        for window in reversed(self._windows):
+            window.close()
+        self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
         """A weight is read while its unit is not in use: claim the unit until the end of this pass.

@@ -9,10 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from hocket.config import COPIED
 from hocket.fsdp.strategy import Prefetch
 
 Outer = Literal["replicate", "shard"]
-ShardTransport = Literal["auto", "nccl", "copy_engine", "gloo", "null"]
+ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
 Granularity = Literal["element", "row", "tensor"]
 
@@ -32,7 +33,8 @@ class ShardOptions:
     """Where gathered weights lie: `dynamic` memory that comes and goes, which suits any model, or a number of fixed
     buffers, which bound the memory and which CUDA graphs and the copy engine need. `auto` is fixed for these."""
     transport: ShardTransport = "auto"
-    """How bytes move: `auto` is nccl for GPUs and gloo for CPUs. `null` moves none, for measuring the bound."""
+    """How bytes move: `auto` is nccl for GPUs and gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL.
+    `null` moves none, for measuring the bound."""
     unified: bool = False
     """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
@@ -72,11 +74,11 @@ class ShardOptions:
         """The number of fixed slots, None for dynamic memory."""
         if isinstance(self.slots, int):
             return self.slots
-        if self.slots == "dynamic" or self.transport != "copy_engine":
-            if self.transport == "copy_engine":
+        if self.slots == "dynamic" or self.transport not in COPIED:
+            if self.transport in COPIED:
                 raise ValueError(
-                    "slots='dynamic' does not work with transport='copy_engine', which moves bytes between buffers "
-                    "that are registered once: use slots='auto' or a number"
+                    f"slots='dynamic' does not work with transport={self.transport!r}, which moves bytes between "
+                    f"buffers that are registered once: use slots='auto' or a number"
                 )
             return None
         units = Prefetch.parse(self.prefetch).units

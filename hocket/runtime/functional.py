@@ -1,9 +1,10 @@
 """The functions that read weights: linear, grouped linear, scale, RMSNorm, embedding.
 
-For an ordinary parameter each of them is the stock torch function. For a managed one (`runtime/weights.py`)
-only activations enter autograd: the weight is looked up when forward runs and again when backward runs, and
-the weight gradient is pushed onto the island's queue. Both ways compute the same bits, because the formulas
-and their operand order are those of torch's own derivatives.
+For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
+`linear` writes the weight gradient where it is sent from (`fsdp/linear.py`). For a managed parameter
+(`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
+backward runs, and the weight gradient is pushed onto the island's queue. All ways compute the same bits, because the
+formulas and their operand order are those of torch's own derivatives.
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.fsdp import linear as sunk
 from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, weight_of
 
 
@@ -31,7 +33,7 @@ def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tens
     """`x @ p.T`, of shape [..., F]; with `dtype`, both operands are first cast to it and so is the result."""
     weight = weight_of(p_FD)
     if weight is None:
-        return F.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
+        return sunk.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
     return _apply(_Linear, x_TD, weight, dtype or x_TD.dtype)
 
 

@@ -1,0 +1,201 @@
+"""`hocket.fully_shard` as contenders: the plain stack, sharded without a plan, in the ways that make its speed.
+
+The units are those of FSDP2 when it is tuned: each layer, embedding and head. Experts that are spread over ranks are
+exchanged synchronously, and sharded over the ranks that hold the same ones. Every step begins as after an update, also
+without an optimizer: weights are cast and gathered anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+import hocket
+from hocket.bench.contender import Contender
+from hocket.bench.ours import Muted
+from hocket.bench.peers.fsdp2 import meshes
+from hocket.bench.plain import Exchange, adamw, backward, first_value, plain_model
+from hocket.bench.workload import Workload
+from hocket.fsdp.linear import drop_sink
+from hocket.fsdp.options import ShardTransport
+from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import Group
+
+PREFETCH = 2
+"""Units that are gathered ahead."""
+
+_lenders: WeakValueDictionary[int, Sharded] = WeakValueDictionary()
+"""Sharded models whose gathered weights lie in fixed slots, by the identity of their workload."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How `fully_shard` is used."""
+
+    transport: ShardTransport = "auto"
+    fixed: bool = True
+    """Whether gathered weights lie in fixed slots, instead of memory that comes and goes."""
+    unified: bool = False
+    fp32_wire: bool = False
+    copied: bool = False
+    """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
+
+
+def fully_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(fixed=False))
+
+
+def slots(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How())
+
+
+def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How("copy_engine"))
+
+
+def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How("copy_engine_gathers"))
+
+
+def unified(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(unified=True))
+
+
+def fp32_wire(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(fp32_wire=True))
+
+
+def copied(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(copied=True))
+
+
+def null(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same program without communication: a step's bound. Its losses mean nothing.
+
+    Without an optimizer it uses the weights of another contender, if one has them in fixed slots: what dynamic memory
+    holds without a gather is anything, and a GPU that computes on it may draw less power.
+    """
+    lender = _lenders.get(id(workload))
+    if lender is not None and lender.workload is workload and not workload.optimizer:
+        return Muted(lender, lender.groups, device)
+    return Sharded(workload, rank, device, How("null"))
+
+
+class Sharded:
+    """Plain steps over a model under `hocket.fully_shard`."""
+
+    def __init__(self, workload: Workload, rank: int, device: torch.device, how: How) -> None:
+        self.workload, self.how = workload, how
+        mesh, where = workload.mesh, workload.mesh.coordinates(rank)
+        self.grid = meshes(mesh, device.type)[1] if mesh.ep > 1 else None
+        exchange = None if self.grid is None else Exchange(self.grid.get_group("ep"), mesh.ep, where.ep)
+        self.model = plain_model(workload, rank, exchange=exchange)
+        self.options = hocket.ShardOptions(
+            prefetch=PREFETCH,
+            slots=PREFETCH + 1 if how.fixed else "dynamic",
+            transport=how.transport,
+            unified=how.unified,
+            device=device,
+            init=first_values(self.model, workload, rank, device),
+        )
+        self.precision = hocket.Precision(compute=workload.dtype, wire=torch.float32 if how.fp32_wire else None)
+        self.context = hocket.fully_shard(
+            self.model,
+            units=[self.model.embed, *self.model.layers.values(), self.model.head],
+            place=self._place(where.ep),
+            precision=self.precision,
+            options=self.options,
+        )
+        if how.copied:
+            for group in (group for unit in self.context.units for group in unit.groups):
+                for member in group.members:
+                    drop_sink(member.param)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if workload.optimizer:
+            shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
+            self.optimizer = adamw(shards, [len(shard.full_shape) for shard in shards], workload)
+        self.settings: Mapping[str, str] = self._settings()
+        if how.fixed:
+            _lenders[id(workload)] = self
+
+    def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.Placement | None] | None:
+        """Where experts go that are spread over ranks: they see the tokens of all of these."""
+        if self.grid is None:
+            return None
+        mesh = self.workload.mesh
+        experts = hocket.Placement(self.grid["edp"], divide=float(mesh.dp), part=(position, mesh.ep))
+        return lambda name, param: experts if ".experts." in name else None
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups over which this model is gathered and reduced."""
+        found = [g.groups for unit in self.context.units for g in unit.groups]
+        every = [group for one in found for group in (one.gather, one.reduce, one.outer, one.outer_gather)]
+        return list(dict.fromkeys(every))
+
+    def _settings(self) -> dict[str, str]:
+        dtype, how, mesh = self.workload.config.train.dtype, self.how, self.workload.mesh
+        found = {
+            "strategy": "optim_grads_params",
+            "units": "each layer, embedding, head",
+            "weights": f"fp32 shards, cast to {dtype} once a step, before they are gathered",
+            "memory of gathered weights": f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic",
+            "prefetch": f"{PREFETCH} units",
+            "transport": TRANSPORTS[how.transport],
+            "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
+            "reduce": f"{'fp32' if how.fp32_wire else dtype}, added to fp32, after every microbatch",
+            "staging": f"{self.options.staging} buffers",
+            "weight gradients": "autograd's, copied" if how.copied else "linear layers write them where they are sent",
+            "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
+            "compile": "each layer" if self.workload.compile else "off",
+        }
+        if mesh.ep > 1:
+            found["experts"] = f"synchronous all-to-all, sharded over {mesh.edp} ranks"
+        return found
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        losses, count = [], len(microbatches)
+        for number, microbatch in enumerate(microbatches, 1):
+            more = self.context.accumulating() if number < count else contextlib.nullcontext()
+            with more:
+                losses.append(backward(self.model, microbatch, count))
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            self.context.finish_step()
+            self.context.weights_updated()
+        self.model.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        self.context.close()
+        del self.model, self.context, self.optimizer
+
+
+TRANSPORTS: dict[ShardTransport, str] = {
+    "auto": "NCCL on GPUs, gloo on CPUs",
+    "copy_engine": "copy engines; reductions as all-to-all and one kernel that adds up",
+    "copy_engine_gathers": "copy engines for gathers, NCCL for reductions",
+    "null": "null",
+}
+"""What a contender's transport is, for its settings."""
+
+
+def first_values(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> Callable[[nn.Module], None]:
+    """Gives the parameters of one module of the model their first values, and its buffers theirs, which is 0."""
+    prefixes = {module: name for name, module in model.named_modules()}
+
+    def init(module: nn.Module) -> None:
+        for key, param in module.named_parameters(recurse=False):
+            name = f"{prefixes[module]}.{key}"
+            param.copy_(first_value(name, param.shape, workload, rank, device))
+        for buffer in module.buffers(recurse=False):
+            buffer.zero_()
+
+    return init
