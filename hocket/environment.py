@@ -180,10 +180,12 @@ def find_gpus(copies: bool = False) -> tuple[int, str, str]:
         try:
             import torch
 
-            from hocket.runtime.copy_engine import problem
+            count, missing = torch.cuda.device_count(), ""
+            name = torch.cuda.get_device_name(0) if count else ""
+            if count and copies:
+                from hocket.runtime.copy_engine import problem
 
-            count = torch.cuda.device_count()
-            name, missing = torch.cuda.get_device_name(0) if count else "", problem() if count and copies else ""
+                missing = problem()
             os.write(write, json.dumps([count, name, missing]).encode())
         finally:
             os._exit(0)
