@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from hocket.fsdp.strategy import Prefetch, policy_of
 
 Place = Callable[[str, nn.Parameter], Placement | None]
 
-_units: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
+_ATTRIBUTE = "_hocket_unit"
+"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
 _checked: WeakSet[Optimizer] = WeakSet()
 
 
@@ -82,6 +83,9 @@ def fully_shard(
             where = connect(key[0], strategy, options, device)
             groups.append(ParamGroup(members, where, precision, options.granularity, device))
         made.append(Unit(name, owner, groups))
+        for old, new in zip(owned[owner], mine, strict=True):
+            if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
+                new.param.untyped_storage().resize_(0)
     everyone = connect(default, strategy, options, device)
     context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
     _install(context, {one for _, one in chosen}, manual=options.driver == "manual")
@@ -108,7 +112,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
     for unit in context.units:
         inside = {m for m in unit.module.modules() if m is not unit.module}
         unit.contains_units = bool(inside & inner)
-        _units[unit.module] = unit
+        unit.module.__dict__[_ATTRIBUTE] = unit
     context.place()
     for unit in context.units:
         for group in unit.groups:
@@ -117,7 +121,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
                 for owner, key in member.owners:
                     owner._parameters[key] = shard
                     watch_reads(owner)
-                    _units.setdefault(owner, unit)
+                    owner.__dict__.setdefault(_ATTRIBUTE, unit)
         if not manual:
             hooks.drive(unit)
     _refuse_old_optimizers()
@@ -129,7 +133,7 @@ def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]
 
 def _refuse_sharded(module: nn.Module) -> None:
     for name, one in module.named_modules():
-        if one in _units:
+        if _ATTRIBUTE in one.__dict__:
             what = f"its {name!r} belongs" if name else "it belongs"
             raise ValueError(
                 f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
@@ -186,9 +190,9 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def unit_of(module: nn.Module) -> Unit:
     """The unit that a module is, or that holds its parameters."""
-    if module not in _units:
+    if _ATTRIBUTE not in module.__dict__:
         raise ValueError(f"this {type(module).__name__} is no unit of a sharded model and holds none of its parameters")
-    return _units[module]
+    return module.__dict__[_ATTRIBUTE]
 
 
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
