@@ -20,6 +20,8 @@ class FullBuffer:
 
     def __init__(self, flat: Tensor, is_fixed: bool) -> None:
         self.flat, self.is_fixed = flat, is_fixed
+        self.behind: tuple[Ticket, ...] = ()
+        """What the next gather into it has to come behind: its last readers, whichever unit they read."""
         self._bytes = flat.nbytes
 
     @classmethod
@@ -106,10 +108,10 @@ class StagingRing:
             self.grown += 1
             buffer = self._new()
         else:
-            holder = next(iter(self._holders.values()))
+            holders = ", ".join(dict.fromkeys(map(str, self._holders.values())))
             raise ValueError(
-                f"{unit} needs a staging buffer for gradients, but {holder} and others hold all {self.made}: reduce "
-                f"{holder} first, or use more than staging={self.count}"
+                f"{unit} needs a staging buffer for its gradients, but all {self.made} hold unreduced gradients of "
+                f"{holders}: reduce these first, or use more than staging={self.count}"
             )
         self._holders[buffer.data_ptr()] = unit
         return buffer

@@ -234,6 +234,15 @@ def test_gradients_add_up_and_are_forgotten(world):
     run_ranks(every, world, _grads, WORLDS[world])
 
 
+@pytest.mark.parametrize("accumulate", [FP32, BF16], ids=str)
+def test_what_is_done_to_all_gradients_at_once_is_seen_by_readers(accumulate):
+    group, _, _ = build(Case(precision=Precision(accumulate=accumulate)))
+    reduce(group, values(1))
+    expect_grads(group, values(1))
+    group.main_grad.mul_(2)
+    expect_grads(group, added(values(1), values(1)))
+
+
 def _local(rank, case):
     group, _, _ = build(case)
     rounds = [[values(10 * i + r + 1) for r in range(case.world)] for i in range(3)]
