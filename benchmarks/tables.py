@@ -140,6 +140,17 @@ def overlap_tax(result: Result) -> str:
     return table(["", "without communication", "with it", "change"], [*rows[:2], *shown, *rows[2:]])
 
 
+def overlap_ops(result: Result) -> str:
+    """Compute by the plan's ops that launch it, those that take a hundredth of the step or more."""
+    ops, step = result["report"]["tax"]["ops"], result["report"]["tax"]["step_seconds"]
+    rows = [
+        [f"`{row['name']}`", _ms(row["null_seconds"]), _ms(row["seconds"]), f"{row['seconds'] / step:.0%}"]
+        for row in ops
+        if row["seconds"] >= 0.01 * step
+    ]
+    return table(["kernels launched by", "without communication", "with it", "of the step"], rows)
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
 
@@ -294,6 +305,7 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_tax": ("overlap_trace", overlap_tax),
+    "overlap_ops": ("overlap_trace", overlap_ops),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "weight_grads": ("weight_grads", weight_grads),
