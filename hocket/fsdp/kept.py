@@ -46,10 +46,17 @@ class Kept:
         return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape."""
+        """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape.
+
+        Raises: ValueError for a `FlatTensor` of other elements.
+        """
         if not isinstance(value, FlatTensor):
             return value.detach().reshape(-1)[self.lo : self.hi]
-        assert (value.lo, value.hi) == (self.lo, self.hi), f"{value} is not what this rank keeps of {self.name}"
+        if (value.lo, value.hi) != (self.lo, self.hi):
+            raise ValueError(
+                f"{self.name} has elements {value.lo} to {value.hi}, but this rank keeps {self.lo} to {self.hi}: what "
+                f"was sharded in another way goes through a checkpoint"
+            )
         return value.flat
 
 
@@ -66,6 +73,8 @@ class Inventory:
         names: dict[int, list[str]] = {}
         for name, value in self.state.items():
             names.setdefault(id(value), []).append(plain_name(name))
+        for shard in (shard for unit in context.units for group in unit.groups for shard in group.shards):
+            names.setdefault(id(shard), [plain_name(shard.full_name)])  # what a hook of the module leaves out
         kept = {id(one.shard): one for one in _all_kept(context, names)}
         self.kept: dict[str, Kept] = {found[0]: kept[key] for key, found in names.items() if key in kept}
         """By the first name, in the order of the module."""

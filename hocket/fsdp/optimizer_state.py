@@ -215,7 +215,11 @@ def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Map
         one, present = own.kept.get(name), optimizer.state.get(param, {})
         if items := values.get(name):
             packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
+    present = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
+    for group, tensors in zip(optimizer.param_groups, present, strict=True):
+        for key, tensor in tensors.items():  # a captured graph reads this learning rate, not a copy of it
+            group[key] = tensor.copy_(torch.as_tensor(group[key]))
     for n, items in packed.items():  # torch casts all of it to the dtype of the parameter, which may lose digits
         name, param = params[n]
         for key, value in items.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,10 @@ def precise(rank: int, folder: Path) -> None:
     step(module, optimizer)
     save(ctx, optimizer, folder)
     other = Precise(module.parameters())
-    other.param_groups[0]["lr"] = torch.tensor(0.0)
+    other.param_groups[0]["lr"] = rate = torch.tensor(0.0)
     load(ctx, other, folder)
-    assert other.param_groups[0]["lr"].item() == 0.5
+    assert rate.item() == 0.5
+    assert other.param_groups[0]["lr"] is rate
     seen = 0
     for param, values in optimizer.state.items():
         for key, value in values.items():
@@ -296,6 +298,9 @@ def refusals(rank: int) -> None:
     with pytest.raises(ValueError, match=r"first.weight is 11 x 2 in it and 11 x 11 in the module$"):
         load_model_state(ctx, {**whole, "first.weight": torch.zeros(11, 2), "norm.weight": torch.zeros(11)})
     assert torch.equal(module.norm.weight, before)
+    elsewhere = FlatTensor(torch.zeros(1), (11,), 3, 4)
+    with pytest.raises(ValueError, match=r"first.bias has elements 3 to 4, but this rank keeps"):
+        load_model_state(ctx, {**whole, "first.bias": elsewhere})
     with pytest.raises(ValueError, match=r"it lacks first.weight, first.bias, blocks.0.up.weight, .* and 4 more$"):
         load_model_state(ctx, {})
     with pytest.raises(ValueError, match=r"SGD holds a parameter of shape \(3,\) that isn't part of the sharded"):
@@ -333,3 +338,31 @@ def without_parts(rank: int) -> None:
 
 def test_different_values_under_one_name_are_refused() -> None:
     run_ranks(without_parts, 2)
+
+
+def save_stage(rank: int, folder: Path) -> None:
+    """Ranks are pipeline stages: each has other parameters, on a mesh of its own."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    block = Block()
+    module = nn.ModuleDict({str(rank): block})
+    ctx = hocket.fully_shard(module, units=Block, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5 + rank)
+    for again in (False, True):
+        block(torch.ones(2, 11)).sum().backward()
+        optimizer.step()
+        (load if again else partial(save, flatten=True))(ctx, optimizer, folder)
+    assert optimizer.state[block.up.bias]["step"].item() == 1
+
+
+def load_stages(rank: int, folder: Path) -> None:
+    module = nn.ModuleDict({str(i): Block() for i in range(2)})
+    ctx = hocket.fully_shard(module)
+    optimizer = torch.optim.AdamW([{"params": module[str(i)].parameters()} for i in range(2)])
+    load(ctx, optimizer, folder)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5]
+    assert all(state["step"].item() == 1 for state in optimizer.state.values())
+
+
+def test_stages_save_one_checkpoint(tmp_path: Path) -> None:
+    run_ranks(save_stage, 2, tmp_path / "saved")
+    run_ranks(load_stages, 3, tmp_path / "saved")
