@@ -25,6 +25,17 @@ FSDP2 = "--against bound,fsdp2,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_null"
 FEW = "--against bound,fsdp2_tuned,hocket,hocket_null"
 """As many as fit beside the activations of 8,192 tokens."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
+SHARDED = (
+    "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_ce,fully_shard,fully_shard_ce,fully_shard_null "
+    "--blocks 4 --steps 2"
+)
+"""`hocket.fully_shard` beside FSDP2 and hocket's own plan."""
+SHARDED_LONG = "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
+STEPS = (
+    "--against bound,fully_shard_null,fully_shard_copied,fully_shard_fp32_wire,fully_shard_unified,fully_shard,"
+    "fully_shard_slots,fully_shard_ce_gather,fully_shard_ce --blocks 4 --steps 2"
+)
+"""What each part of `hocket.fully_shard` buys: all of it but one part, and then on copy engines."""
 PIPELINE = (
     "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 "
     "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
@@ -36,6 +47,9 @@ PRESETS = {
     "dense_fsdp_long": (f"{DENSE} {FEW}", (8192,)),
     "dense_fsdp_compiled": (f"{DENSE} {FEW} --compile on", (4096,)),
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
+    "fsdp": (f"{DENSE} {SHARDED}", (2048, 4096)),
+    "fsdp_long": (f"{DENSE} {SHARDED_LONG}", (8192,)),
+    "fsdp_steps": (f"{DENSE} {STEPS}", (4096,)),
     "expert_parallel": (EXPERTS, (4096, 8192)),
     "pipeline_peers": (PIPELINE, (2048,)),
 }

@@ -1,0 +1,137 @@
+"""`hocket.fully_shard` as contenders: they learn what hocket learns, and each is what it says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hocket.bench import gate
+from hocket.bench.ours import Muted
+from hocket.bench.sharded import Sharded
+from hocket.bench.workload import batches
+from hocket.fsdp.linear import sink_of
+from hocket.fsdp.param_group import ParamGroup
+from hocket.runtime.transports import Null
+from tests.bench.setup import CPU, built, curves, workload
+from tests.helpers.ranks import run_ranks
+
+EVERY = [f"fully_shard{way}" for way in ("", "_slots", "_unified", "_fp32_wire", "_copied")]
+CASES = {
+    "dense": (2, workload(2), ["hocket", *EVERY]),
+    "experts spread": (2, workload(2, 2, moe=True), ["hocket", "fully_shard", "fully_shard_copied"]),
+    "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "fully_shard", "fully_shard_slots"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_learn_the_same(case):
+    world, work, names = CASES[case]
+    found = run_ranks(curves, world, names, work, 8)
+    verdict = gate.judge(found[0], work)
+    assert found[1] == found[0], "every rank comes to the same verdict"
+    assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"
+    assert verdict.fall > 0.02
+
+
+def of(contender: object) -> list[ParamGroup]:
+    assert isinstance(contender, Sharded)
+    return [group for unit in contender.context.units for group in unit.groups]
+
+
+def ways(rank: int) -> None:
+    work = workload(2)
+    for name in EVERY:
+        contender = built(name, rank, work)
+        assert isinstance(contender, Sharded)
+        contender.step(batches(work, rank, 0, CPU))
+        groups, stats = of(contender), contender.context.stats()
+        sunk = {sink_of(member.param) is not None for group in groups for member in group.members}
+        assert sunk == {name != "fully_shard_copied"}
+        fixed = {buffer.is_fixed for unit in contender.context.units for buffer in unit.full.values()}
+        assert fixed == {name != "fully_shard"}
+        one = {group.groups.gather is group.groups.reduce for group in groups}
+        assert one == {name == "fully_shard_unified"}
+        assert stats.reduces == 5 * 2, "embedding, three layers, head, in two microbatches"
+        contender.close()
+
+
+def test_each_contender_is_what_it_says():
+    run_ranks(ways, 2)
+
+
+def direct(rank: int) -> None:
+    """Which gradients came by autograd: those of norms and of the embedding alone."""
+    work = workload(1)
+    contender = built("fully_shard_slots", rank, work)
+    assert isinstance(contender, Sharded)
+    names = {member.param: member.name for group in of(contender) for member in group.members}
+    copied: set[str] = set()
+    for unit in contender.context.units:
+
+        def watched(param: torch.nn.Parameter, take: Callable[[torch.nn.Parameter], None] = unit.grad_ready) -> None:
+            if param.grad is not None:
+                copied.add(names[param])
+            take(param)
+
+        unit.grad_ready = watched  # pyrefly: ignore
+    contender.step(batches(work, rank, 0, CPU))
+    norms = {f"layers.{i}.{part}_norm" for i in range(3) for part in ("attn", "ffn")}
+    assert copied == {"embed.weight", "head.norm", *norms}
+
+
+def test_linear_layers_of_the_plain_stack_write_their_gradients():
+    run_ranks(direct, 1)
+
+
+def borrowed(rank: int) -> None:
+    work = workload(2, optimizer=False)
+    lender = built("fully_shard_slots", rank, work)
+    null = built("fully_shard_null", rank, work)
+    assert isinstance(null, Muted)
+    microbatches = batches(work, rank, 0, CPU)
+    first = lender.step(microbatches).item()
+    gather = of(lender)[0].groups.gather
+    moved, calls = gather.transport, gather.calls["all_gather"]
+    null.step(microbatches)
+    assert gather.calls["all_gather"] > calls, "the same program"
+    assert gather.transport is moved
+    assert lender.step(microbatches).item() == first
+    assert not any(group.has_grad for group in of(lender))
+
+
+def test_the_bound_borrows_slots_and_leaves_weights_as_they_are():
+    run_ranks(borrowed, 2)
+
+
+def alone(rank: int, optimizer: bool) -> None:
+    work = workload(2, optimizer=optimizer)
+    built("fully_shard", rank, work)  # its memory comes and goes, so there is nothing to borrow
+    null = built("fully_shard_null", rank, work)
+    assert all(isinstance(group.groups.gather.transport, Null) for group in of(null))
+    losses = torch.stack([null.step(batches(work, rank, 0, CPU)) for _ in range(3)])
+    assert losses.isfinite().all()
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_the_bound_has_slots_of_its_own_where_it_cannot_borrow(optimizer):
+    run_ranks(alone, 2, optimizer)
+
+
+def every_step_gathers(rank: int) -> None:
+    """Also without an optimizer: nothing gathered before is used again."""
+    work = workload(2, optimizer=False, microbatches=1)
+    contender = built("fully_shard", rank, work)
+    assert isinstance(contender, Sharded)
+    counts = []
+    for _ in range(4):
+        before = contender.context.stats().gathers
+        contender.step(batches(work, rank, 0, CPU))
+        counts.append(contender.context.stats().gathers - before)
+    # Of five units, three stay for backward, and backward gathers the other two again.
+    assert counts[1:] == [7, 7, 7]
+
+
+def test_a_step_without_an_optimizer_gathers_all_weights_anew():
+    run_ranks(every_step_gathers, 2)
