@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.train import checkpoint
-from hocket.train.flat_shard import Range, boxes
+from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {"embed.weight": (13, 5), "layers.0.w": (3, 4, 5), "layers.0.scale": (7,), "bias": (2,), "count": ()}
@@ -83,22 +81,6 @@ def load_and_compare(rank: int, folder: Path) -> tuple[int, int]:
 def test_what_two_ranks_save_any_number_loads_bit_exactly(tmp_path, world):
     run_ranks(save_steps, 2, tmp_path, [7])
     assert run_ranks(load_and_compare, world, tmp_path) == [(7, 70)] * world
-
-
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_boxes_cover_exactly_the_range_in_order(shape, data):
-    count = math.prod(shape)
-    lo = data.draw(st.integers(0, count))
-    hi = data.draw(st.integers(lo, count))
-    numbers = torch.arange(count).view(shape)
-    covered = []
-    for offsets, sizes in boxes(shape, lo, hi):
-        view = numbers
-        for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            view = view.narrow(axis, offset, size)
-        covered += view.flatten().tolist()
-    assert covered == list(range(lo, hi))
-    assert len(boxes(shape, lo, hi)) <= max(1, 2 * len(shape) - 1)
 
 
 def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path):

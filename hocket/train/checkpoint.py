@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
+from hocket.fsdp.flat_tensor import FlatTensor
 from hocket.leaves import problem
 from hocket.resolve import Settings
-from hocket.train.flat_shard import FlatShard, Piece
+from hocket.train.pieces import Piece
 
 T = TypeVar("T")
 
@@ -238,7 +239,11 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def _state(groups: Groups) -> dict[str, Any]:
-    state = {f"{kind}.{piece.name}": FlatShard(piece) for kind, pieces in groups.items() for piece in pieces}
+    state = {
+        f"{kind}.{piece.name}": FlatTensor(piece.tensor, piece.shape, piece.lo, piece.hi)
+        for kind, pieces in groups.items()
+        for piece in pieces
+    }
     assert len(state) == sum(map(len, groups.values())), "a rank gives one piece of a tensor"
     return state
 

@@ -21,8 +21,8 @@ from hocket.runtime.recorder import Watchdog
 from hocket.train.checkpoint import restore, save
 from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams
-from hocket.train.flat_shard import Range
 from hocket.train.metrics import Metrics, StepRecord
+from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest

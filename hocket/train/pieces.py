@@ -1,0 +1,38 @@
+"""What a checkpoint of a run is made of: ranges of the elements of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Piece(Protocol):
+    """Elements `[lo, hi)` of a named tensor of the whole model, flattened row by row.
+
+    `tensor` holds them: one dimension, `hi - lo` elements. A scalar's shape is `()` and its one element is `[0, 1)`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def lo(self) -> int: ...
+    @property
+    def hi(self) -> int: ...
+    @property
+    def tensor(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """The plain `Piece`."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    tensor: Tensor
