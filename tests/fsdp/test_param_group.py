@@ -1,44 +1,25 @@
 """The bytes of a unit on gloo ranks: gathered, reduced, forgotten and read, against whole tensors."""
 
-import copy
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
-from hocket.fsdp.buffers import FullBuffer
-from hocket.fsdp.connect import Placement, connect
-from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
+from tests.fsdp.grouped import (
+    BF16,
+    FP16,
+    FP32,
+    SHAPES,
+    Case,
+    added,
+    build,
+    expect_grads,
+    gather,
+    grad_of,
+    reduce,
+    values,
+)
 from tests.helpers.ranks import run_ranks
-
-CPU = torch.device("cpu")
-BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
-PLAIN = Precision()
-SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
-
-
-@dataclass(frozen=True)
-class Options:
-    outer: str = "replicate"
-    transport: str = "auto"
-    unified: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    sizes: tuple[int, ...] = ()
-    strategy: str = "optim_grads"
-    outer: str = "replicate"
-    granularity: str = "element"
-    precision: Precision = PLAIN
-
-    @property
-    def world(self):
-        return int(torch.tensor(self.sizes).prod()) if self.sizes else 1
-
 
 CASES = [
     Case(),
@@ -70,68 +51,6 @@ def every(rank, check, cases):
 
 
 WORLDS = {world: [case for case in CASES if case.world == world] for world in (1, 2, 3, 4)}
-
-
-def values(seed, shapes=SHAPES):
-    """Small whole numbers: sums of them are exact in every dtype, in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(-4, 5, shape, generator=generator).float() for name, shape in shapes.items()}
-
-
-def build(case, frozen=False, divide=1.0):
-    """The group, bound, and its full parameters by name."""
-    axes = ("outer", "shard")[-len(case.sizes) :]
-    mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
-    groups = connect(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
-    params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
-    members = [Member(name, param, []) for name, param in params.items()]
-    group = ParamGroup(members, groups, case.precision, case.granularity, CPU)
-    buffer = FullBuffer.dynamic(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
-    buffer.allocate()
-    group.bind(group.weight if group.whole else buffer.flat)
-    return group, params, buffer
-
-
-def gather(group, buffer):
-    """Whatever is stale is refreshed first."""
-    if group.stale():
-        pending = group.refresh()
-        if pending is not None:
-            pending.wait()
-    if not group.whole:
-        buffer.allocate()
-        group.gather(buffer.flat).wait()
-
-
-def reduce(group, grads, outer=True):
-    """Reduce whole gradients by name; those missing are zero."""
-    flat = torch.full((group.wire_numel + 7,), float("nan"), dtype=group.wire_dtype)
-    for lo, hi in group.layout.gaps:
-        flat[lo:hi] = 0
-    for member, view in zip(group.members, group.grad_views(flat), strict=True):
-        view.copy_(grads.get(member.name, torch.zeros(())))
-    group.reduce(flat).wait()
-    if outer:
-        group.reduce_outer().wait()
-
-
-def expect_grads(group, wanted):
-    for shard in group.shards:
-        if wanted.get(shard.full_name) is None:
-            assert shard.grad is None, shard.full_name
-            continue
-        part = wanted[shard.full_name].flatten()[shard.lo : shard.hi]
-        assert shard.grad.dtype == shard.dtype == group.formats.main
-        assert torch.equal(shard.grad, part.to(shard.dtype)), shard.full_name
-
-
-def grad_of(param):
-    assert param.grad is not None
-    return param.grad
-
-
-def added(*many):
-    return {name: sum(one[name] for one in many) for name in SHAPES}
 
 
 def _weights(rank, case):
@@ -299,135 +218,6 @@ def test_the_wire_rounds_and_the_sum_does_not():
     run_ranks(_wire, 2)
 
 
-@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=lambda make: make.__name__)
-def test_a_group_notices_every_kind_of_optimizer(make, how):
-    group, params, buffer = build(Case(precision=Precision(compute=BF16)))
-    gather(group, buffer)
-    reduce(group, values(1))
-    assert not group.stale()
-    optimizer = make(group.shards, lr=0.5, **how)
-    optimizer.step()
-    assert group.stale()
-    before = params["w"].clone()
-    gather(group, buffer)
-    assert not torch.equal(params["w"], before)
-    assert torch.equal(params["w"], group.shards[0].view(SHAPES["w"]).to(BF16))
-    optimizer.zero_grad()  # reads gradients too
-    gather(group, buffer)
-    group.shards[2].data.fill_(7)  # leaves no trace
-    assert not group.stale()
-    group.invalidate()
-    assert group.stale()
-    gather(group, buffer)
-    assert torch.equal(params["norm"], torch.full((11,), 7, dtype=BF16))
-
-
-def test_an_optimizer_on_shards_is_one_on_whole_parameters():
-    group, _, _ = build(Case())
-    twins = {name: nn.Parameter(value) for name, value in values(0).items()}
-    ours = torch.optim.AdamW(group.shards, lr=0.1)
-    plain = torch.optim.AdamW(twins.values(), lr=0.1)
-    for step in range(3):
-        grads = values(step + 1)
-        reduce(group, grads)
-        for name, twin in twins.items():
-            twin.grad = grads[name]
-        ours.step()
-        plain.step()
-        ours.zero_grad()
-    for shard in group.shards:
-        assert torch.equal(shard, twins[shard.full_name].flatten())
-
-
-def test_readers_are_settled_first():
-    group, _, _ = build(Case())
-    seen = []
-    group.settle = lambda: seen.append(len(seen))
-    reduce(group, values(1))
-    assert not seen
-    assert group.shards[0].grad is not None
-    group.shards[1].grad = None
-    assert seen == [0]
-    group.shards[1].grad = torch.zeros(1)
-    assert seen == [0, 1]
-    del group.shards[1].grad
-    assert group.shards[1].grad is None
-
-
-def test_wrong_gradients_are_refused():
-    group, _, _ = build(Case())
-    with pytest.raises(ValueError, match=r"shape \(37, 11\) does not fit the shard of w on this rank.* \(407,\)"):
-        group.shards[0].grad = torch.zeros(37, 11)
-    frozen, _, _ = build(Case(), frozen=True)
-    assert not frozen.trainable
-    assert not frozen.main_grad.numel()
-    assert not any(shard.requires_grad for shard in frozen.shards)
-    frozen.shards[0].grad = None
-    assert frozen.shards[0].grad is None
-    with pytest.raises(ValueError, match="w is frozen and has no gradient"):
-        frozen.shards[0].grad = torch.zeros(407)
-    with pytest.raises(AssertionError, match="is frozen"):
-        frozen.reduce(torch.zeros(frozen.wire_numel))
-
-
-def test_bound_parameters_take_any_dtype_and_storage_and_keep_their_identity():
-    """Autograd gives gradients of the new dtype, also where the parameter had one before."""
-    group, params, buffer = build(Case(precision=Precision(compute=BF16)))
-    w = params["w"]
-    gather(group, buffer)
-    assert w is group.members[0].param
-    (w * 2).sum().backward()
-    assert w.grad is not None
-    assert w.grad.dtype == BF16
-    w.grad = None
-    elsewhere = torch.zeros(group.layout.total, dtype=BF16)
-    group.members[0].param.data = elsewhere[: w.numel()].view(w.shape)
-    version = w._version
-    product = w * w  # saves w for backward
-    elsewhere.fill_(3)  # as a gather does in between; a write through w itself would be an error
-    assert w._version == version
-    product.sum().backward()
-    assert torch.equal(grad_of(w), torch.full_like(w, 6))
-
-
-def test_parameters_on_the_meta_device_become_real_ones():
-    with torch.device("meta"):
-        module = nn.Linear(5, 3)
-    originals = list(module.parameters())
-    groups = connect(Placement(None, None), "optim", Options(), CPU)
-    members = [Member(name, param, [(module, name)]) for name, param in module.named_parameters()]
-    group = ParamGroup(members, groups, Precision(), "element", CPU)
-    assert not group.main.any()
-    group.load(0, torch.ones(3, 5))
-    group.bind(group.weight)
-    assert all(a is b for a, b in zip(module.parameters(), originals, strict=True))
-    group.refresh()
-    assert torch.equal(module(torch.ones(1, 5)), torch.full((1, 3), 5.0))
-    assert all(param.is_leaf and param.requires_grad for param in originals)
-
-
-def test_a_copy_of_a_shard_is_an_ordinary_parameter():
-    group, _, _ = build(Case())
-    reduce(group, values(1))
-    twin = copy.deepcopy(group.shards[0])
-    assert twin.group is None
-    assert twin.grad is None
-    (twin * 2).sum().backward()
-    assert torch.equal(grad_of(twin), torch.full((407,), 2.0))
-    twin.grad = None
-    assert twin.grad is None
-    assert group.shards[0].group is group
-
-
-def test_shards_do_not_keep_their_group_alive():
-    group, _, _ = build(Case())
-    shard = group.shards[0]
-    del group
-    assert shard.group is None  # at once, without a garbage collection
-    assert len(shard) == 407
-
-
 def _moved(rank, case):
     group, params, buffer = build(case)
     old = group.main if group.weight is group.main else group.weight
@@ -460,11 +250,3 @@ def _memory(rank):
 
 def test_bytes_of_shards():
     run_ranks(_memory, 4)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("main", torch.int64), ("wire", "bf16"), ("accumulate", None), ("main", None)]
-)
-def test_formats_that_are_none_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"Precision\({field}=.*\) is no floating-point dtype: use torch.float32"):
-        Precision(**{field: value})

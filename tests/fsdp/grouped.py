@@ -1,0 +1,99 @@
+"""A group of parameters of its own, and its gradients, without units, hooks or contexts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hocket.fsdp.buffers import FullBuffer
+from hocket.fsdp.connect import Placement, connect
+from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.precision import Precision
+
+CPU = torch.device("cpu")
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+PLAIN = Precision()
+SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
+
+
+@dataclass(frozen=True)
+class Options:
+    outer: str = "replicate"
+    transport: str = "auto"
+    unified: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: tuple[int, ...] = ()
+    strategy: str = "optim_grads"
+    outer: str = "replicate"
+    granularity: str = "element"
+    precision: Precision = PLAIN
+
+    @property
+    def world(self):
+        return int(torch.tensor(self.sizes).prod()) if self.sizes else 1
+
+
+def values(seed, shapes=SHAPES):
+    """Small whole numbers: sums of them are exact in every dtype, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(-4, 5, shape, generator=generator).float() for name, shape in shapes.items()}
+
+
+def build(case, frozen=False, divide=1.0):
+    """The group, bound, and its full parameters by name."""
+    axes = ("outer", "shard")[-len(case.sizes) :]
+    mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
+    groups = connect(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
+    params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
+    members = [Member(name, param, []) for name, param in params.items()]
+    group = ParamGroup(members, groups, case.precision, case.granularity, CPU)
+    buffer = FullBuffer.dynamic(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
+    buffer.allocate()
+    group.bind(group.weight if group.whole else buffer.flat)
+    return group, params, buffer
+
+
+def gather(group, buffer):
+    """Whatever is stale is refreshed first."""
+    if group.stale():
+        pending = group.refresh()
+        if pending is not None:
+            pending.wait()
+    if not group.whole:
+        buffer.allocate()
+        group.gather(buffer.flat).wait()
+
+
+def reduce(group, grads, outer=True):
+    """Reduce whole gradients by name; those missing are zero."""
+    flat = torch.full((group.wire_numel + 7,), float("nan"), dtype=group.wire_dtype)
+    for lo, hi in group.layout.gaps:
+        flat[lo:hi] = 0
+    for member, view in zip(group.members, group.grad_views(flat), strict=True):
+        view.copy_(grads.get(member.name, torch.zeros(())))
+    group.reduce(flat).wait()
+    if outer:
+        group.reduce_outer().wait()
+
+
+def expect_grads(group, wanted):
+    for shard in group.shards:
+        if wanted.get(shard.full_name) is None:
+            assert shard.grad is None, shard.full_name
+            continue
+        part = wanted[shard.full_name].flatten()[shard.lo : shard.hi]
+        assert shard.grad.dtype == shard.dtype == group.formats.main
+        assert torch.equal(shard.grad, part.to(shard.dtype)), shard.full_name
+
+
+def grad_of(param):
+    assert param.grad is not None
+    return param.grad
+
+
+def added(*many):
+    return {name: sum(one[name] for one in many) for name in SHAPES}
