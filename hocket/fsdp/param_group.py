@@ -142,9 +142,9 @@ class ParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps for good."""
+        """Bytes that this rank keeps: its shards, and what gradients were added up in without communication."""
         kept = {id(t): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}
-        return sum(kept.values())
+        return sum(kept.values()) + self._local.nbytes
 
     # Weights
 
