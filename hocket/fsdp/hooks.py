@@ -14,6 +14,7 @@ backward: counting hooks alone would never notice it.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,12 +65,12 @@ class Invocation:
             self._lease = None
             self.unit.context.started.pop(self, None)
         opened = self.unit.open
-        if opened[self.forward] > 0:
+        if self.forward in opened:  # else a graph is used again, and what is staged goes at the end of its backward
             opened[self.forward] -= 1
-        if not opened[self.forward]:
-            del opened[self.forward]
-            self.unit.repeated.discard(self.forward)
-            self.unit.reduce()
+            if not opened[self.forward]:
+                del opened[self.forward]
+                self.unit.repeated.discard(self.forward)
+                self.unit.reduce()
         self.unit.context.look_back()
 
 
@@ -143,8 +144,13 @@ def _is_replay(unit: Unit) -> bool:
 
 
 def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
+    # The collector of cycles does not see what such a hook refers to, and the unit refers to the parameter.
+    reference = weakref.ref(unit)
+
     def ready(param: Tensor) -> None:
+        unit = reference()
         assert isinstance(param, nn.Parameter)
+        assert unit is not None, "a backward of a sharded model that is gone"
         begin_backward(unit.context)
         unit.grad_ready(param)
         if unit.complete:
@@ -157,6 +163,11 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
 def _around_inputs(
     invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # most modules, and a tree costs 20 us
+        if not args[0].requires_grad:
+            return args, kwargs
+        invocation.has_inputs = True
+        return _Inputs.apply(invocation, args[0]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if not places:
@@ -176,6 +187,8 @@ def tensors_in(output: Any, unit: Unit) -> list[Tensor]:
 
     Raises: ValueError for an object in which none can be looked for: backward would read weights that are not there.
     """
+    if isinstance(output, Tensor):
+        return [output]
     found: list[Tensor] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):

@@ -92,8 +92,10 @@ class Unit:
         self._gathered = False
         self._gathering: Ticket | None = None
         self._readers: Ticket | None = None  # behind the last reader that gave its lease back
+        self._trainable = sum(group.trainable for group in self.groups)
         self._staged: dict[ParamGroup, Staged] = {}
         self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
+        self._outer_sent: dict[ParamGroup, tuple[Ticket]] = {}
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
             set_sink(param, _Sink(self, param))
@@ -107,6 +109,11 @@ class Unit:
     def gathered_groups(self) -> list[ParamGroup]:
         """The groups whose weights this rank does not hold whole."""
         return [group for group in self.groups if not group.whole]
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The full parameters, which `grad_ready` takes."""
+        return tuple(self._place)
 
     @property
     def full_bytes(self) -> int:
@@ -140,6 +147,7 @@ class Unit:
     def prefetch(self, wanted: bool = False) -> bool:
         """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
         if self.current:
+            self.context.residency_of(self).touch(self)
             return True
         if self.leases:
             if any(group.changed() for group in self.groups):
@@ -219,14 +227,16 @@ class Unit:
     def grad_ready(self, param: nn.Parameter) -> None:
         """Take over the gradient that autograd left in a full parameter, if there is one."""
         grad, param.grad = param.grad, None
-        if grad is None:
-            return
         group, index = self._place[param]
-        if self.context.adds_up_locally(group):
-            group.add_local(index, grad)
-            self.context.reductions_open = True
-        else:
-            self.staged(group).add(index, grad)
+        if grad is not None:
+            grad = grad.detach()  # with create_graph=True it has a graph
+            if self.context.adds_up_locally(group):
+                group.add_local(index, grad)
+                self.context.reductions_open = True
+            else:
+                self.staged(group).add(index, grad)
+        if group in self._staged:
+            self._staged[group].arrived(index)
 
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
@@ -239,8 +249,8 @@ class Unit:
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter has contributed since the last reduce."""
-        trainable = [group for group in self.groups if group.trainable]
-        return all(group in self._staged and self._staged[group].complete for group in trainable)
+        staged = self._staged
+        return len(staged) == self._trainable and not any(one.unfinished for one in staged.values())
 
     def reduce(self) -> None:
         """Send what was staged: the sum over ranks is added to the gradients of the shards.
@@ -258,9 +268,11 @@ class Unit:
 
     def _send(self, group: ParamGroup, staged: Staged) -> None:
         staged.fill_gaps()
+        group.merge_local(staged.flat)
         context = self.context
-        written = context.reducing.mark(f"staged {self.name}")
-        ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), [written])
+        # What replicas exchanged last lies where this adds up.
+        after = [context.reducing.mark(f"staged {self.name}"), *self._outer_sent.pop(group, ())]
+        ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), after)
         staged.give(ticket)
         self._outer_left[group] = ticket
         if not context.accumulates:
@@ -272,7 +284,8 @@ class Unit:
         left, self._outer_left = self._outer_left, {}
         for group, ticket in left.items():
             if group.groups.outer.size > 1:
-                self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
+                sent = self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
+                self._outer_sent[group] = (sent,)
 
     def reduce_deferred(self) -> None:
         """At the end of a step: send what was put off for microbatches that never came."""
@@ -291,6 +304,7 @@ class Unit:
             staged.drop()
         self._staged.clear()
         self._outer_left.clear()
+        self._outer_sent.clear()
         for forget in self.on_abort:
             forget()
         for group in self.groups:

@@ -24,6 +24,10 @@ class Residency(Protocol):
         """Make room for `unit`, throwing out idle units. False if there is no room and `unit` is not `wanted` yet."""
         ...
 
+    def touch(self, unit: Unit) -> None:
+        """`unit`, which is gathered, is needed now or soon."""
+        ...
+
     def gone(self, unit: Unit) -> None:
         """`unit` is not gathered any more."""
         ...
@@ -34,6 +38,9 @@ class Unbounded:
 
     def admit(self, unit: Unit, wanted: bool) -> bool:
         return True
+
+    def touch(self, unit: Unit) -> None:
+        pass
 
     def gone(self, unit: Unit) -> None:
         pass
@@ -50,7 +57,7 @@ class Budget:
         assert (units is None) != (nbytes is None)
         self.units, self.nbytes = units, nbytes
         self.exceeded = 0
-        self._gathered: list[Unit] = []  # oldest first
+        self._gathered: list[Unit] = []  # what nobody has needed or looked ahead to for longest comes first
 
     def _fits(self, unit: Unit) -> bool:
         if self.units is not None:
@@ -60,6 +67,7 @@ class Budget:
 
     def admit(self, unit: Unit, wanted: bool) -> bool:
         if unit in self._gathered:  # gathered again, with newer weights
+            self.touch(unit)
             return True
         idle = [other for other in self._gathered if not other.leases]
         while not self._fits(unit) and idle:
@@ -70,6 +78,10 @@ class Budget:
             self.exceeded += 1
         self._gathered.append(unit)
         return True
+
+    def touch(self, unit: Unit) -> None:
+        self._gathered.remove(unit)
+        self._gathered.append(unit)
 
     def gone(self, unit: Unit) -> None:
         self._gathered.remove(unit)
@@ -107,6 +119,9 @@ class FixedSlots:
             holder.evict()
         self._holder[slot] = unit
         return True
+
+    def touch(self, unit: Unit) -> None:
+        pass
 
     def gone(self, unit: Unit) -> None:
         if self._holder[self._slot[unit]] is unit:

@@ -23,10 +23,18 @@ class Staged:
         self.flat = self._buffer[: group.layout.total]
         self._views = group.grad_views(self.flat)
         self._written = [False] * len(self._views)
+        self.missing = len(self._views)
+        """How many parameters have not written yet."""
+        self._arrived = [False] * len(self._views)
+        self.unfinished = len(self._views)
+        """How many parameters have not written all of their gradient yet."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:
         """Where parameter `index` writes its gradient; True if one is there already, to which it must be added."""
-        already, self._written[index] = self._written[index], True
+        already = self._written[index]
+        if not already:
+            self._written[index] = True
+            self.missing -= 1
         return self._views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -37,16 +45,18 @@ class Staged:
         else:
             view.copy_(grad)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has written."""
-        return all(self._written)
+    def arrived(self, index: int) -> None:
+        """Autograd is done with parameter `index`; layers may have written its gradient before, piece by piece."""
+        if self._written[index] and not self._arrived[index]:
+            self._arrived[index] = True
+            self.unfinished -= 1
 
     def fill_gaps(self) -> None:
         """Zero what nobody wrote: parameters without a gradient, and padding."""
-        for view, written in zip(self._views, self._written, strict=True):
-            if not written:
-                view.zero_()
+        if self.missing:
+            for view, written in zip(self._views, self._written, strict=True):
+                if not written:
+                    view.zero_()
         for lo, hi in self.group.layout.gaps:
             self.flat[lo:hi].zero_()
 
