@@ -80,16 +80,22 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
 
 def _wrapped(one: Kept | None, key: str, value: Any) -> Any:
     """A value of the optimizer's state as it is saved."""
-    if one is None or not isinstance(value, Tensor):
+    if one is None or not _has_tensors(value):
         return value
-    if value.shape == one.shard.shape:
+    if isinstance(value, Tensor) and value.shape == one.shard.shape:
         return one.tensor(value)
-    if value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
+    what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
     raise ValueError(
-        f"the optimizer's {key} of {one.name} has shape {tuple(value.shape)}, which is neither that of the shard, "
+        f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
         f"{tuple(one.shard.shape)}, nor a single number: only elementwise optimizers work on shards"
     )
+
+
+def _has_tensors(value: Any) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(_has_tensors(item) for item in inside)
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
@@ -215,17 +221,22 @@ def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Map
         one, present = own.kept.get(name), optimizer.state.get(param, {})
         if items := values.get(name):
             packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
-    present = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": packed, "param_groups": groups})
-    for group, tensors in zip(optimizer.param_groups, present, strict=True):
-        for key, tensor in tensors.items():  # a captured graph reads this learning rate, not a copy of it
-            group[key] = tensor.copy_(torch.as_tensor(group[key]))
+    _replace(optimizer, {"state": packed, "param_groups": groups})
     for n, items in packed.items():  # torch casts all of it to the dtype of the parameter, which may lose digits
         name, param = params[n]
         for key, value in items.items():
-            ours = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
-            if ours and optimizer.state[param][key].dtype != value.dtype:
+            exact = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
+            if exact and optimizer.state[param][key].dtype != value.dtype:
                 optimizer.state[param][key] = value.to(param.device)
+
+
+def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict`, but settings that are tensors stay the same tensors: a captured graph may read them."""
+    before = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, tensors in zip(optimizer.param_groups, before, strict=True):
+        for key, tensor in tensors.items():
+            group[key] = tensor.copy_(torch.as_tensor(group[key]))
 
 
 def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:

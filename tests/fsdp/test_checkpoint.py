@@ -57,7 +57,7 @@ def load_true(rank: int, folder: Path, way: Way) -> None:
 
 
 LOADED = [
-    Way(3),
+    Way(3, granularity="tensor"),
     Way(1, "optim"),
     Way(4, "no_shard"),
     Way(4, mesh=(2, 2), outer="shard"),

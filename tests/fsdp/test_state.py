@@ -312,6 +312,9 @@ def refusals(rank: int) -> None:
     optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"rows of .* has shape \(3,\).* only elementwise optimizers work on shards"):
         optimizer_state(ctx, optimizer)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = [torch.zeros(3)]
+    with pytest.raises(ValueError, match=r"rows of .* is a list, .* only elementwise optimizers work on shards"):
+        optimizer_state(ctx, optimizer)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     state = optimizer_state(ctx, optimizer, flatten=True)
     with pytest.raises(ValueError, match=r"in one group of the SGD, but the state has lr=1.0 .* lr=2.0 for the other"):
