@@ -9,6 +9,7 @@ benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fai
     <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
     <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
     <!-- trace:tests/trace/fixtures --> ... <!-- /trace -->           what `hocket trace tests/trace/fixtures` prints
+    <!-- step:--microbatches 2 --> ... <!-- /step -->                 what `benchmarks.shard_step --microbatches 2` draws
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shard_step import drawn
 from hocket.bench import contender
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
@@ -324,6 +326,7 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "fsdp": ("fsdp", contenders),
     "fsdp_settings": ("fsdp", settings),
     "fsdp_long": ("fsdp_long", contenders),
+    "fsdp_plan": ("fsdp_plan", contenders),
     "fsdp_steps": ("fsdp_steps", contenders),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
@@ -384,7 +387,12 @@ def make_trace(words: str) -> str:
     return f"```\n$ hocket trace {words}\n{lines}\n```"
 
 
-MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops, "trace": make_trace}
+def make_step(words: str) -> str:
+    """A step of a sharded model, drawn from a record of it."""
+    return f"```\n{drawn(words)}\n```"
+
+
+MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops, "trace": make_trace, "step": make_step}
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 

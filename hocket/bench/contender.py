@@ -71,7 +71,12 @@ class Entry:
     @property
     def peer(self) -> bool:
         """Whether it is another program than hocket, and no bound."""
-        return self.make.startswith(_PEERS) and not self.bound
+        return not self.ours and not self.bound
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is hocket, in one way or another."""
+        return not self.make.startswith(_PEERS)
 
 
 _PEERS, _OURS, _SHARDED = "hocket.bench.peers", "hocket.bench.ours", "hocket.bench.sharded"

@@ -64,7 +64,7 @@ class Muted:
         self.pretending = [(group, Null(group.size, group.rank, device)) for group in groups if group.size > 1]
         self.settings: Mapping[str, str] = {
             **lender.settings,
-            "transport": "null; weights and memory are those of another contender",
+            "transport": "null; weights and memory are those of another contender, which has the other settings",
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -74,7 +74,7 @@ class Measured:
 
     def bound(self) -> str:
         """The bound that everybody is compared with; empty without one."""
-        return next((name for name in ("bound", "hocket_null") if name in self.blocks), "")
+        return next((name for name in ("bound", "hocket_null", "fully_shard_null") if name in self.blocks), "")
 
     def best_peer(self) -> str:
         """The fastest contender that is neither a bound nor hocket; empty without one."""

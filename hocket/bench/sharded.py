@@ -25,7 +25,7 @@ from hocket.fsdp.linear import drop_sink
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.actions import Microbatch
-from hocket.runtime.comm import Group
+from hocket.runtime.comm import CommOptions, Group
 
 PREFETCH = 2
 """Units that are gathered ahead."""
@@ -96,7 +96,9 @@ class Sharded:
         self.grid = meshes(mesh, device.type)[1] if mesh.ep > 1 else None
         exchange = None if self.grid is None else Exchange(self.grid.get_group("ep"), mesh.ep, where.ep)
         self.model = plain_model(workload, rank, exchange=exchange)
-        self.options = hocket.ShardOptions(
+        assert self.model.embed is not None
+        assert self.model.head is not None
+        options = hocket.ShardOptions(
             prefetch=PREFETCH,
             slots=PREFETCH + 1 if how.fixed else "dynamic",
             transport=how.transport,
@@ -104,13 +106,13 @@ class Sharded:
             device=device,
             init=first_values(self.model, workload, rank, device),
         )
-        self.precision = hocket.Precision(compute=workload.dtype, wire=torch.float32 if how.fp32_wire else None)
+        precision = hocket.Precision(compute=workload.dtype, wire=torch.float32 if how.fp32_wire else None)
         self.context = hocket.fully_shard(
             self.model,
             units=[self.model.embed, *self.model.layers.values(), self.model.head],
             place=self._place(where.ep),
-            precision=self.precision,
-            options=self.options,
+            precision=precision,
+            options=options,
         )
         if how.copied:
             for group in (group for unit in self.context.units for group in unit.groups):
@@ -120,7 +122,7 @@ class Sharded:
         if workload.optimizer:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
             self.optimizer = adamw(shards, [len(shard.full_shape) for shard in shards], workload)
-        self.settings: Mapping[str, str] = self._settings()
+        self.settings: Mapping[str, str] = self._settings(options, device)
         if how.fixed:
             _lenders[id(workload)] = self
 
@@ -139,7 +141,7 @@ class Sharded:
         every = [group for one in found for group in (one.gather, one.reduce, one.outer, one.outer_gather)]
         return list(dict.fromkeys(every))
 
-    def _settings(self) -> dict[str, str]:
+    def _settings(self, options: hocket.ShardOptions, device: torch.device) -> dict[str, str]:
         dtype, how, mesh = self.workload.config.train.dtype, self.how, self.workload.mesh
         found = {
             "strategy": "optim_grads_params",
@@ -147,10 +149,10 @@ class Sharded:
             "weights": f"fp32 shards, cast to {dtype} once a step, before they are gathered",
             "memory of gathered weights": f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic",
             "prefetch": f"{PREFETCH} units",
-            "transport": TRANSPORTS[how.transport],
+            "transport": f"{TRANSPORTS[how.transport]}; {SMS}" if device.type == "cuda" else "gloo",
             "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, added to fp32, after every microbatch",
-            "staging": f"{self.options.staging} buffers",
+            "staging": f"{options.staging} buffers",
             "weight gradients": "autograd's, copied" if how.copied else "linear layers write them where they are sent",
             "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
             "compile": "each layer" if self.workload.compile else "off",
@@ -179,12 +181,13 @@ class Sharded:
 
 
 TRANSPORTS: dict[ShardTransport, str] = {
-    "auto": "NCCL on GPUs, gloo on CPUs",
+    "auto": "NCCL",
     "copy_engine": "copy engines; reductions as all-to-all and one kernel that adds up",
     "copy_engine_gathers": "copy engines for gathers, NCCL for reductions",
     "null": "null",
 }
-"""What a contender's transport is, for its settings."""
+"""What a contender's transport is on GPUs, for its settings."""
+SMS = f"NCCL's kernels have at most {CommOptions().max_ctas} SMs"
 
 
 def first_values(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> Callable[[nn.Module], None]:

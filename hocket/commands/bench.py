@@ -104,7 +104,7 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
 
 
 def chosen(against: str, config: Config) -> tuple[str, ...]:
-    """The names of all who take part; hocket always does."""
+    """The names of all who take part; hocket always does, with a plan unless another way is named."""
     names = [name.strip() for name in against.split(",") if name.strip()]
     if not names:
         if config.mesh.pp > 1:
@@ -113,7 +113,8 @@ def chosen(against: str, config: Config) -> tuple[str, ...]:
             names = ["bound", "ep_sync", "hocket", "hocket_null"]
         else:
             names = ["bound", "fsdp2", "fsdp2_tuned", "hocket", "hocket_null"]
-    return tuple(names if "hocket" in names else ["hocket", *names])
+    named = any(CONTENDERS[name].ours and not CONTENDERS[name].bound for name in names if name in CONTENDERS)
+    return tuple(names if named else ["hocket", *names])
 
 
 def check(names: tuple[str, ...], settings: Settings, origins: dict[str, str]) -> None:
