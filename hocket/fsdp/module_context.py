@@ -131,9 +131,7 @@ class ShardContext:
         self.forwards += 1
         if any(group.stale() for unit in self.units for group in unit.groups):
             self._weights = self.gathering.mark("weights")
-            for unit in self.units:  # no backward will come for forwards of older weights
-                unit.open.clear()
-                unit.repeated.clear()
+            self._forget_forwards()
 
     # In each of these, what is expected next is the last pass of its kind; a backward that has not been seen yet is
     # expected to begin units in the reverse of the order in which forward left them.
@@ -162,8 +160,7 @@ class ShardContext:
             if self._left != self._reverse_of:
                 self._backward_order = Order(self._left[::-1])
             self._reverse_of, self._left = self._left, []
-            if not torch.is_grad_enabled():
-                self._drop_outside()
+            self._drop_outside()
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -225,10 +222,14 @@ class ShardContext:
 
         What is written to them is lost, unless `changed` says that it is to be kept, the same on all ranks.
         """
-        leases = [unit.acquire() for unit in self.units]
-        for lease in leases:
-            lease.wait()
+        if any(group.stale() for unit in self.units for group in unit.groups):
+            self._forget_forwards()
+        leases: list[Lease] = []
         try:
+            for unit in self.units:
+                leases.append(unit.acquire())  # noqa: PERF401 - those before one that fails are given back
+            for lease in leases:
+                lease.wait()
             yield
             if changed:
                 for group in (group for unit in self.units for group in unit.groups):
@@ -289,7 +290,7 @@ class ShardContext:
         self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim the unit until the end of this pass.
+        """A weight is read while its unit is not in use: claim the unit until all backwards of this time are over.
 
         False outside of any pass: what is read then is the shard.
         """
@@ -324,7 +325,20 @@ class ShardContext:
             if not window.take(unit.full_bytes) or not unit.prefetch():
                 return
 
+    def _forget_forwards(self) -> None:
+        """No backward will come any more for forwards of older weights."""
+        for unit in self.units:
+            unit.open.clear()
+            unit.repeated.clear()
+        self._drop_outside()
+
     def _drop_outside(self) -> None:
+        """Give up weights that were read outside of their unit, unless a backward is still to come.
+
+        Which one reads them can't be told: while one forward holds the unit, others read its weights without asking.
+        """
+        if any(unit.open for unit in self.units):
+            return
         leases, self._read_outside = self._read_outside, []
         for lease in leases:
             lease.release()
