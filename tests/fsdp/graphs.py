@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +37,17 @@ class Node:
     """Whose weight is shared."""
     inside: tuple[Node, ...] = ()
 
+    def __str__(self) -> str:
+        plain = Node(self.op, 0)
+        told = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
+        return f"{self.op}({', '.join(one for one in told if not one.startswith('inside'))})" + (
+            "[" + ", ".join(map(str, self.inside)) + "]" if self.inside else ""
+        )
+
+    @property
+    def is_unit(self) -> bool:
+        return self.unit and self.op not in ("again", "read")
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -45,20 +56,21 @@ class Graph:
     nodes: tuple[Node, ...]
 
     def __str__(self) -> str:
-        return f"Graph({self.nodes})"
+        return "[" + ", ".join(map(str, self.nodes)) + "]"
 
     @property
     def kind(self) -> Kind:
-        units = _is_unit if any(node.unit for node in self._all()) else None
+        units = _is_unit if any(one.is_unit for one in _all(self.nodes)) else None
         return Kind(lambda: Root(self.nodes), units, skips=True)
 
-    @property
-    def exact(self) -> bool:
-        """Whether sums have one order only: more than two uses of a weight may be added up in any."""
-        return not any(node.op in SHARING or node.recompute != "no" for node in self._all())
+    exact = False
+    """Where three branches meet, autograd adds their gradients up in an order that units inside of them change."""
 
-    def _all(self) -> list[Node]:
-        return [one for node in self.nodes for one in (node, *node.inside)]
+
+def _all(nodes: tuple[Node, ...]) -> Iterator[Node]:
+    for one in nodes:
+        yield one
+        yield from _all(one.inside)
 
 
 def _is_unit(name: str, module: nn.Module) -> bool:
@@ -76,7 +88,7 @@ class Values(nn.Module):
         for node, part in zip(nodes, self.parts, strict=True):
             if node.frozen:
                 part.requires_grad_(False)
-            part.is_unit = node.unit and node.op not in ("again", "read")
+            part.is_unit = node.is_unit
 
     def _part(self, node: Node, squares: list[nn.Linear]) -> nn.Module:
         if node.op == "nest":
@@ -126,46 +138,42 @@ class Root(nn.Module):
         return self.last(self.values(self.first(x), step))
 
 
-@st.composite
-def nodes(draw: Callable[..., object], ops: tuple[Op, ...], depth: int) -> Node:
-    op = draw(st.sampled_from([*ops, "nest"] if depth else ops))
-    node = Node(
+def node(rng: Random, ops: tuple[Op, ...], depth: int) -> Node:
+    op = rng.choice((*ops, "nest") if depth else ops)
+    return Node(
         op=op,
-        source=draw(st.sampled_from([0, 0, 0, 1, 2])),
-        unit=draw(st.sampled_from([True, True, True, False])),
-        frozen=draw(st.sampled_from([False] * 5 + [True])),
-        skip=draw(st.sampled_from([0, 0, 0, 0, 1, 2, 3])),
-        recompute=draw(st.sampled_from(["no"] * 5 + ["reentrant", "plain"])),
-        target=draw(st.integers(0, 5)),
+        source=rng.choice([0, 0, 0, 1, 2]),
+        unit=rng.random() < 0.75,
+        frozen=rng.random() < 0.15,
+        skip=rng.choice([0, 0, 0, 0, 1, 2, 3]),
+        recompute=rng.choice(["no"] * 5 + ["reentrant", "plain"]),
+        target=rng.randrange(6),
+        inside=tuple(node(rng, ops, depth - 1) for _ in range(rng.randint(1, 3))) if op == "nest" else (),
     )
-    if op != "nest":
-        return node
-    inside = draw(st.lists(nodes(ops, depth - 1), min_size=1, max_size=3))
-    return replace(node, inside=tuple(inside))
 
 
-def graphs(ops: tuple[Op, ...]) -> st.SearchStrategy[Graph]:
-    return st.lists(nodes(ops, depth=2), min_size=2, max_size=7).map(lambda found: Graph(tuple(found)))
+def graph(rng: Random, ops: tuple[Op, ...]) -> Graph:
+    return Graph(tuple(node(rng, ops, depth=2) for _ in range(rng.randint(2, 7))))
 
 
-OPTIONS = {
-    "prefetch": st.sampled_from([0, 1, 1, 2, 5, "1KiB", "4KiB"]),
-    "staging": st.sampled_from([1, 2, 2, 3]),
-    "unified": st.sampled_from([False, False, False, True]),
-    "slots": st.sampled_from(["auto", "dynamic", 64]),
-    "granularity": st.just("element"),
-}
-
-
-def random_cases(ops: tuple[Op, ...], meshes: list[tuple[int, ...] | None]) -> st.SearchStrategy[Case]:
-    return st.builds(
-        Case,
-        model=graphs(ops),
-        strategy=st.sampled_from(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3]),
-        microbatches=st.integers(1, 3),
-        mesh=st.sampled_from(meshes),
-        options=st.fixed_dictionaries(OPTIONS),
-        sync=st.sampled_from(["each", "each", "no_sync", "accumulating"]),
-        steps=st.just(4),
-        set_to_none=st.booleans(),
+def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] | None]) -> Case:
+    mesh = rng.choice(meshes)
+    strategy = rng.choice(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3])
+    options = {
+        "prefetch": rng.choice([0, 1, 1, 2, 5, "1KiB", "4KiB"]),
+        "staging": rng.choice([1, 2, 2, 3]),
+        "unified": rng.random() < 0.2,
+        "slots": rng.choice(["auto", "dynamic", 64]),
+    }
+    if mesh is not None and len(mesh) == 2 and strategy != "no_shard":
+        options["outer"] = rng.choice(["replicate", "shard"])
+    return Case(
+        model=graph(rng, ops),
+        strategy=strategy,
+        microbatches=rng.randint(1, 3),
+        mesh=mesh,
+        options=options,
+        sync=rng.choice(["each", "each", "no_sync", "accumulating"]),
+        steps=4,
+        set_to_none=rng.random() < 0.7,
     )

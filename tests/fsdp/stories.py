@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import pytest
 import torch
@@ -40,12 +41,11 @@ def interleaved(pair: Pair) -> None:
 
 
 def backward_twice(pair: Pair) -> None:
-    loss = pair.forward()
+    loss = pair.forward(0)
     loss.backward(retain_graph=True)
     loss.backward()
     pair.expect(loss, seed=0)
     pair.expect(loss, seed=0)
-    pair.seed = 0
 
 
 def forward_alone(pair: Pair) -> None:
@@ -55,7 +55,6 @@ def forward_alone(pair: Pair) -> None:
     pair.microbatch()
     del kept
     pair.forward(9)
-    pair.seed = 0
 
 
 def evaluations(pair: Pair) -> None:
@@ -83,10 +82,16 @@ class Boom(Exception):
     pass
 
 
-def failing_forward(pair: Pair, block: nn.Module) -> None:
-    def fail(*_: object) -> None:
-        raise Boom
+def fail(*_: object) -> None:
+    raise Boom
 
+
+def fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(fail)
+
+
+def failing_forward(pair: Pair, block: nn.Module) -> None:
     handle = block.register_forward_pre_hook(fail)
     with pytest.raises(Boom):
         pair.forward(5)
@@ -94,9 +99,6 @@ def failing_forward(pair: Pair, block: nn.Module) -> None:
 
 
 def failing_after(pair: Pair, block: nn.Module) -> None:
-    def fail(*_: object) -> None:
-        raise Boom
-
     handle = block.register_forward_hook(fail)
     with pytest.raises(Boom):
         pair.forward(5)
@@ -104,25 +106,25 @@ def failing_after(pair: Pair, block: nn.Module) -> None:
 
 
 def failing_backward(pair: Pair, block: nn.Module) -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise Boom
-
-    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    handle = block.register_forward_hook(watch)
+    handle = block.register_forward_hook(fail_in_backward)
     with pytest.raises(Boom):
         pair.forward(5).backward()
     handle.remove()
 
 
 def failed_steps(pair: Pair) -> None:
-    """Exceptions in forward, after a microbatch in backward, and then a step like any other."""
+    """Exceptions in forward, and in backward after a microbatch, if the chosen block runs; then an ordinary one."""
     blocks = [unit.module for unit in pair.ctx.units if unit.module is not pair.module] or [pair.module]
-    failing_forward(pair, blocks[pair.steps % len(blocks)])
+    handle = blocks[pair.steps % len(blocks)].register_forward_pre_hook(fail)
+    with suppress(Boom):
+        pair.forward()
+    handle.remove()
     pair.ctx.abort()
     pair.microbatch()
-    failing_backward(pair, blocks[-1 - pair.steps % len(blocks)])
+    handle = blocks[-1 - pair.steps % len(blocks)].register_forward_hook(fail_in_backward)
+    with suppress(Boom):
+        pair.forward().backward()
+    handle.remove()
     pair.ctx.abort()
     pair.forget()
     pair.microbatch()

@@ -1,67 +1,47 @@
-"""Random models, sharded at random and driven at random, against the twin."""
+"""Random models, sharded at random and driven at random, against the twin.
+
+A case is a function of a number, and a test runs a batch of cases in the same processes. To look at one that failed:
+`tell` with its number alone.
+"""
 
 from collections.abc import Sequence
+from random import Random
 
-import hypothesis
+import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given
-from hypothesis import strategies as st
 
-from tests.fsdp.graphs import LEAVES, SHARING, random_cases
+from tests.fsdp.graphs import LEAVES, SHARING, random_case
 from tests.fsdp.stories import STORIES, failed_steps
-from tests.fsdp.twin import Case, Pair, naming
+from tests.fsdp.twin import Pair, naming
 from tests.helpers.ranks import run_ranks
 
-BATCH = 8
-"""Cases per start of the processes."""
-
-few = hypothesis.settings(
-    max_examples=6,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],  # the case that failed is in the message; smaller ones would each cost a start
-    suppress_health_check=list(HealthCheck),
-)
-
-Told = tuple[Case, tuple[str, ...]]
-"""A case, and what happens before the microbatches of each step."""
+BATCH = 12
 
 
-def tell(rank: int, told: Sequence[Told]) -> None:
-    stories = {**STORIES, "failed_steps": failed_steps}
-    for case, names in told:
-        with naming(case), naming(names):
-            pair = Pair(case, rank, dist.get_world_size())
-            for step in range(case.steps):
-                if names and names[step % len(names)] in stories:
-                    stories[names[step % len(names)]](pair)
+def tell(rank: int, numbers: Sequence[int]) -> None:
+    """Steps of random cases; before the microbatches of each step something else may happen."""
+    stories = {**STORIES, "failed_steps": failed_steps, "": lambda pair: None}
+    world = dist.get_world_size()
+    meshes = [None, (4,), (2, 2)] if world == 4 else [None]
+    for number in numbers:
+        rng = Random(number)
+        case = random_case(rng, (*LEAVES, *SHARING) if number % 2 else LEAVES, meshes)
+        told = [rng.choice([*stories, ""]) for _ in range(case.steps)]
+        with naming(f"{number}: {case} {told}"):
+            pair = Pair(case, rank, world)
+            for story in told:
+                stories[story](pair)
                 for i in range(case.microbatches):
                     pair.microbatch(last=i == case.microbatches - 1)
                 pair.step()
             pair.compare_gathered()
 
 
-def tales(cases: st.SearchStrategy[Case]) -> st.SearchStrategy[list[Told]]:
-    names = st.lists(st.sampled_from(["", *STORIES, "failed_steps"]), max_size=4).map(tuple)
-    return st.lists(st.tuples(cases, names), min_size=BATCH, max_size=BATCH)
+@pytest.mark.parametrize("batch", range(8))
+def test_two_ranks(batch):
+    run_ranks(tell, 2, range(BATCH * batch, BATCH * (batch + 1)))
 
 
-@few
-@given(tales(random_cases(LEAVES, [None])))
-def test_trees(told):
-    """Nested units, branches, skips, frozen parts and recomputation."""
-    run_ranks(tell, 2, told)
-
-
-@few
-@given(tales(random_cases((*LEAVES, *SHARING), [None])))
-def test_graphs_that_share_weights(told):
-    """Also ties, modules called again, and weights read outside of their owner's forward."""
-    run_ranks(tell, 2, told)
-
-
-@hypothesis.settings(few, max_examples=2)
-@given(tales(random_cases((*LEAVES, *SHARING), [None, (4,), (2, 2)])))
-def test_on_four_ranks(told):
-    run_ranks(tell, 4, told)
+@pytest.mark.parametrize("batch", range(3))
+def test_four_ranks(batch):
+    run_ranks(tell, 4, range(1000 + BATCH * batch, 1000 + BATCH * (batch + 1)))
