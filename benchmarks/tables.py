@@ -9,7 +9,7 @@ benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fai
     <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
     <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
     <!-- trace:tests/trace/fixtures --> ... <!-- /trace -->           what `hocket trace tests/trace/fixtures` prints
-    <!-- step:--microbatches 2 --> ... <!-- /step -->                 what `benchmarks.shard_step --microbatches 2` draws
+    <!-- step:--microbatches 2 --> ... <!-- /step -->                 what `benchmarks.shard_step` draws for such a step
 """
 
 from __future__ import annotations
