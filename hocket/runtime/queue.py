@@ -43,7 +43,7 @@ class Ticket:
         self._queue = queue
         self._noted = False  # in the history, as waited for
         self._event: torch.cuda.Event | None = None
-        self._recorded_on = self._waited_on = 0  # streams
+        self._recorded_on = self._waited_on = -1  # streams; the default one is 0
         self._capture = 0  # in which of its queue's captures it was recorded; 0 is outside of any
 
     def __repr__(self) -> str:
