@@ -38,6 +38,13 @@ SHARDED_STEPS = (
 )
 """What each part of `hocket.fully_shard` buys: all but one part of it on NCCL, then copy engines. Half of the layers,
 so that all have room."""
+SHARDED_HOST = "--against bound,fsdp2_tuned,fully_shard,fully_shard_null --blocks 4 --steps 4"
+"""So few tokens that a step takes as long as the host needs to issue it."""
+SHARDED_ADAMW = (
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard_ce "
+    "--blocks 4 --steps 2"
+)
+"""With the optimizer, whose state leaves room for half of the layers."""
 PIPELINE = (
     "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 "
     "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
@@ -53,6 +60,8 @@ PRESETS = {
     "fsdp_long": (f"{DENSE} {SHARDED_LONG}", (8192,)),
     "fsdp_plan": (f"{DENSE} {SHARDED_PLAN}", (4096,)),
     "fsdp_steps": (f"{DENSE} {SHARDED_STEPS}", (4096,)),
+    "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
+    "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
     "expert_parallel": (EXPERTS, (4096, 8192)),
     "pipeline_peers": (PIPELINE, (2048,)),
 }

@@ -267,6 +267,18 @@ def contenders(result: Result) -> str:
     return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
 
 
+def host_cost(result: Result) -> str:
+    """What contenders add to the host's work: their step over the bound's, where the host decides over both."""
+    (found,) = result["workloads"]
+    config, bound = found["config"], found["contenders"][found["bound"]]
+    units = (config["model"]["layers"] + 2) * config["train"]["microbatches"]
+    rows = []
+    for name, row in found["contenders"].items():
+        added = f"{1e6 * (row['seconds'] - bound['seconds']) / units:.0f} us" if row is not bound else "-"
+        rows.append([name, f"{1e3 * row['seconds']:.1f} ms", f"{1e3 * row['host_seconds']:.1f} ms", added])
+    return table(["contender", "step", "issued within", "per unit and microbatch, over the bound"], rows)
+
+
 def _gate(gate: Result) -> str:
     """What a workload's numerics gate saw, from its record."""
     steps = len(next(iter(gate["curves"].values())))
@@ -327,6 +339,8 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "fsdp_settings": ("fsdp", settings),
     "fsdp_long": ("fsdp_long", contenders),
     "fsdp_plan": ("fsdp_plan", contenders),
+    "fsdp_host": ("fsdp_host", host_cost),
+    "fsdp_adamw": ("fsdp_adamw", contenders),
     "fsdp_steps": ("fsdp_steps", contenders),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),

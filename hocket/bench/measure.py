@@ -8,6 +8,12 @@ The first steps after a switch make their memory anew. And a GPU at its power li
 only after most of a second of full load. Llama-3 8B on an H200 had steps of 370 ms until then, and of 400 ms
 ever after. So a block begins with a second of steps that do not count, two at least: all contenders are timed in the
 state that a long run is in, however long their steps are.
+
+Note: [What the host costs]
+The host issues a step and does not wait for the GPU, but a GPU takes in about a thousand kernels only, and then the
+host stands still until there is room. So the time in which it issues a step is what it costs, or more: the shortest
+one of a block is closest, often the first, which finds the GPU idle. Where the GPU has little to do, as with few
+tokens, it is the cost itself, and the step takes as long.
 """
 
 from __future__ import annotations
@@ -49,6 +55,8 @@ class Block:
     """Mean power of that GPU during these steps."""
     peak_bytes: int
     """Largest memory in use during the block beyond what was in use before it, on the rank with the most."""
+    host_seconds: float
+    """The shortest time in which the host has issued a step, on the slowest rank. See Note: [What the host costs]."""
 
     @property
     def median(self) -> float:
@@ -117,6 +125,8 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
+        self.host_seconds = math.inf
+        """Of the last `steps`: the shortest time in which this rank's host has issued one."""
 
     def settle(self) -> None:
         """Wait until every rank has finished what it was doing, and give memory back."""
@@ -128,17 +138,20 @@ class Timer:
 
     def steps(self, step: Callable[[], object], count: int) -> list[float]:
         """Seconds of `count` steps in a row on this rank."""
-        if not self.on_gpu:
-            times = [time.perf_counter()]
-            for _ in range(count):
-                step()
-                times.append(time.perf_counter())
-            return [after - before for before, after in itertools.pairwise(times)]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)] if self.on_gpu else []
+        mark = iter(marks)
+        times = [time.perf_counter()]
+        if marks:
+            next(mark).record()
+        for _ in range(count):
             step()
-            mark.record()
+            times.append(time.perf_counter())
+            if marks:
+                next(mark).record()
+        issued = [after - before for before, after in itertools.pairwise(times)]
+        self.host_seconds = min(issued)
+        if not marks:
+            return issued
         torch.cuda.synchronize(self.device)
         return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
@@ -156,8 +169,8 @@ class Timer:
         end = time.monotonic()
         clock, watts = gauge.between(end - sum(mine), end)
         peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else 0
-        *seconds, peak = slowest([*mine, float(peak)])
-        return Block(tuple(seconds), clock, watts, int(peak))
+        *seconds, peak, host = slowest([*mine, float(peak), self.host_seconds])
+        return Block(tuple(seconds), clock, watts, int(peak), host)
 
 
 def slowest(mine: Sequence[float]) -> list[float]:

@@ -72,6 +72,10 @@ class Measured:
         """Largest memory of this contender alone: what it holds between steps, and what a step adds."""
         return self.resident[name] + max(block.peak_bytes for block in self.blocks[name])
 
+    def host(self, name: str) -> float:
+        """Seconds in which the host issues a step, at most. See Note: [What the host costs]."""
+        return min(block.host_seconds for block in self.blocks[name])
+
     def bound(self) -> str:
         """The bound that everybody is compared with; empty without one."""
         return next((name for name in ("bound", "hocket_null", "fully_shard_null") if name in self.blocks), "")
@@ -123,14 +127,15 @@ def table(measured: Measured) -> str:
     head = ["contender", "step ms", "TFLOP/s", "MFU"]
     head += [f"share of {bound}"] if bound else []
     head += [f"speed over {best}"] if best else []
-    head += ["A/A noise", "GiB", "MHz", "W"]
+    head += ["A/A noise", "host ms", "GiB", "MHz", "W"]
     rows = []
     for name, blocks in measured.blocks.items():
         mfu = measured.mfu(name)
         row = [name, f"{1e3 * measured.step(name):.1f}", f"{measured.tflops(name):.1f}", f"{mfu:.1%}" if mfu else "-"]
         row += [str(measured.over(name, bound))] if bound else []
         row += [str(measured.over(name, best))] if best else []
-        row += [f"{measured.noise(name):.2%}" if len(blocks) > 1 else "-", f"{measured.peak(name) / 2**30:.1f}"]
+        row += [f"{measured.noise(name):.2%}" if len(blocks) > 1 else "-", f"{1e3 * measured.host(name):.1f}"]
+        row += [f"{measured.peak(name) / 2**30:.1f}"]
         clocks = [block.clock_mhz for block in blocks]
         row += [_number(clocks) + "*" * any(off_clock(clocks)), _number([block.watts for block in blocks])]
         rows.append(row)
@@ -168,6 +173,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
             "mfu": measured.mfu(name),
             "speed_over": {other: dataclasses.asdict(measured.over(name, other)) for other in others},
             "noise": measured.noise(name),
+            "host_seconds": measured.host(name),
             "resident_bytes": measured.resident[name],
             "peak_bytes": measured.peak(name),
             "blocks": [dataclasses.asdict(block) for block in blocks],

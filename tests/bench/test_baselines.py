@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.baselines import PRESETS, words
-from benchmarks.tables import KNOWN, contenders
+from benchmarks.tables import KNOWN, contenders, host_cost
 from hocket.bench.contender import CONTENDERS
 from hocket.commands.bench import Bench, check, chosen, for_bench
 from hocket.commands.options import parse
@@ -25,7 +25,7 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     assert settings.train.clip == 0
     assert any(CONTENDERS[name].ours and not CONTENDERS[name].bound for name in names)
     assert {"bound", "hocket_null", "fully_shard_null"} & set(names)
-    assert options.optimizer == ("on" if settings.mesh.pp > 1 else "off")
+    assert options.optimizer == ("on" if settings.mesh.pp > 1 or name.endswith("adamw") else "off")
     assert options.compile == ("on" if name.endswith("compiled") else "off")
     assert name in KNOWN
     if name.startswith("expert"):
@@ -51,6 +51,16 @@ def test_a_result_becomes_a_table():
     text = contenders({"workloads": [found]})
     assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 2 |" in text
     assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 1,750* | 2 |" in text
+
+
+def test_what_the_host_costs_is_a_table():
+    step = {"bound": 0.1, "fully_shard": 0.1034, "fully_shard_null": 0.1017}
+    rows = {name: {"seconds": seconds, "host_seconds": seconds / 2} for name, seconds in step.items()}
+    config = {"model": {"layers": 32}, "train": {"microbatches": 1, "sequences": 1}, "data": {"sequence_length": 256}}
+    text = host_cost({"workloads": [{"bound": "bound", "config": config, "contenders": rows}]})
+    assert "| bound | 100.0 ms | 50.0 ms | - |" in text
+    assert "| fully_shard | 103.4 ms | 51.7 ms | 100 us |" in text
+    assert "| fully_shard_null | 101.7 ms | 50.9 ms | 50 us |" in text
 
 
 def test_a_measurement_that_was_interrupted_becomes_no_table():

@@ -38,7 +38,7 @@ class Sleeper:
         pass
 
 
-def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]]]:
+def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]], list[float]]:
     LOG.clear()
     # Rank 1 is the slow one of a, rank 0 of b.
     contenders = {"a": Sleeper("a", 0.01 + 0.04 * rank), "b": Sleeper("b", 0.05 - 0.04 * rank)}
@@ -46,16 +46,18 @@ def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]]]:
         take_turns(contenders, [], dict.fromkeys(contenders, 1.0), Bench((), (), 3, 2), Timer(CPU), Gauge(None))
     )
     assert gc.isenabled()
-    return LOG, {name: [found[name].seconds for found in rounds] for name in contenders}
+    seconds = {name: [found[name].seconds for found in rounds] for name in contenders}
+    return LOG, seconds, [block.host_seconds for found in rounds for block in found.values()]
 
 
 def test_contenders_take_turns_and_the_slowest_rank_counts():
-    (order, seconds), (_, others) = run_ranks(turns, 2)
+    (order, seconds, hosts), (_, others, _) = run_ranks(turns, 2)
     assert "".join(order) == "aaabbb" + "bbbaaa" + "aaabbb", "the order turns around; one step more than is timed"
     assert seconds == others, "all ranks know the same figures"
     times = [t for blocks in seconds.values() for block in blocks for t in block]
     assert len(times) == 2 * 3 * 2
     assert all(0.05 <= t < 0.15 for t in times), "the slow first step does not count"
+    assert all(0.05 <= host < 0.15 for host in hosts)
 
 
 def test_blocks_on_gpus_begin_with_a_second_that_does_not_count():
@@ -98,7 +100,7 @@ def test_clock_and_power_are_those_of_the_span():
 
 def report(rank: int) -> tuple[str, dict]:
     contenders = {"hocket": Sleeper("hocket", 0.01), "fsdp2": Sleeper("fsdp2", 0.02), "bound": Sleeper("bound", 0.005)}
-    blocks = {name: [Block((one.seconds,), None, None, 0)] * 2 for name, one in contenders.items()}
+    blocks = {name: [Block((one.seconds,), None, None, 0, one.seconds / 2)] * 2 for name, one in contenders.items()}
     verdict = Verdict({"hocket": [4.0, 3.0], "fsdp2": [4.0, 3.0]}, 1e-4, 0.0, 0.25, 3)
     settings = {name: contender.settings for name, contender in contenders.items()}
     measured = Measured(workload(1), verdict, settings, blocks, dict.fromkeys(contenders, 0), {}, "CPU")
@@ -120,4 +122,5 @@ def test_the_report_has_every_figure():
     assert faster["low"] == faster["median"] == faster["high"] == 2.0
     assert rows["hocket"]["speed_over"]["bound"]["median"] == 0.5
     assert rows["fsdp2"]["tokens_per_second"] * rows["fsdp2"]["seconds"] == result["tokens_per_step"]
+    assert rows["fsdp2"]["host_seconds"] == 0.01
     assert all(len(row["blocks"]) == 2 and row["settings"] for row in rows.values())

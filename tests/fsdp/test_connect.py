@@ -149,7 +149,7 @@ def _mistakes(rank):
             connect(Placement(mesh_of(2), None), "optim", Options(transport=transport), CPU)
     with pytest.raises(ValueError, match=r"transport='gloo' moves bytes between CPUs, .*on cuda:0: use 'nccl'"):
         connect(Placement(mesh_of(2), None), "optim", Options(transport="gloo"), torch.device("cuda:0"))
-    with pytest.raises(ValueError, match="transport='mpi' is not one of auto, nccl, copy_engine, copy_engine_gathers, gloo, null"):
+    with pytest.raises(ValueError, match=r"transport='mpi' is not one of auto, nccl, .*_gathers, gloo, null"):
         connect(Placement(mesh_of(2), None), "optim", Options(transport="mpi"), CPU)
 
 
