@@ -18,7 +18,9 @@ from hocket.fsdp.options import Outer
 from hocket.fsdp.state import model_state
 from tests.helpers.ranks import run_ranks
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "fsdp.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "fsdp.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
@@ -35,6 +37,19 @@ def run(rank: int, text: str) -> list[Tensor]:
         exec(text, found)
     with found["ctx"].gathered():
         return [full.detach().clone() for unit in found["ctx"].units for full in unit.parameters]
+
+
+def runs_in_readme(rank: int) -> None:
+    (text,) = re.findall(r"```python\n(ctx = .*?)```", README, flags=re.DOTALL)
+    model = nn.Sequential(Block(), Block())
+    found: dict[str, Any] = {"hocket": hocket, "torch": torch, "model": model, "Block": Block}
+    found |= {"batches": torch.ones(2, 3, 64), "loss_of": lambda model, batch: model(batch).square().mean()}
+    exec(text, found)
+    assert found["ctx"].stats().reduces == 4
+
+
+def test_the_program_of_the_readme() -> None:
+    run_ranks(runs_in_readme, 2)
 
 
 def sharded_by_hooks(rank: int) -> list[Tensor]:
