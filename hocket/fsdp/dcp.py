@@ -30,8 +30,8 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from hocket.fsdp.kept import Inventory
-from hocket.fsdp.optimizer_state import optimizer_state_like, split
-from hocket.fsdp.state import differences, entries, listed
+from hocket.fsdp.optimizer_state import optimizer_state_like, put, room_for, split
+from hocket.fsdp.state import EXTRA, differences, entries, listed
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -151,6 +151,11 @@ class FittingPlanner(DefaultLoadPlanner):
         for other, name in self.own.others.items():
             if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
                 wanted[other] = wanted.pop(name)
+        extra: dict[str, Any] = {}  # in the form that it had when it was saved
+        for key, path in (metadata.planner_data or {}).items():
+            if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
+                put(extra, path[1:], room_for(stored[key]))
+        wanted |= extra
         self.found = {MODEL: wanted}
         if self.optimizer is not None:
             if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
@@ -185,16 +190,18 @@ class FittingPlanner(DefaultLoadPlanner):
     def _stored(self) -> dict[str, Any]:
         """The checkpoint's weights and buffers: name -> shape, or something without one."""
         assert self.metadata is not None
-        start = f"{MODEL}."
-        return {
-            key.removeprefix(start): torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
-            for key, entry in self.metadata.state_dict_metadata.items()
-            if key.startswith(start)
-        }
+        paths = self.metadata.planner_data or {}
+        found: dict[str, Any] = {}
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if key.startswith(f"{MODEL}."):
+                path = paths.get(key, (MODEL, ""))
+                name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
+                found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+        return found
 
     def _refuse(self, wrong: str) -> None:
         if wrong:
-            raise ValueError(f"checkpoint {self.folder} doesn't fit the {type(self.own.root).__name__}: {wrong}")
+            raise ValueError(f"checkpoint {self.folder} doesn't fit the {self.own.kind}: {wrong}")
 
 
 def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:

@@ -87,6 +87,11 @@ class Inventory:
         self.name_of: dict[int, str] = {key: found[0] for key, found in names.items()}
         """The first name of an object in the module's state, by its id."""
 
+    @property
+    def kind(self) -> str:
+        """The name of the module's class, as its author knows it."""
+        return type(self.root).__name__.removeprefix("Sharded")
+
 
 def plain_name(name: str) -> str:
     """A name without what wrappers of modules have added to it."""

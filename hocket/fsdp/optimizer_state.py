@@ -73,7 +73,7 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
         if id(param) not in own.name_of:
             raise ValueError(
                 f"the {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that isn't part of "
-                f"the sharded {type(own.root).__name__}: build it from module.parameters() after fully_shard"
+                f"the sharded {own.kind}: build it from module.parameters() after fully_shard"
             )
     return [(own.name_of[id(param)], param) for param in params]
 
@@ -130,9 +130,9 @@ def optimizer_state_like(
         if section == "state":
             one = own.kept.get(known[name]) if item in elementwise else None
             present = optimizer.state.get(params[known[name]], {}).get(item)
-            _put(state, path, _room(stored[key], one, present, stored.get(f"{weights}.{name}")))
+            put(state, path, room_for(stored[key], one, present, stored.get(f"{weights}.{name}")))
         elif name or path[0] == "param_groups":
-            _put(state, path, _room(stored[key]))
+            put(state, path, room_for(stored[key]))
     return state
 
 
@@ -159,7 +159,7 @@ def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]])
     return {key for key, same in alike.items() if same}
 
 
-def _room(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
+def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
     """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new.
 
     `one` is its parameter if the entry is elementwise, and `weight` the entry of that parameter.
@@ -176,7 +176,7 @@ def _room(entry: Any, one: Kept | None = None, present: Any = None, weight: Any 
     return one.tensor(torch.zeros(one.shard.shape, dtype=dtype, device=one.shard.device))
 
 
-def _put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
     """Put a value where a path of keys of dicts and positions in lists leads."""
     place: Any = state
     for at, key in enumerate(path):

@@ -19,6 +19,9 @@ from hocket.fsdp.kept import Inventory
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
 
+EXTRA = "_extra_state"
+"""How names end under which torch's modules keep what is neither parameter nor buffer. It may have any form."""
+
 SHOWN = 4
 """How many names a message lists."""
 
@@ -51,7 +54,7 @@ def load_model_state(context: ShardContext, state: Mapping[str, Any]) -> None:
     found = {own.others.get(name, name): value for name, value in state.items()}
     wrong = differences(found, entries(own))
     if wrong:
-        raise ValueError(f"the state dict doesn't fit the {type(own.root).__name__}: {wrong}")
+        raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
     for name, one in own.kept.items():
         value, shard = one.part_of(found[name]), one.shard.detach()
         if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
@@ -64,9 +67,10 @@ def load_model_state(context: ShardContext, state: Mapping[str, Any]) -> None:
 def differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Why what was found can't be loaded into what the module has, in words; empty if it can.
 
-    Compares names, and the shapes of values that have one.
+    Compares names, and the shapes of parameters and buffers.
     """
-    shapes = [(name, _shape(found[name]), _shape(value)) for name, value in own.items() if name in found]
+    both = [name for name in own if name in found and not name.endswith(EXTRA)]
+    shapes = [(name, _shape(found[name]), _shape(own[name])) for name in both]
     texts = [
         listed("it lacks {}", [name for name in own if name not in found]),
         listed("it has {}, which the module lacks", [name for name in found if name not in own]),

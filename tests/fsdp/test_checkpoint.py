@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hocket
-from hocket.fsdp.checkpoint import load, save
+from hocket.fsdp import checkpoint
+from hocket.fsdp.checkpoint import load, on_host, save
 from hocket.fsdp.dcp import CheckpointWriter
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
@@ -116,6 +119,35 @@ def test_training_goes_on_from_any_of_several_saves(tmp_path: Path) -> None:
     assert first == second
     for after, way in {0: Way(2, "optim"), 3: Way(2, "no_shard")}.items():
         assert run_ranks(resume, 2, tmp_path / str(after), way, 4 - after) == [first[after + 1 :]] * 2
+
+
+def test_the_copy_for_the_background_shares_nothing() -> None:
+    state = {"weights": [torch.ones(2)], "names": {"a": {1}}}
+    copied = on_host(state)
+    state["weights"][0].zero_()
+    state["names"]["a"].add(2)
+    assert copied["weights"][0].tolist() == [1, 1]
+    assert copied["names"] == {"a": {1}}
+
+
+def behind_the_others(rank: int, folder: Path) -> float:
+    """One rank's thread comes to the save when all the main threads have sent something else."""
+    _, ctx = shard(Way(2))
+    may_begin = threading.Event()
+    if rank == 1:
+        checkpoint._thread().submit(may_begin.wait, 20)
+    saved = save(ctx, None, folder, asynchronously=True)
+    if rank == 0:
+        time.sleep(0.2)  # its thread waits for the other by now
+    numbers = torch.full((4,), float(rank + 1))
+    dist.all_reduce(numbers)
+    may_begin.set()
+    saved.result(timeout=20)
+    return numbers.sum().item()
+
+
+def test_the_thread_and_the_caller_do_not_meet_in_one_group(tmp_path: Path) -> None:
+    assert run_ranks(behind_the_others, 2, tmp_path / "saved", timeout=30) == [12, 12]
 
 
 # What goes wrong

@@ -116,6 +116,11 @@ def test_through_a_torch_file_and_back(tmp_path: Path) -> None:
     for way in (Way(3), Way(2, "no_shard", ep=2)):
         run_ranks(load_two, way.world, tmp_path / "theirs", way)
 
+    del state["model"]["embed.weight"]  # the other name of a shared weight will do
+    torch.save(state, tmp_path / "less.pt")
+    torch_save_to_dcp(tmp_path / "less.pt", tmp_path / "less")
+    run_ranks(load_two, 2, tmp_path / "less")
+
 
 def load_whole(rank: int, flatten: bool) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -369,3 +374,32 @@ def load_stages(rank: int, folder: Path) -> None:
 def test_stages_save_one_checkpoint(tmp_path: Path) -> None:
     run_ranks(save_stage, 2, tmp_path / "saved")
     run_ranks(load_stages, 3, tmp_path / "saved")
+
+
+class Counting(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.counts = {"calls": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.counts
+
+    def set_extra_state(self, state: Any) -> None:
+        self.counts = state
+
+
+def extra_state(rank: int, folder: Path) -> None:
+    module = Counting()
+    ctx = hocket.fully_shard(module)
+    module.counts["calls"] = 7
+    save(ctx, None, folder)
+    module.counts = {"calls": 0}
+    load(ctx, None, folder)
+    assert module.counts == {"calls": 7}
+
+
+def test_extra_state_of_modules_is_saved_too(tmp_path: Path) -> None:
+    run_ranks(extra_state, 2, tmp_path / "saved")
