@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -403,3 +404,23 @@ def extra_state(rank: int, folder: Path) -> None:
 
 def test_extra_state_of_modules_is_saved_too(tmp_path: Path) -> None:
     run_ranks(extra_state, 2, tmp_path / "saved")
+
+
+def wrapped(rank: int) -> None:
+    torch.manual_seed(0)
+    module: Any = Stack(2)
+    module.blocks[0].register_buffer("seen", torch.full((2,), 3.0))
+    plain_names = list(module.state_dict())
+    module.blocks[0] = checkpoint_wrapper(module.blocks[0])
+    module.blocks[1] = torch.compile(module.blocks[1], backend="eager")
+    ctx = hocket.fully_shard(module, units=Block)
+    state = model_state(ctx)
+    assert sorted(state) == sorted(plain_names)
+    whole = {name: torch.full(value.shape, 0.5) for name, value in state.items()}
+    load_model_state(ctx, whole)
+    assert all((param == 0.5).all() for param in module.parameters())
+    assert module.blocks[0].seen.tolist() == [0.5, 0.5]
+
+
+def test_names_are_those_without_wrappers() -> None:
+    run_ranks(wrapped, 2)
