@@ -65,6 +65,8 @@ class ShardContext:
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
         self._read_outside: list[Lease] = []
+        self._updates = 0  # how often somebody waited for gradients, or said that weights were updated
+        self._versions = 0, 0  # of the weights that forwards under way have read
         self._forward_order: Order[Unit] = Order(self.units)
         self._backward_order: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
@@ -131,7 +133,22 @@ class ShardContext:
         self.forwards += 1
         if any(group.stale() for unit in self.units for group in unit.groups):
             self._weights = self.gathering.mark("weights")
-            self._forget_forwards()
+        self.forget_old_forwards()
+
+    def forget_old_forwards(self) -> None:
+        """If weights were updated since this was called last, no backward comes any more for the forwards before.
+
+        A unit that was not gathered since says nothing about that: it may have been left out for many steps. So versions
+        are compared, and how often gradients were waited for, since fused optimizers change no version.
+        """
+        versions = sum(group.main._version for unit in self.units for group in unit.groups), self._updates
+        if versions == self._versions or self._depth or self.in_backward:
+            return
+        self._versions = versions
+        for unit in self.units:
+            unit.open.clear()
+            unit.repeated.clear()
+        self._drop_outside()
 
     # In each of these, what is expected next is the last pass of its kind; a backward that has not been seen yet is
     # expected to begin units in the reverse of the order in which forward left them.
@@ -198,6 +215,7 @@ class ShardContext:
         if not self.reductions_open or self.in_backward:
             return
         self.reductions_open = False
+        self._updates += 1
         no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
         for unit in self.units:
             unit.reduce_deferred()
@@ -207,6 +225,7 @@ class ShardContext:
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
+        self._updates += 1
         for unit in self.units:
             for group in unit.groups:
                 group.invalidate()
@@ -222,8 +241,6 @@ class ShardContext:
 
         What is written to them is lost, unless `changed` says that it is to be kept, the same on all ranks.
         """
-        if any(group.stale() for unit in self.units for group in unit.groups):
-            self._forget_forwards()
         leases: list[Lease] = []
         try:
             for unit in self.units:
@@ -324,13 +341,6 @@ class ShardContext:
                 continue
             if not window.take(unit.full_bytes) or not unit.prefetch():
                 return
-
-    def _forget_forwards(self) -> None:
-        """No backward will come any more for forwards of older weights."""
-        for unit in self.units:
-            unit.open.clear()
-            unit.repeated.clear()
-        self._drop_outside()
 
     def _drop_outside(self) -> None:
         """Give up weights that were read outside of their unit, unless a backward is still to come.

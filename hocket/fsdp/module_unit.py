@@ -149,11 +149,13 @@ class Unit:
         if self.current:
             self.context.residency_of(self).touch(self)
             return True
-        if self.leases:
-            if any(group.changed() for group in self.groups):
+        if self.leases and any(group.changed() for group in self.groups):
+            self.context.forget_old_forwards()
+            if self.leases:
                 raise ValueError(
                     f"the weights of {self} changed while they were in use: update weights after backward, or abort()"
                 )
+        if self.leases:
             return True
         if not self.context.residency_of(self).admit(self, wanted):
             return False
