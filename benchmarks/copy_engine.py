@@ -82,7 +82,7 @@ class Unit:
 
     def add(self, programs: int) -> Call:
         """The local sum."""
-        return lambda: launch(self.parts, self.into, 1 / self.world, programs)
+        return lambda: launch(self.parts, self.into, 1 / self.world, programs=programs)
 
 
 class Products:

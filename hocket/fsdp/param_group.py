@@ -246,15 +246,18 @@ class ParamGroup:
         self._reducing.wait()  # in order, where a collective is under way until somebody waits
         self._outer.wait()
         flat = flat[: self.layout.total]
+        add = True
         if self.groups.outer_shards:
             self._make_room_in_partial()
         else:
-            self._make_room()
-            if self._summed and self.groups.outer.rank > 0:  # Note: [What the outer all-reduce adds up]
-                self.partial.zero_()
+            # Note: [What the outer all-reduce adds up]
+            add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
+            if add:
+                self._make_room()
+            self._readable.drop()
             self._has = [True] * len(self.members)
         self._summed = False
-        self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide)
+        self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide, add)
         return self._reducing
 
     def reduce_outer(self) -> Pending:

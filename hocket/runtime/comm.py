@@ -148,14 +148,16 @@ class Group:
         self._count("all_gather", (self.size - 1) * shard.nbytes)
         return self.transport.all_gather(out, shard)
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
         """`into` (n, fp32) += scale * the sum over ranks of their `full` (size * n), this rank's n of it.
+
+        Without `add` it becomes that, whatever it was.
 
         On gloo and on the copy engine the sum runs in rank order in the dtype of `into`.
         """
         assert full.numel() == self.size * into.numel(), f"{self.name}: {full.numel()} != {self.size} * {into.numel()}"
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
-        return self.transport.reduce_sum(full, into, scale)
+        return self.transport.reduce_sum(full, into, scale, add)
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
         """Exchange rows (dimension 0): `in_splits[p]` of `rows` go to p, `out_splits[p]` of `out` come from p."""

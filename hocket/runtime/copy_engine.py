@@ -202,7 +202,7 @@ class CopyEngine(Nccl):
         self._check("all_gather", shard)
         return self._finish(_all_gather(out, shard, group=self.group, async_op=on_default_stream(self.device)))
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         # One buffer is enough: a rank's part of an exchange begins, and so its peers write, when its stream has come
         # there, which is behind the sum of the exchange before.
         self._check("reduce_sum", full)
@@ -214,7 +214,7 @@ class CopyEngine(Nccl):
         parts = staging[: full.nbytes].view(full.dtype)
         work = dist.all_to_all_single(parts, full.view(-1), group=self.group, async_op=on_default_stream(self.device))
         self._finish(work)
-        add_sum(parts.view(-1, into.numel()), into, scale)
+        local_sum(parts.view(-1, into.numel()), into, scale, add)
         return DONE
 
     def destroy(self) -> None:
@@ -224,8 +224,8 @@ class CopyEngine(Nccl):
         super().destroy()
 
 
-def add_sum(parts_WS: Tensor, into_S: Tensor, scale: float) -> None:
-    """`into` += scale * the sum of the rows of `parts`, in their order and in fp32.
+def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
+    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32.
 
     On a GPU one kernel reads every part once; a CPU gets the same bits.
     """
@@ -235,9 +235,13 @@ def add_sum(parts_WS: Tensor, into_S: Tensor, scale: float) -> None:
     if into_S.device.type == "cuda":
         from hocket.runtime.sum_kernel import launch
 
-        launch(parts_WS, into_S, scale)
+        launch(parts_WS, into_S, scale, add)
         return
     total = parts_WS[0].to(torch.float32, copy=True)
     for part in parts_WS[1:]:
         total.add_(part)
-    into_S.add_(total.mul_(scale))
+    total.mul_(scale)
+    if add:
+        into_S.add_(total)
+    else:
+        into_S.copy_(total)

@@ -1,4 +1,4 @@
-"""A Triton kernel, so a module that only GPU hosts can import: see `copy_engine.add_sum`."""
+"""A Triton kernel, so a module that only GPU hosts can import: see `copy_engine.local_sum`."""
 
 # pyrefly: ignore-errors
 from __future__ import annotations
@@ -14,7 +14,7 @@ PROGRAMS = 528
 
 
 @triton.jit
-def _add_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.constexpr):  # noqa: ANN001, ANN202
+def _local_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.constexpr, add: tl.constexpr):  # noqa: ANN001, ANN202
     start = tl.program_id(0) * block_size
     while start < numel:
         at = start + tl.arange(0, block_size)
@@ -24,14 +24,16 @@ def _add_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.cons
         for _ in tl.static_range(world - 1):
             part += numel
             total += tl.load(part, mask=inside).to(tl.float32)
-        old = tl.load(into + at, mask=inside).to(tl.float32)
-        tl.store(into + at, old + total * scale, mask=inside)
+        total *= scale
+        if add:
+            total = tl.load(into + at, mask=inside).to(tl.float32) + total
+        tl.store(into + at, total, mask=inside)
         start += tl.num_programs(0) * block_size
 
 
-def launch(parts_WS: Tensor, into_S: Tensor, scale: float, programs: int = PROGRAMS) -> None:
-    """`into` += scale * the sum of the rows of `parts`, in their order and in fp32, on the current stream."""
+def launch(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, programs: int = PROGRAMS) -> None:
+    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32, on the current stream."""
     world, numel = parts_WS.shape
     grid = (min(programs, triton.cdiv(numel, BLOCK)),)
     # Multiply, then add: a fused product would round differently from what the CPU does.
-    _add_sum[grid](parts_WS, into_S, scale, numel, world, BLOCK, num_warps=4, enable_fp_fusion=False)
+    _local_sum[grid](parts_WS, into_S, scale, numel, world, BLOCK, add, num_warps=4, enable_fp_fusion=False)

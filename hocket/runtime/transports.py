@@ -110,7 +110,7 @@ class Transport(Protocol):
     """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending: ...
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending: ...
     def all_to_all_counts(self, counts: Tensor) -> Tensor: ...
     def send(self, tensor: Tensor, to: int) -> Pending: ...
@@ -128,6 +128,13 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
+def _write(total: Tensor, into: Tensor, scale: float) -> None:
+    """`into` = scale * `total`, computed in the dtype of `into`."""
+    into.copy_(total)
+    if scale != 1.0:
+        into.mul_(scale)
+
+
 class Local:
     """The transport of a group of one: exact, and no communication."""
 
@@ -136,8 +143,11 @@ class Local:
             out.copy_(shard)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
-        into.add_(full if scale == 1.0 else full.to(into.dtype, copy=True).mul_(scale))
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        if not add:
+            _write(full, into, scale)
+        else:
+            into.add_(full if scale == 1.0 else full.to(into.dtype, copy=True).mul_(scale))
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
@@ -176,7 +186,7 @@ class Gloo:
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return Pending(_all_gather(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         received = self.scratch.take(full.numel(), full.dtype)
         work = dist.all_to_all_single(_bytes(received), _bytes(full), group=self.group, async_op=True)
         assert work is not None
@@ -189,7 +199,10 @@ class Gloo:
             total.copy_(first)
             for part in rest:
                 total.add_(part)
-            into.add_(total if scale == 1.0 else total.mul_(scale))
+            if add:
+                into.add_(total if scale == 1.0 else total.mul_(scale))
+            else:
+                _write(total, into, scale)
             self.scratch.give(total)
             self.scratch.give(received)
 
@@ -244,11 +257,14 @@ class Nccl:
         _all_gather(out, shard, group=self.group)
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
         part = self.scratch.take(into.numel(), full.dtype)
         _reduce_scatter(part, full, group=self.group)
-        into.add_(part, alpha=scale)
+        if add:
+            into.add_(part, alpha=scale)
+        else:
+            _write(part, into, scale)
         self.scratch.give(part)
         return DONE
 
@@ -326,8 +342,12 @@ class Null:
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return DONE
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
-        into.add_(full[self.rank * into.numel() :][: into.numel()], alpha=scale)
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        mine = full[self.rank * into.numel() :][: into.numel()]
+        if add:
+            into.add_(mine, alpha=scale)
+        else:
+            _write(mine, into, scale)
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
@@ -400,9 +420,9 @@ class Slow:
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return self._late(out.nbytes - shard.nbytes, lambda: self.inner.all_gather(out, shard))
 
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float) -> Pending:
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         nbytes = full.nbytes - into.numel() * full.itemsize
-        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale))
+        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add))
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
         foreign = sum(in_splits) - in_splits[self.rank]

@@ -20,7 +20,7 @@ from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, everyone, make_groups
-from hocket.runtime.copy_engine import CopyEngine, add_sum
+from hocket.runtime.copy_engine import CopyEngine, local_sum
 from hocket.runtime.lanes import CudaLanes
 from hocket.testing import profile_overlap
 from tests.helpers.ranks import run_ranks
@@ -58,8 +58,10 @@ def test_the_kernel_adds_in_rank_order(world: int, numel: int, dtype: torch.dtyp
     for kept in (torch.float32, BF16):
         parts, into = torch.randn(world, numel).to(dtype), torch.randn(numel).to(kept)
         on_gpu = into.cuda()
-        add_sum(parts.cuda(), on_gpu, 1 / 3)
+        local_sum(parts.cuda(), on_gpu, 1 / 3)
         assert torch.equal(on_gpu.cpu(), rank_order_sum(parts, into, 1 / 3)), kept
+        local_sum(parts.cuda(), on_gpu, 1 / 3, add=False)
+        assert torch.equal(on_gpu.cpu(), rank_order_sum(parts, torch.zeros_like(into), 1 / 3)), kept
 
 
 # The transport
@@ -129,9 +131,9 @@ def activities(rank: int) -> dict[str, list[str]]:
 def test_no_kernel_communicates() -> None:
     for found in run_ranks(activities, WORLD, backend="nccl", timeout=120):
         for names in found.values():
-            assert sum("Memcpy PtoP" in name for name in names) >= WORLD - 1, found
+            assert any("Memcpy PtoP" in name for name in names), found  # a batch of copies is one activity
             assert not [name for name in names if "ncclDevKernel" in name or "ncclSymk" in name], found
-        assert sum("_add_sum" in name for name in found["reduce"]) == 1, found
+        assert sum("_local_sum" in name for name in found["reduce"]) == 1, found
 
 
 # Steps

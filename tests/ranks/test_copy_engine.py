@@ -16,7 +16,7 @@ from hocket.parallel.mesh import Mesh
 from hocket.runtime import copy_engine
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, make_groups
-from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, add_sum, refuse
+from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, local_sum, refuse
 from hocket.runtime.transports import Gloo
 from tests.helpers.pools import CpuPool
 from tests.helpers.ranks import run_ranks
@@ -90,9 +90,9 @@ def test_other_memory_is_refused_and_not_gathered_some_other_way():
     with pytest.raises(AssertionError, match="not contiguous"):
         transport.all_gather(out, out[::2])
     with pytest.raises(AssertionError, match="not allocated inside"):
-        transport.reduce_sum(outside, torch.zeros(4), 1.0)
+        transport.reduce_sum(outside, torch.zeros(4), 1.0, True)
     with pytest.raises(AssertionError, match=r"32 bytes on the copy engine, .* room for 0 to arrive"):
-        transport.reduce_sum(out, torch.zeros(4), 1.0)
+        transport.reduce_sum(out, torch.zeros(4), 1.0, True)
 
 
 # Sums
@@ -104,8 +104,11 @@ def test_parts_are_added_in_rank_order(world, numel, dtype):
     parts, into = torch.randn(world, numel).to(dtype), torch.randn(numel)
     for kept in (into, into.to(BF16)):
         expected = rank_order_sum(parts, kept, 1 / 3)
-        add_sum(parts, kept, 1 / 3)
+        local_sum(parts, kept, 1 / 3)
         assert torch.equal(kept, expected)
+        fresh = rank_order_sum(parts, torch.zeros_like(kept), 1 / 3)
+        local_sum(parts, kept, 1 / 3, add=False)
+        assert torch.equal(kept, fresh)
 
 
 def test_the_kernel_gives_the_same_bits(monkeypatch):
