@@ -9,7 +9,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp import hooks
 from hocket.fsdp.connect import Placement, connect
@@ -68,6 +70,7 @@ def fully_shard(
     params = found_parameters(module)
     if not params:
         raise ValueError(f"the {type(module).__name__} has no parameters to shard")
+    _refuse_strange(params)
     device = _device(params, options)
     placements = {found.name: place(found.name, found.param) if place else None for found in params}
     for name, placement in placements.items():
@@ -122,6 +125,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
                     owner._parameters[key] = shard
                     watch_reads(owner)
                     owner.__dict__.setdefault(_ATTRIBUTE, unit)
+        watch_reads(unit.module)  # it may hold no parameter itself, and must refuse copies all the same
         if not manual:
             hooks.drive(unit)
     _refuse_old_optimizers()
@@ -144,6 +148,17 @@ def _refuse_sharded(module: nn.Module) -> None:
                 raise ValueError(
                     f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
                 )
+
+
+def _refuse_strange(params: Sequence[Found]) -> None:
+    for found in params:
+        if is_lazy(found.param):
+            raise ValueError(f"parameter {found.name} has no shape yet: run a forward of the model before sharding it")
+        if is_traceable_wrapper_subclass(found.param):
+            raise ValueError(
+                f"parameter {found.name} is a {type(found.param).__name__}, which is divided or packed already: "
+                f"hocket.fully_shard takes plain parameters"
+            )
 
 
 def _is_full(param: Tensor | None) -> bool:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.fsdp.linear import forward_of
+from hocket.fsdp.sharded_parameter import ShardedParameter
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""
@@ -61,8 +62,9 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
     inner = [(name, module) for name, module in root.named_modules() if module is not root]
     if rule is None:
         return []
-    classes = rule if isinstance(rule, tuple) else (rule,)
-    if all(isinstance(one, type) for one in classes):
+    given: tuple[object, ...] = rule if isinstance(rule, tuple) else (rule,)
+    classes = tuple(one for one in given if isinstance(one, type))
+    if len(classes) == len(given):
         chosen = [(name, module) for name, module in inner if isinstance(module, classes)]
         what = " or ".join(one.__name__ for one in classes)
     elif callable(rule):
@@ -160,10 +162,24 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
     def reduce(self: nn.Module, protocol: int) -> Any:
         raise ValueError(
             f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
-            f"save its state with hocket.state_dict, or copy the model before it is sharded"
+            f"save it with hocket.fsdp.checkpoint.save, or copy the model before it is sharded"
         )
 
-    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for key, shard in self._parameters.items():
+            if isinstance(shard, ShardedParameter):
+                part = shard.detach()
+                new = fn(part)
+                if new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
+                    raise ValueError(
+                        f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
+                        f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "
+                        f"dtypes are Precision(...)"
+                    )
+        return cls._apply(self, fn, recurse)
+
+    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "_apply": apply}
+    body["__module__"] = cls.__module__
     if forward is not None:
         body["forward"] = forward
     return type(f"Sharded{cls.__name__}", (cls,), body)
