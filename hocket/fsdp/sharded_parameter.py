@@ -71,14 +71,16 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    def requires_grad_(self, mode: bool = True) -> ShardedParameter:
+    # The stub of torch calls the argument `mode`.
+    # pyrefly: ignore[bad-override-param-name]
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         """Refuse a change: which parameters have gradients is settled when they are sharded."""
-        if self.group is not None and mode != self.requires_grad:
+        if self.group is not None and requires_grad != self.requires_grad:
             raise ValueError(
-                f"requires_grad of {self.full_name} can't be set to {mode} any more: freeze and unfreeze "
+                f"requires_grad of {self.full_name} can't be set to {requires_grad} any more: freeze and unfreeze "
                 f"parameters before hocket.fully_shard"
             )
-        super().requires_grad_(mode)
+        super().requires_grad_(requires_grad)
         return self
 
 
