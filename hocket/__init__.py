@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hocket.fsdp.api import clip_grad_norm_, fully_shard, param_groups, unit_of
+    from hocket.fsdp.checkpoint import load as load_checkpoint
+    from hocket.fsdp.checkpoint import save as save_checkpoint
     from hocket.fsdp.connect import Placement
+    from hocket.fsdp.optimizer_state import load_optimizer_state, optimizer_state
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
+    from hocket.fsdp.state import load_model_state, model_state
 
 __all__ = [
     "Placement",
@@ -20,14 +24,40 @@ __all__ = [
     "ShardOptions",
     "clip_grad_norm_",
     "fully_shard",
+    "load_checkpoint",
+    "load_model_state",
+    "load_optimizer_state",
+    "model_state",
+    "optimizer_state",
     "param_groups",
+    "save_checkpoint",
     "unit_of",
 ]
 
-_HOMES = {"Placement": "connect", "Precision": "precision", "ShardOptions": "options"}
+_HOMES = {
+    "Placement": "connect:Placement",
+    "Precision": "precision:Precision",
+    "ShardOptions": "options:ShardOptions",
+    "clip_grad_norm_": "api:clip_grad_norm_",
+    "fully_shard": "api:fully_shard",
+    "load_checkpoint": "checkpoint:load",
+    "load_model_state": "state:load_model_state",
+    "load_optimizer_state": "optimizer_state:load_optimizer_state",
+    "model_state": "state:model_state",
+    "optimizer_state": "optimizer_state:optimizer_state",
+    "param_groups": "api:param_groups",
+    "save_checkpoint": "checkpoint:save",
+    "unit_of": "api:unit_of",
+}
+"""Name -> the file of hocket/fsdp that has it, and its name there."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
-    return getattr(import_module(f"hocket.fsdp.{_HOMES.get(name, 'api')}"), name)
+    file, there = _HOMES[name].split(":")
+    return getattr(import_module(f"hocket.fsdp.{file}"), there)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

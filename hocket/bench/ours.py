@@ -17,7 +17,7 @@ from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, TransportName
-from hocket.runtime.transports import Null
+from hocket.runtime.pretended import Null
 
 _groups: dict[tuple[Mesh, str], Groups] = {}
 """Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""

@@ -1,4 +1,4 @@
-"""How the bytes of one group move: gloo, NCCL, not at all (null), or late (slow).
+"""How the bytes of one group move: over gloo or NCCL. `copy_engine.py` and `pretended.py` have other ways.
 
 A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has
 been waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done
@@ -17,9 +17,7 @@ and the kernel that sums what has arrived waits for nobody. So they need no plac
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -128,7 +126,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def _write(total: Tensor, into: Tensor, scale: float) -> None:
+def write_scaled(total: Tensor, into: Tensor, scale: float) -> None:
     """`into` = scale * `total`, computed in the dtype of `into`."""
     into.copy_(total)
     if scale != 1.0:
@@ -145,7 +143,7 @@ class Local:
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         if not add:
-            _write(full, into, scale)
+            write_scaled(full, into, scale)
         else:
             into.add_(full if scale == 1.0 else full.to(into.dtype, copy=True).mul_(scale))
         return DONE
@@ -202,7 +200,7 @@ class Gloo:
             if add:
                 into.add_(total if scale == 1.0 else total.mul_(scale))
             else:
-                _write(total, into, scale)
+                write_scaled(total, into, scale)
             self.scratch.give(total)
             self.scratch.give(received)
 
@@ -264,7 +262,7 @@ class Nccl:
         if add:
             into.add_(part, alpha=scale)
         else:
-            _write(part, into, scale)
+            write_scaled(part, into, scale)
         self.scratch.give(part)
         return DONE
 
@@ -303,155 +301,3 @@ def nccl_options(max_ctas: int, timeout: timedelta) -> Any:
     options.config.max_ctas = max_ctas
     options._timeout = timeout
     return options
-
-
-@dataclass
-class Null:
-    """Pretends: nothing moves and nobody waits. A step under it is the bound, a step with free communication.
-
-    Note: [The bound does the same work]
-    Gathered slots keep what they hold, normal numbers, since products of zeros draw less power and run faster. Received
-    rows are overwritten with normal numbers, which costs the memory writes that a real arrival costs too. Local work
-    (adding up gradients) is still done. An exchange of rows has splits like a real one: each rank sends the rows that
-    its own router chose, and gets from every peer as many as it keeps for itself, `size` times its own share; backward
-    uses the forward's splits, as always. The weights of routers are gathered, so they never change, and every step
-    routes the same way: nearly evenly, like an untrained router. So where a real run's load is uneven, what that costs
-    counts as cost of communication; the load that both report says how much of it there is.
-    """
-
-    size: int
-    rank: int
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.blocks: dict[torch.dtype, Tensor] = {}
-
-    def _fill(self, out: Tensor) -> None:
-        if not out.is_floating_point() or not out.numel():
-            return
-        if out.dtype not in self.blocks:  # small, so that reading it again and again stays in the cache
-            numbers = torch.randn(1 << 17, generator=torch.Generator().manual_seed(self.rank))
-            self.blocks[out.dtype] = numbers.to(self.device, out.dtype)
-        block, flat = self.blocks[out.dtype], out.view(-1)
-        whole = flat.numel() // block.numel()
-        if whole:
-            flat[: whole * block.numel()].view(whole, -1).copy_(block.expand(whole, -1))
-        tail = flat[whole * block.numel() :]
-        tail.copy_(block[: tail.numel()])
-
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        return DONE
-
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        mine = full[self.rank * into.numel() :][: into.numel()]
-        if add:
-            into.add_(mine, alpha=scale)
-        else:
-            _write(mine, into, scale)
-        return DONE
-
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        self._fill(out)
-        return DONE
-
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        """Every peer sends what this rank would keep for itself."""
-        return counts[self.rank].expand_as(counts).contiguous()
-
-    def send(self, tensor: Tensor, to: int) -> Pending:
-        return DONE
-
-    def recv(self, tensor: Tensor, source: int) -> Pending:
-        self._fill(tensor)
-        return DONE
-
-    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
-        return DONE
-
-    def barrier(self) -> None:
-        pass
-
-    def destroy(self) -> None:
-        self.blocks.clear()
-
-
-@dataclass(frozen=True)
-class Link:
-    """An imagined network: `latency` in seconds per operation, `bandwidth` in bytes per second and rank."""
-
-    latency: float
-    bandwidth: float
-
-    def seconds(self, nbytes: float) -> float:
-        return self.latency + nbytes / self.bandwidth
-
-
-@dataclass
-class Slow:
-    """Emulated: every operation of `inner` happens later by what it would take on `link`.
-
-    On a CPU a thread per group holds each operation back before it starts it, one after the other like a link, so peers
-    see late data exactly as they would from a slow network. On a GPU `spin` keeps the current stream busy instead.
-    """
-
-    inner: Transport
-    link: Link
-    rank: int
-    timeout: float
-    spin: Callable[[float], None] | None = None
-
-    def __post_init__(self) -> None:
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="slow") if self.spin is None else None
-
-    def _late(self, nbytes: float, start: Callable[[], Pending]) -> Pending:
-        seconds = self.link.seconds(nbytes)
-        if self.worker is None:
-            assert self.spin is not None
-            self.spin(seconds)
-            return start()
-
-        def run() -> None:
-            time.sleep(seconds)
-            start().wait()
-
-        future: Future[None] = self.worker.submit(run)
-        return Pending(lambda: future.result(self.timeout))
-
-    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        return self._late(out.nbytes - shard.nbytes, lambda: self.inner.all_gather(out, shard))
-
-    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        nbytes = full.nbytes - into.numel() * full.itemsize
-        return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add))
-
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        foreign = sum(in_splits) - in_splits[self.rank]
-        nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
-        return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, out_splits, in_splits))
-
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        received: list[Tensor] = []
-
-        def start() -> Pending:
-            received.append(self.inner.all_to_all_counts(counts))
-            return DONE
-
-        self._late(counts.nbytes, start).wait()
-        return received[0]
-
-    def send(self, tensor: Tensor, to: int) -> Pending:
-        return self._late(tensor.nbytes, lambda: self.inner.send(tensor, to))
-
-    def recv(self, tensor: Tensor, source: int) -> Pending:
-        return self.inner.recv(tensor, source)
-
-    def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
-        return self._late(2 * tensor.nbytes, lambda: self.inner.all_reduce(tensor, op))
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def destroy(self) -> None:
-        if self.worker is not None:
-            self.worker.shutdown(wait=False, cancel_futures=True)
-        self.inner.destroy()

@@ -16,7 +16,7 @@ from hocket.bench.workload import batches
 from hocket.fsdp.linear import sink_of
 from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.comm import Group, Window
-from hocket.runtime.transports import Null
+from hocket.runtime.pretended import Null
 from tests.bench.setup import CPU, built, curves, workload
 from tests.helpers.ranks import run_ranks
 

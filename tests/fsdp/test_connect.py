@@ -8,7 +8,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.fsdp.connect import Placement, connect
-from hocket.runtime.transports import Gloo, Local, Null
+from hocket.runtime.pretended import Null
+from hocket.runtime.transports import Gloo, Local
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
