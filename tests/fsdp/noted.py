@@ -48,10 +48,13 @@ class Noted(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers in a row, in any order of registration."""
+    """Layers in a row, in any order of registration, and maybe a last one that is the root's own."""
 
-    def __init__(self, layers: int, order: Sequence[int] | None = None, two_dtypes: bool = False) -> None:
+    def __init__(
+        self, layers: int, order: Sequence[int] | None = None, two_dtypes: bool = False, head: bool = False
+    ) -> None:
         super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH) if head else nn.Identity()
         self.log: list[History] = []
         self.layers = nn.ModuleList(Noted(str(i), self.log, two_dtypes) for i in range(layers))
         self.order = list(order) if order is not None else list(range(layers))
@@ -60,7 +63,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for i in self.order:
             x = self.run(self.layers[i], x)
-        return x
+        return self.head(x)
 
 
 class Run:

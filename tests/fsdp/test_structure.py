@@ -61,6 +61,27 @@ def test_one_gather_and_one_reduction_of_a_step_are_exposed():
     run_ranks(exposures, 2)
 
 
+def parents(rank: int) -> None:
+    """A unit around others collects gradients all through their backward, and takes no room from them."""
+    for options in (hocket.ShardOptions(), hocket.ShardOptions(slots=2)):
+        with naming(options):
+            history = Run(Model(L, head=True), 2, options=options).step()
+            for m in range(2):
+                for i in range(1, L):
+                    assert history.concurrent(history.one(f"reduce layers.{i}", m), history.one(f"B {i - 1}", m)), (
+                        m,
+                        i,
+                    )
+            shown = [g.name for g in named(history, "gather ") if exposed(history, g)]
+            assert sorted(shown) == ["gather ", "gather layers.0"]
+            shown = [r.name for r in named(history, "reduce ") if exposed(history, r)]
+            assert sorted(shown) == ["reduce ", "reduce layers.0"]
+
+
+def test_parameters_of_the_root_take_no_room():
+    run_ranks(parents, 2)
+
+
 def waits(rank: int) -> None:
     for options in variants():
         with naming(options):

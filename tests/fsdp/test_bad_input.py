@@ -1,0 +1,123 @@
+"""Settings that mean nothing are refused by name, with their value and a fix, before anything is changed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hocket
+from tests.fsdp.models import Block, Chain, Stack
+from tests.fsdp.twin import mesh_of
+from tests.helpers.ranks import run_ranks
+
+OPTIONS = {
+    "prefetch": [(-1, "prefetch=-1"), (True, "prefetch=True"), (1.5, "prefetch=1.5"), ("lots", "lots"), ("5", "5")],
+    "slots": [(0, "slots=0"), (True, "slots=True"), ("many", "slots='many'"), (1, "prefetch + 1")],
+    "staging": [(0, "staging=0"), (2.0, "staging=2.0")],
+    "outer": [("shards", "outer='shards' is not one of replicate, shard")],
+    "transport": [("mpi", "transport='mpi' is not one of")],
+    "driver": [("magic", "driver='magic' is not one of hooks, manual")],
+    "granularity": [("col", "granularity='col' is not one of element, row, tensor")],
+}
+CASES = [(name, value, words) for name, pairs in OPTIONS.items() for value, words in pairs]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), CASES)
+def test_options(name, value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        hocket.ShardOptions(**{name: value})
+
+
+CALLS = {
+    "strategy": (dict(strategy="zero3"), "strategy='zero3' is not one of no_shard, optim, optim_grads"),
+    "nothing": (dict(units=nn.Conv2d), "units chooses nothing: the Stack contains no Conv2d"),
+    "no one": (dict(units=lambda name, module: False), "units chooses nothing"),
+    "no module": (dict(units=[3]), "units has 3, which is no module"),
+    "a stranger": (dict(units=[Block()]), "units has a Block that is no part of the Stack"),
+    "a list": (dict(units=nn.ModuleList), "'blocks', a ModuleList, which is never called itself"),
+    "nccl": (dict(options=hocket.ShardOptions(transport="nccl")), "transport='nccl' moves bytes between GPUs"),
+    "copy engine": (dict(options=hocket.ShardOptions(transport="copy_engine")), "transport='copy_engine'"),
+    "outer": (dict(options=hocket.ShardOptions(outer="shard")), "outer='shard' needs a mesh of two axes"),
+    "no copies": (
+        dict(options=hocket.ShardOptions(outer="shard"), strategy="no_shard"),
+        "strategy='no_shard' shards nothing",
+    ),
+    "place": (dict(place=lambda name, param: "there"), "place returned 'there' for first.weight"),
+    "divide": (
+        dict(place=lambda name, param: hocket.Placement(None, 0.0) if name == "first.weight" else None),
+        "divide=0.0 must be above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), CALLS.values(), ids=CALLS)
+def test_arguments(arguments, words):
+    model = Stack()
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=re.escape(words)):
+        hocket.fully_shard(model, **arguments)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+    hocket.fully_shard(model, units=Block)
+
+
+def test_a_module_without_parameters():
+    with pytest.raises(ValueError, match="Identity has no parameters"):
+        hocket.fully_shard(nn.Identity())
+
+
+def test_parameters_on_several_devices():
+    model = Chain(Block(), Block())
+    model.blocks[1].to("meta")
+    hocket.fully_shard(model, units=Block)  # what is on the meta device goes where the rest is
+    model = Chain(Block().to("meta"))
+    with pytest.raises(ValueError, match=r"meta device: say where they go with ShardOptions\(device=...\)"):
+        hocket.fully_shard(model, units=Block)
+
+
+def test_meta_parameters_that_nothing_initialises():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    with pytest.raises(ValueError, match=r"Bare on the meta device has no reset_parameters.*ShardOptions\(init="):
+        hocket.fully_shard(Bare(), options=hocket.ShardOptions(device="cpu"))
+
+
+def test_unit_of_a_stranger():
+    with pytest.raises(ValueError, match="this Linear is no unit of a sharded model"):
+        hocket.unit_of(nn.Linear(2, 2))
+
+
+def three_axes(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"3 axes.*one axis or two"):
+        hocket.fully_shard(Stack(), mesh=mesh_of((1, 1, 2), ("a", "b", "c")))
+
+
+def test_a_mesh_of_three_axes():
+    run_ranks(three_axes, 2)
+
+
+def unfindable_outputs(rank: int) -> None:
+    """An output in which tensors can't be found: its weights would be gone in backward."""
+
+    class Hidden:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    class Hiding(Block):
+        def forward(self, x: torch.Tensor) -> Hidden:
+            return Hidden(super().forward(x))
+
+    model = Hiding()
+    ctx = hocket.fully_shard(model)
+    with pytest.raises(ValueError, match="returned a Hidden, in which tensors can't be found"):
+        model(torch.randn(2, 11))
+    ctx.abort()
+
+
+def test_outputs_without_findable_tensors():
+    run_ranks(unfindable_outputs, 2)
