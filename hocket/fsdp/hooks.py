@@ -38,6 +38,7 @@ class Invocation:
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._lease: Lease | None = None
+        self._weights = _versions(unit)
 
     def open(self) -> None:
         """An output may get a gradient later."""
@@ -51,7 +52,15 @@ class Invocation:
         return not self.has_inputs and self.forward not in self.unit.repeated
 
     def start(self, _grad: object = None) -> None:
-        """The gradient of an output is there: the weights are needed again."""
+        """The gradient of an output is there: the weights are needed again.
+
+        Raises: ValueError if they are other ones by now; the activations are those of the old ones.
+        """
+        if self._weights != _versions(self.unit):
+            raise ValueError(
+                f"the weights of {self.unit} changed between a forward and its backward, so its gradients would be "
+                f"wrong: run every backward before optimizer.step(), or abort()"
+            )
         context = self.unit.context
         begin_backward(context)
         if self._lease is None:
@@ -65,13 +74,18 @@ class Invocation:
             self._lease = None
             self.unit.context.started.pop(self, None)
         opened = self.unit.open
-        if self.forward in opened:  # else a graph is used again, and what is staged goes at the end of its backward
+        if opened[self.forward] > 1:
             opened[self.forward] -= 1
-            if not opened[self.forward]:
-                del opened[self.forward]
-                self.unit.repeated.discard(self.forward)
-                self.unit.reduce()
+        else:  # the last one of its forward; or a graph is used again, and then any may be the last
+            del opened[self.forward]
+            self.unit.repeated.discard(self.forward)
+            self.unit.reduce()
         self.unit.context.look_back()
+
+
+def _versions(unit: Unit) -> list[int]:
+    """Which main weights these are. Fused optimizers change them without counting."""
+    return [group.main._version for group in unit.groups]
 
 
 class _Inputs(torch.autograd.Function):

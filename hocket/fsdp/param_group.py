@@ -250,7 +250,8 @@ class ParamGroup:
         if self.groups.outer_shards:
             self._make_room_in_partial()
         else:
-            # Note: [What the outer all-reduce adds up]
+            # Nothing to add to: all was forgotten, or only the first replica keeps it; see
+            # Note: [What the outer all-reduce adds up].
             add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
             if add:
                 self._make_room()
