@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp import hooks
+from hocket.fsdp.agreement import Fingerprints
 from hocket.fsdp.connect import Placement, connect
 from hocket.fsdp.linear import sink_of
 from hocket.fsdp.materialize import materialize
@@ -79,16 +80,19 @@ def fully_shard(
     owned = assign(module, [one for _, one in chosen], params)
     default = Placement(mesh, None)
     made: list[Unit] = []
+    fingerprints = Fingerprints()
     for name, owner in [("", module), *chosen]:
         mine = materialize(owned[owner], device, options.init)
         groups = []
         for key, members in _alike(mine, placements, default, precision).items():
             where = connect(key[0], strategy, options, device)
+            fingerprints.add(members, where)
             groups.append(ParamGroup(members, where, precision, options.granularity, device))
         made.append(Unit(name, owner, groups))
         for old, new in zip(owned[owner], mine, strict=True):
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
+    fingerprints.compare()
     everyone = connect(default, strategy, options, device)
     context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
     _install(context, {one for _, one in chosen}, manual=options.driver == "manual")

@@ -81,6 +81,10 @@ class ShardContext:
             for group in unit.groups:
                 group.settle = self.finish_step
 
+    def __repr__(self) -> str:
+        kept = sum(group.nbytes for unit in self.units for group in unit.groups)
+        return f"ShardContext({len(self.units)} units, {kept / 2**20:,.1f} MiB of weights and gradients on this rank)"
+
     def place(self) -> None:
         """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
         count, fixed = self.policy.slots, self.policy.slots is not None
@@ -138,8 +142,8 @@ class ShardContext:
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
 
-        A unit that was not gathered since says nothing about that: it may have been left out for many steps. So versions
-        are compared, and how often gradients were waited for, since fused optimizers change no version.
+        A unit that was not gathered since says nothing about that: it may have been left out for many steps. So
+        versions are compared, and how often gradients were waited for, since fused optimizers change no version.
         """
         versions = sum(group.main._version for unit in self.units for group in unit.groups), self._updates
         if versions == self._versions or self._depth or self.in_backward:

@@ -1,0 +1,55 @@
+"""Do the ranks that are to share parameters hold the same values?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hocket.fsdp.connect import ShardGroups
+from hocket.fsdp.param_group import Member
+
+
+class Fingerprints:
+    """Sums of parameters, to be compared between ranks once all are known: so nobody waits for each one.
+
+    Every rank would keep its part of a parameter and throw the rest away, so ranks with different values, say without a
+    common seed, end up with a mixture that was nobody's; replicas would train different models without a word.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[ShardGroups, list[str], Tensor]] = []
+
+    @torch.no_grad()
+    def add(self, members: Sequence[Member], groups: ShardGroups) -> None:
+        """Note the parameters of a group, which all ranks of `groups` hold whole."""
+        compared = [member for member in members if member.param.is_floating_point() and member.param.numel()]
+        if compared:
+            names = [member.name for member in compared]
+            self._found.append((groups, names, torch.stack([_fingerprint(member.param) for member in compared])))
+
+    def compare(self) -> None:
+        """Raise ValueError for the first parameter whose values differ between ranks. All ranks call this."""
+        spreads = []
+        for groups, _, sums in self._found:
+            both = torch.stack([sums, -sums])
+            for group in (groups.reduce, groups.outer):
+                group.all_reduce(both, "max").wait()
+            spreads.append(both.sum(0))  # the largest minus the smallest
+        spread = torch.cat(spreads).tolist() if spreads else []
+        names = [name for _, found, _ in self._found for name in found]
+        for name, difference in zip(names, spread, strict=True):
+            if difference != 0:
+                raise ValueError(
+                    f"ranks hold different values of {name}, and each would keep a part of its own: give all ranks the "
+                    f"same weights, as by torch.manual_seed(0) before the model is made, or by loading a checkpoint"
+                )
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fingerprint(param: Tensor) -> Tensor:
+    """The sum of a parameter's bits, read as integers: the same in whatever order it is made. int64, 0-d."""
+    return param.detach().contiguous().view(_BITS[param.dtype.itemsize]).sum(dtype=torch.int64)
