@@ -5,6 +5,7 @@ A case is a function of a number, and a test runs a batch of cases in the same p
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 BATCH = 12
 
 
-def tell(rank: int, numbers: Sequence[int]) -> None:
+def tell(rank: int, numbers: Sequence[int], device: str = "cpu") -> None:
     """Steps of random cases; before the microbatches of each step something else may happen."""
     stories = {**STORIES, "failed_steps": failed_steps, "": lambda pair: None}
     world = dist.get_world_size()
@@ -26,6 +27,7 @@ def tell(rank: int, numbers: Sequence[int]) -> None:
     for number in numbers:
         rng = Random(number)
         case = random_case(rng, (*LEAVES, *SHARING) if number % 2 else LEAVES, meshes)
+        case = replace(case, device=device)
         told = [rng.choice([*stories, ""]) for _ in range(case.steps)]
         with naming(f"{number}: {case} {told}"):
             pair = Pair(case, rank, world)

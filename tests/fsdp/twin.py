@@ -61,6 +61,7 @@ class Case:
     optimizer: str = "sgd"
     steps: int = 3
     set_to_none: bool = True
+    device: str = "cpu"
 
     def __str__(self) -> str:
         plain = Case(self.model)
@@ -152,7 +153,7 @@ def build(case: Case, expert: int = 0) -> nn.Module:
         for name, param in module.named_parameters():
             if ".experts." in name:
                 param.uniform_(-0.3, 0.3)
-    return module
+    return module.to(case.device)
 
 
 class Twin:
@@ -228,7 +229,7 @@ class Twin:
 
 def forward(module: nn.Module, case: Case, rank: int, seed: int, step: int) -> Tensor:
     """The loss of one microbatch of one rank."""
-    x = batch(case.kind, 1000 * seed + rank)
+    x = batch(case.kind, 1000 * seed + rank).to(case.device)
     compute = case.precision.get("compute")
     if compute is not None and x.is_floating_point():
         x = x.to(compute)
@@ -245,8 +246,8 @@ class Pair:
         self.ctx = shard(case, self.module, world)
         self.optimizer = OPTIMIZERS[case.optimizer](list(self.module.parameters()))
         self.steps = self.seed = 0
-        # Sums of more than two replicas are the backend's affair: gloo's have another order.
-        self.exact = case.exact and len(case.teams(world)) <= 2
+        # Sums of more than two replicas are the backend's affair: gloo's have another order, as have all of NCCL's.
+        self.exact = case.exact and len(case.teams(world)) <= 2 and case.device == "cpu"
 
     def forward(self, seed: int | None = None) -> Tensor:
         """A microbatch of the sharded model alone, by default the next one."""
@@ -342,10 +343,10 @@ class Pair:
 _meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 
 
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], device: str = "cpu") -> DeviceMesh:
     """A mesh, made once per process: every one costs process groups."""
     if (shape, names) not in _meshes:
-        _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        _meshes[shape, names] = init_device_mesh(device, shape, mesh_dim_names=names)
     return _meshes[shape, names]
 
 
@@ -353,14 +354,14 @@ def shard(case: Case, module: nn.Module, world: int) -> Any:
     """Shard the module as the case says; the context."""
     place = None
     if case.experts > 1:
-        experts = mesh_of((world // case.experts, case.experts), ("edp", "ep"))["edp"]
+        experts = mesh_of((world // case.experts, case.experts), ("edp", "ep"), case.device)["edp"]
 
         def place(name: str, param: nn.Parameter) -> Placement | None:
             return Placement(mesh=experts, divide=float(world)) if ".experts." in name else None
 
     mesh = None
     if case.mesh is not None:
-        mesh = mesh_of(case.mesh, ("shard",) if len(case.mesh) == 1 else ("outer", "shard"))
+        mesh = mesh_of(case.mesh, ("shard",) if len(case.mesh) == 1 else ("outer", "shard"), case.device)
     return hocket.fully_shard(
         module,
         units=case.kind.units,
