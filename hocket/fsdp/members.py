@@ -162,7 +162,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
     def reduce(self: nn.Module, protocol: int) -> Any:
         raise ValueError(
             f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
-            f"save it with hocket.fsdp.checkpoint.save, or copy the model before it is sharded"
+            f"save it with hocket.save_checkpoint, or copy the model before it is sharded"
         )
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -120,7 +120,13 @@ def saved(rank: int, text: str, folder: Path) -> None:
     model(torch.randn(3, 16)).sum().backward()
     optimizer.step()
     wanted = [param.detach().clone() for param in model.parameters()]
-    found: dict[str, Any] = {"ctx": ctx, "optimizer": optimizer, "folder": folder / "a", "other_folder": folder / "b"}
+    found: dict[str, Any] = {
+        "hocket": hocket,
+        "ctx": ctx,
+        "optimizer": optimizer,
+        "folder": folder / "a",
+        "other_folder": folder / "b",
+    }
     *lines, load = text.strip().splitlines()
     exec("\n".join(lines), found)
     with torch.no_grad():
@@ -132,7 +138,7 @@ def saved(rank: int, text: str, folder: Path) -> None:
 
 
 def test_the_program_that_saves(tmp_path: Path) -> None:
-    run_ranks(saved, 2, program("checkpoint.save("), tmp_path)
+    run_ranks(saved, 2, program("hocket.save_checkpoint("), tmp_path)
 
 
 class Block(nn.Module):
