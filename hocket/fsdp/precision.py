@@ -18,7 +18,7 @@ class Precision:
     wire: torch.dtype | None = None
     """In which gradients are sent; None is the compute dtype."""
     accumulate: torch.dtype = torch.float32
-    """In which the gradients of microbatches are added up, and of ranks; but NCCL's reduction adds ranks up in `wire`."""
+    """In which the gradients of microbatches are added up, and of ranks, but for NCCL's own sum of ranks: in `wire`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
