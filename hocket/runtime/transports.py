@@ -144,8 +144,10 @@ class Local:
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         if not add:
             write_scaled(full, into, scale)
+        elif full.is_cuda or scale == 1.0:
+            into.add_(full, alpha=scale)  # one kernel; it may round once where a CPU rounds twice
         else:
-            into.add_(full if scale == 1.0 else full.to(into.dtype, copy=True).mul_(scale))
+            into.add_(full.to(into.dtype, copy=True).mul_(scale))
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
