@@ -73,10 +73,7 @@ def fully_shard(
         raise ValueError(f"the {type(module).__name__} has no parameters to shard")
     _refuse_strange(params)
     device = _device(params, options)
-    placements = {found.name: place(found.name, found.param) if place else None for found in params}
-    for name, placement in placements.items():
-        if placement is not None and not isinstance(placement, Placement):
-            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.Placement, or None")
+    placements = _placements(params, place)
     owned = assign(module, [one for _, one in chosen], params)
     default = Placement(mesh, None)
     made: list[Unit] = []
@@ -97,6 +94,15 @@ def fully_shard(
     context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
     _install(context, {one for _, one in chosen}, manual=options.driver == "manual")
     return context
+
+
+def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Placement | None]:
+    """Where `place` puts each parameter, by name; None is the mesh of the others."""
+    placements = {found.name: place(found.name, found.param) if place else None for found in params}
+    for name, placement in placements.items():
+        if placement is not None and not isinstance(placement, Placement):
+            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.Placement, or None")
+    return placements
 
 
 def _alike(
