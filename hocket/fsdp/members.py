@@ -15,7 +15,7 @@ what is read is the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,8 +178,19 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
                     )
         return cls._apply(self, fn, recurse)
 
-    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "_apply": apply}
-    body["__module__"] = cls.__module__
+    def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        for key, shard in self._parameters.items():
+            found = state.get(prefix + key)
+            if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found.shape != shard.shape:
+                raise ValueError(
+                    f"{prefix}{key} is {tuple(found.shape)} in the state dict, and this rank keeps {shard.numel()} "
+                    f"elements of {tuple(shard.full_shape)}: load whole weights with hocket.load_model_state(ctx, "
+                    f"state), or a checkpoint with hocket.load_checkpoint"
+                )
+        cls._load_from_state_dict(self, state, prefix, *rest)
+
+    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    body |= {"_apply": apply, "_load_from_state_dict": load}
     if forward is not None:
         body["forward"] = forward
     return type(f"Sharded{cls.__name__}", (cls,), body)

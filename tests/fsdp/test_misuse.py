@@ -88,6 +88,10 @@ def pickled() -> None:
     pickle.dumps(sharded()[0])
 
 
+def loaded_whole() -> None:
+    sharded()[0].load_state_dict(plain().state_dict())
+
+
 def tensor_parallel() -> None:
     model = parallelize_module(plain(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
     hocket.fully_shard(model, units=Block)
@@ -117,6 +121,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     unfrozen_later: "can't be set to True any more",
     copied: "can't be pickled or copied",
     pickled: "can't be pickled or copied",
+    loaded_whole: "load whole weights with hocket.load_model_state(ctx, state)",
     tensor_parallel: "parameter 0.weight is a DTensor",
     lazy: "parameter weight has no shape yet",
     updated_too_early: "changed between a forward and its backward",
