@@ -38,6 +38,11 @@ SHARDED_STEPS = (
 )
 """What each part of `hocket.fully_shard` buys: all but one part of it on NCCL, then copy engines. Half of the layers,
 so that all have room."""
+SHARDED_PEERS = (
+    "--model.layers 16 --against bound,megatron_fsdp,megatron_fsdp_experimental,hocket_ce,fully_shard_ce "
+    "--blocks 4 --steps 2"
+)
+"""Beside the peers whose buffers are flat too."""
 SHARDED_HOST = "--against bound,fsdp2_tuned,fully_shard,fully_shard_null --blocks 4 --steps 4"
 """So few tokens that a step takes as long as the host needs to issue it."""
 SHARDED_ADAMW = (
@@ -60,6 +65,7 @@ PRESETS = {
     "fsdp_long": (f"{DENSE} {SHARDED_LONG}", (8192,)),
     "fsdp_plan": (f"{DENSE} {SHARDED_PLAN}", (4096,)),
     "fsdp_steps": (f"{DENSE} {SHARDED_STEPS}", (4096,)),
+    "fsdp_peers": (f"{DENSE} {SHARDED_PEERS}", (4096,)),
     "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
     "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
     "expert_parallel": (EXPERTS, (4096, 8192)),

@@ -339,6 +339,7 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "fsdp_settings": ("fsdp", settings),
     "fsdp_long": ("fsdp_long", contenders),
     "fsdp_plan": ("fsdp_plan", contenders),
+    "fsdp_peers": ("fsdp_peers", contenders),
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
     "fsdp_steps": ("fsdp_steps", contenders),
