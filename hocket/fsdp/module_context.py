@@ -138,6 +138,7 @@ class ShardContext:
         if any(group.stale() for unit in self.units for group in unit.groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
+        self._drop_outside()
 
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
@@ -206,7 +207,6 @@ class ShardContext:
             invocation.finish()
         for unit in self.units:
             unit.reduce()
-        self._drop_outside()
         self._backward_order.finish()
         self.in_backward = False
 
@@ -220,6 +220,7 @@ class ShardContext:
             return
         self.reductions_open = False
         self._updates += 1
+        self._drop_outside()
         no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
         for unit in self.units:
             unit.reduce_deferred()
@@ -349,6 +350,7 @@ class ShardContext:
     def _drop_outside(self) -> None:
         """Give up weights that were read outside of their unit, unless a backward is still to come.
 
+        Not at the end of a backward: the same graph may run once more, before a step or another forward.
         Which one reads them can't be told: while one forward holds the unit, others read its weights without asking.
         """
         if any(unit.open for unit in self.units):
