@@ -39,11 +39,11 @@ def tell(rank: int, numbers: Sequence[int], device: str = "cpu") -> None:
             pair.compare_gathered()
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", range(5))
 def test_two_ranks(batch):
     run_ranks(tell, 2, range(BATCH * batch, BATCH * (batch + 1)))
 
 
-@pytest.mark.parametrize("batch", range(3))
+@pytest.mark.parametrize("batch", range(2))
 def test_four_ranks(batch):
-    run_ranks(tell, 4, range(1000 + BATCH * batch, 1000 + BATCH * (batch + 1)))
+    run_ranks(tell, 4, range(1000 + 6 * batch, 1006 + 6 * batch))
