@@ -17,6 +17,8 @@ from tests.fsdp.twin import Case
 from tests.fsdp.zoo import Kind
 
 Op = Literal["block", "linear", "odd", "views", "nest", "tied", "again", "read"]
+Recompute = Literal["no", "reentrant", "plain"]
+RECOMPUTE: tuple[Recompute, ...] = ("no", "no", "no", "no", "no", "reentrant", "plain")
 LEAVES: tuple[Op, ...] = ("block", "linear", "odd", "views")
 SHARING: tuple[Op, ...] = ("tied", "again", "read")
 
@@ -32,7 +34,7 @@ class Node:
     frozen: bool = False
     skip: int = 0
     """Skipped in every third step, from step `skip` - 1 on; 0 never."""
-    recompute: Literal["no", "reentrant", "plain"] = "no"
+    recompute: Recompute = "no"
     target: int = 0
     """Whose weight is shared."""
     inside: tuple[Node, ...] = ()
@@ -88,7 +90,7 @@ class Values(nn.Module):
         for node, part in zip(nodes, self.parts, strict=True):
             if node.frozen:
                 part.requires_grad_(False)
-            part.is_unit = node.is_unit
+            part.__dict__["is_unit"] = node.is_unit
 
     def _part(self, node: Node, squares: list[nn.Linear]) -> nn.Module:
         if node.op == "nest":
@@ -139,14 +141,14 @@ class Root(nn.Module):
 
 
 def node(rng: Random, ops: tuple[Op, ...], depth: int) -> Node:
-    op = rng.choice((*ops, "nest") if depth else ops)
+    op: Op = rng.choice((*ops, "nest") if depth else ops)
     return Node(
         op=op,
         source=rng.choice([0, 0, 0, 1, 2]),
         unit=rng.random() < 0.75,
         frozen=rng.random() < 0.15,
         skip=rng.choice([0, 0, 0, 0, 1, 2, 3]),
-        recompute=rng.choice(["no"] * 5 + ["reentrant", "plain"]),
+        recompute=rng.choice(RECOMPUTE),
         target=rng.randrange(6),
         inside=tuple(node(rng, ops, depth - 1) for _ in range(rng.randint(1, 3))) if op == "nest" else (),
     )

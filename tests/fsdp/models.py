@@ -306,8 +306,9 @@ class Buffered(nn.Module):
         self.block.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
-        self.block.seen += 1
-        return self.block(self.norm(x)) * self.block.seen
+        seen = self.block.get_buffer("seen")
+        seen += 1
+        return self.block(self.norm(x)) * seen
 
 
 class OddBlock(nn.Module):

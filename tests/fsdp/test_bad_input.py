@@ -108,9 +108,13 @@ def unfindable_outputs(rank: int) -> None:
         def __init__(self, x: torch.Tensor) -> None:
             self.x = x
 
-    class Hiding(Block):
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
         def forward(self, x: torch.Tensor) -> Hidden:
-            return Hidden(super().forward(x))
+            return Hidden(self.block(x))
 
     model = Hiding()
     ctx = hocket.fully_shard(model)

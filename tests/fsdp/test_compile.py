@@ -1,5 +1,7 @@
 """torch.compile of the bodies of units: hooks stay outside of what is compiled."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,8 @@ def compiled_before(rank: int) -> None:
     blocks = [Block(), Block()]
     plain = Chain(*(Block() for _ in blocks))
     plain.load_state_dict(Chain(*blocks).state_dict())
-    model = Chain(*(torch.compile(block, backend="aot_eager") for block in blocks))
+    wrapped: list[Any] = [torch.compile(block, backend="aot_eager") for block in blocks]
+    model = Chain(*wrapped)
     hocket.fully_shard(model, units=blocks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -78,10 +81,10 @@ def wrapped(rank: int) -> None:
 
     def build() -> nn.Module:
         torch.manual_seed(1)
-        chain = Chain(Block(), Block())
-        for block in chain.blocks:
+        blocks = Block(), Block()
+        for block in blocks:
             nn.utils.parametrizations.weight_norm(block.up)
-        return chain
+        return Chain(*blocks)
 
     plain, model = build(), build()
     hocket.fully_shard(model, units=Block)

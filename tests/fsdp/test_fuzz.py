@@ -23,7 +23,7 @@ def tell(rank: int, numbers: Sequence[int], device: str = "cpu") -> None:
     """Steps of random cases; before the microbatches of each step something else may happen."""
     stories = {**STORIES, "failed_steps": failed_steps, "": lambda pair: None}
     world = dist.get_world_size()
-    meshes = [None, (4,), (2, 2)] if world == 4 else [None]
+    meshes: list[tuple[int, ...] | None] = [None, (4,), (2, 2)] if world == 4 else [None]
     for number in numbers:
         rng = Random(number)
         case = random_case(rng, (*LEAVES, *SHARING) if number % 2 else LEAVES, meshes)

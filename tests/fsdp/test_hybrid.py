@@ -1,5 +1,7 @@
 """Two axes: replicas of shards (HSDP), shards of shards of the optimizer's state (HFSDP), and experts elsewhere."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,12 @@ SHARDING = STRATEGIES[1:]
 @pytest.mark.parametrize("outer", ["replicate", "shard"])
 @pytest.mark.parametrize("strategy", SHARDING)
 def test_two_axes(strategy, outer):
-    told = [("stack", 1, "each"), ("stack", 3, "each"), ("stack", 3, "accumulating"), ("stack", 2, "no_sync")]
+    told: list[tuple[str, int, Any]] = [
+        ("stack", 1, "each"),
+        ("stack", 3, "each"),
+        ("stack", 3, "accumulating"),
+        ("stack", 2, "no_sync"),
+    ]
     told += [(model, 3, sync) for model in ("tied_across", "conditional") for sync in ("each", "accumulating")]
     told += [("odd", 3, "accumulating"), ("frozen", 2, "each")]
     options = {"outer": outer}
@@ -50,10 +57,8 @@ def test_two_axes_in_mixed_precision(outer):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_on_a_mesh_of_their_own(strategy, world):
     """With two ranks, each expert is alone in its group: nothing is sent, and nothing is counted twice."""
-    cases = [
-        Case("moe", strategy, m, experts=2, sync=sync, optimizer="adamw", steps=2)
-        for m, sync in [(1, "each"), (3, "each"), (3, "accumulating"), (3, "no_sync")]
-    ]
+    told: list[tuple[int, Any]] = [(1, "each"), (3, "each"), (3, "accumulating"), (3, "no_sync")]
+    cases = [Case("moe", strategy, m, experts=2, sync=sync, optimizer="adamw", steps=2) for m, sync in told]
     train(world, cases)
 
 

@@ -37,7 +37,7 @@ class Meter:
             allocate(buffer)
             meter.peak = max(meter.peak, meter.now)
 
-        FullBuffer.allocate = measured
+        FullBuffer.allocate = measured  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +160,7 @@ def conflict(rank: int) -> None:
     class Inside(torch.nn.Module):
         """Reads the weights of another unit while it runs."""
 
-        def __init__(self, other: torch.nn.Module) -> None:
+        def __init__(self, other: Block) -> None:
             super().__init__()
             self.block, self.others = Block(), [other]
 

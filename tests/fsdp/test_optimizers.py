@@ -1,6 +1,7 @@
 """Any elementwise torch optimizer; its groups are the user's; norms over several meshes."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def closures(rank: int) -> None:
     pair = Pair(Case("stack", optimizer="momentum"), rank, 2)
     losses = []
 
-    def closure():
+    def closure() -> Any:
         pair.optimizer.zero_grad()
         loss = pair.forward()
         loss.backward()

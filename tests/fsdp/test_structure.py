@@ -1,5 +1,7 @@
 """What runs beside what, read from the record of what was issued and waited for: no clock, no GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +13,14 @@ from tests.fsdp.twin import mesh_of, naming
 from tests.helpers.ranks import run_ranks
 
 L = 6
-VARIANTS = [{}, {"slots": 2}, {"slots": "dynamic"}, {"prefetch": 2}, {"prefetch": 2, "slots": 3}, {"staging": 3}]
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"slots": 2},
+    {"slots": "dynamic"},
+    {"prefetch": 2},
+    {"prefetch": 2, "slots": 3},
+    {"staging": 3},
+]
 
 
 def variants() -> list[hocket.ShardOptions]:

@@ -242,7 +242,7 @@ class Pair:
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self.case, self.rank, self.world = case, rank, world
         self.twin = Twin(case, world)
-        self.module = build(case, rank % case.experts)
+        self.module: Any = build(case, rank % case.experts)
         self.ctx = shard(case, self.module, world)
         self.optimizer = OPTIMIZERS[case.optimizer](list(self.module.parameters()))
         self.steps = self.seed = 0

@@ -13,11 +13,11 @@ from tests.fsdp import models as m
 
 def frozen() -> m.Chain:
     """A frozen bias in every block, and one block frozen whole."""
-    chain = m.Chain(m.Block(), m.Block(), m.Block())
-    for block in chain.blocks:
+    blocks = m.Block(), m.Block(), m.Block()
+    for block in blocks:
         block.up.bias.requires_grad_(False)
-    chain.blocks[1].requires_grad_(False)
-    return chain
+    blocks[1].requires_grad_(False)
+    return m.Chain(*blocks)
 
 
 def _blocks(*kinds: type[nn.Module]) -> Callable[[str, nn.Module], bool]:
