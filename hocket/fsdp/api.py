@@ -75,7 +75,7 @@ def fully_shard(
     device = _device(params, options)
     placements = _placements(params, place)
     owned = assign(module, [one for _, one in chosen], params)
-    default = Placement(mesh, None)
+    default = Placement(mesh, options.divide)
     made: list[Unit] = []
     fingerprints = Fingerprints()
     for name, owner in [("", module), *chosen]:

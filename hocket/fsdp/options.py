@@ -39,6 +39,9 @@ class ShardOptions:
     """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
     """`manual` installs no hooks: the caller makes the calls of `Unit` itself."""
+    divide: float | None = None
+    """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. 1 suits a loss that is
+    a sum over tokens, divided by the tokens of all ranks."""
     granularity: Granularity = "element"
     """What is never split between ranks: nothing, a row of a parameter's dimension 0, or a whole parameter."""
     device: torch.device | str | None = None
