@@ -39,11 +39,10 @@ def tell(rank: int, numbers: Sequence[int], device: str = "cpu") -> None:
             pair.compare_gathered()
 
 
-@pytest.mark.parametrize("batch", range(5))
+@pytest.mark.parametrize("batch", range(4))
 def test_two_ranks(batch):
     run_ranks(tell, 2, range(BATCH * batch, BATCH * (batch + 1)))
 
 
-@pytest.mark.parametrize("batch", range(2))
-def test_four_ranks(batch):
-    run_ranks(tell, 4, range(1000 + 6 * batch, 1006 + 6 * batch))
+def test_four_ranks():
+    run_ranks(tell, 4, range(1000, 1008))

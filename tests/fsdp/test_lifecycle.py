@@ -173,9 +173,8 @@ def abort(rank: int, fail: Callable[[Pair, nn.Module], None], cases: Sequence[Ca
 
 @pytest.mark.parametrize("fail", [failing_forward, failing_after, failing_backward], ids=lambda f: f.__name__)
 def test_a_step_after_an_exception(fail):
-    chosen = cases("stack", "nested", "recomputed")
-    chosen += [Case("stack", s, sync="accumulating") for s in ("optim", "optim_grads_params")]
-    chosen += [Case("deep", options={"slots": 3})]
+    chosen = [Case("stack", "no_shard"), Case("stack", "optim", sync="accumulating"), Case("nested")]
+    chosen += [Case("recomputed", options={"prefetch": 2}), Case("stack", options={"slots": 3}, sync="accumulating")]
     run_ranks(abort, 2, fail, chosen)
 
 
