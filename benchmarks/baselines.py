@@ -1,6 +1,6 @@
 """The runs behind the tables of contenders: `hocket bench` with the words that make each of them.
 
-    python -m benchmarks.baselines dense_fsdp --gpus 4
+    python -m benchmarks.baselines fsdp --gpus 4
     python -m benchmarks.baselines --list
 
 Whatever follows the number of GPUs goes to `hocket bench`, such as `--blocks 3` or `--lengths 4096`. The result goes
@@ -21,15 +21,13 @@ EXPERTS = (
     "--train.microbatches 2 --against bound,ep_sync,fsdp2_tuned,torchtitan,hocket,hocket_null"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
-FSDP2 = "--against bound,fsdp2,fsdp2_tuned,fsdp2_tuned_fp32,hocket,hocket_null"
-FEW = "--against bound,fsdp2_tuned,hocket,hocket_null"
-"""As many as fit beside the activations of 8,192 tokens."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
 SHARDED = (
     "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
 )
 """`hocket.fully_shard` beside FSDP2: what fits beside the activations of 4,096 tokens on 4 GPUs."""
 SHARDED_LONG = "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
+SHARDED_COMPILED = "--against bound,fsdp2_tuned,fully_shard_ce,fully_shard_null --blocks 4 --steps 2 --compile on"
 SHARDED_PLAN = "--against bound,hocket,hocket_ce,fully_shard_ce --blocks 4 --steps 2"
 """The same hiding, with a plan and without."""
 SHARDED_STEPS = (
@@ -57,12 +55,10 @@ PIPELINE = (
 """The recipe with a pipeline of 2: sends, all-to-alls and sharding at once."""
 
 PRESETS = {
-    "dense_fsdp": (f"{DENSE} {FSDP2}", (2048, 4096)),
-    "dense_fsdp_long": (f"{DENSE} {FEW}", (8192,)),
-    "dense_fsdp_compiled": (f"{DENSE} {FEW} --compile on", (4096,)),
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
     "fsdp": (f"{DENSE} {SHARDED}", (2048, 4096)),
     "fsdp_long": (f"{DENSE} {SHARDED_LONG}", (8192,)),
+    "fsdp_compiled": (f"{DENSE} {SHARDED_COMPILED}", (4096,)),
     "fsdp_plan": (f"{DENSE} {SHARDED_PLAN}", (4096,)),
     "fsdp_steps": (f"{DENSE} {SHARDED_STEPS}", (4096,)),
     "fsdp_peers": (f"{DENSE} {SHARDED_PEERS}", (4096,)),

@@ -19,16 +19,23 @@ import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.contender_tables import contenders, gates, host_cost, settings
+from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.shard_step import drawn
-from hocket.bench import contender
+from benchmarks.sharding_tables import (
+    aims,
+    copy_engine,
+    copy_engine_sum,
+    copy_engine_tax,
+    headline,
+    parts,
+    weight_grads,
+)
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.commands.trace import trace_files
@@ -46,10 +53,11 @@ from hocket.trace.picture import svg
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-WIDTH = 100
-"""Characters of a terminal in a document."""
-
-PICTURES = {"docs/pictures/tiny-plan.svg": "plan tiny", "docs/pictures/trace.svg": "trace tests/trace/fixtures"}
+PICTURES = {
+    "docs/pictures/tiny-plan.svg": "plan tiny",
+    "docs/pictures/trace.svg": "trace tests/trace/fixtures",
+    "docs/pictures/copy-engine.svg": "trace tests/trace/copy_engine.json.gz",
+}
 """Picture of a step, predicted or measured -> the words behind `hocket` that draw it."""
 
 CONTENDERS = {
@@ -59,14 +67,6 @@ CONTENDERS = {
     "merged, defer all": "--plan.p2p_defer_layers -1 --plan.p2p_defer_parts all",
 }
 """Plans of benchmarks/step_time.py -> the settings that make them."""
-
-Result = Mapping[str, Any]
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def step_time(result: Result) -> str:
@@ -116,11 +116,11 @@ def overlap_trace(result: Result) -> str:
         cells = [kind]
         for rows_here in found:
             row = rows_here.get(kind, {"seconds": 0.0, "waiting_seconds": 0.0, "hidden_fraction": 1.0})
-            waits = "not known" if row["waiting_seconds"] is None else _ms(row["waiting_seconds"])
-            cells += [_ms(row["seconds"]), waits, f"{row['hidden_fraction']:.0%}"]
+            waits = "not known" if row["waiting_seconds"] is None else ms(row["waiting_seconds"])
+            cells += [ms(row["seconds"]), waits, f"{row['hidden_fraction']:.0%}"]
         rows.append(cells)
     for words, key in (("compute", "compute"), ("exposed, all kinds", "exposed"), ("whole step", "rank")):
-        rows.append([words, *(c for stage in stages for c in (_ms(stage["step"][f"{key}_seconds"]), "", ""))])
+        rows.append([words, *(c for stage in stages for c in (ms(stage["step"][f"{key}_seconds"]), "", ""))])
     names = ("busy, pipeline rank {}", "waiting for a peer", "hidden")
     return table(["kind", *(name.format(p) for p in range(len(stages)) for name in names)], rows)
 
@@ -133,7 +133,7 @@ def overlap_tax(result: Result) -> str:
     lines += [("all compute kernels", tax["contention"]["null_seconds"], tax["contention"]["seconds"])]
     lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in tax["classes"]]
     rows = [
-        [name, _ms(null), _ms(real), f"{round(real / null - 1, 2) + 0.0:+.0%}" if null else ""]
+        [name, ms(null), ms(real), f"{round(real / null - 1, 2) + 0.0:+.0%}" if null else ""]
         for name, null, real in lines
     ]
     parts = {row["part"]: row["seconds"] for row in tax["parts"]}
@@ -146,15 +146,11 @@ def overlap_ops(result: Result) -> str:
     """Compute by the plan's ops that launch it, those that take a hundredth of the step or more."""
     ops, step = result["report"]["tax"]["ops"], result["report"]["tax"]["step_seconds"]
     rows = [
-        [f"`{row['name']}`", _ms(row["null_seconds"]), _ms(row["seconds"]), f"{row['seconds'] / step:.0%}"]
+        [f"`{row['name']}`", ms(row["null_seconds"]), ms(row["seconds"]), f"{row['seconds'] / step:.0%}"]
         for row in ops
         if row["seconds"] >= 0.01 * step
     ]
     return table(["kernels launched by", "without communication", "with it", "of the step"], rows)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms"
 
 
 def executor_cost(result: Result) -> str:
@@ -164,21 +160,6 @@ def executor_cost(result: Result) -> str:
         if name in ("cpu", "cuda")
     ]
     return table(["lanes", "ops", "host time per op", "slowest step"], rows)
-
-
-def weight_grads(result: Result) -> str:
-    ways, rows = list(result["host_microseconds"]), []
-    for tokens in result["layers"]:
-        own = [row["seconds"] for row in result["weights"] if str(row["tokens"]) == tokens]
-        rows.append([f"{int(tokens):,} tokens", *(_us(sum(seconds[way] for seconds in own)) for way in ways)])
-        layer = result["layers"][tokens]
-        rows.append([f"{int(tokens):,} tokens, the whole pass", *(_us(layer[way]["seconds"]) for way in ways)])
-    rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
-    return table(["weight gradients of one layer", *ways], rows)
-
-
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:,.0f} µs"
 
 
 def plan_scaling(result: Result) -> str:
@@ -245,76 +226,7 @@ def gpu_tests(result: Result) -> str:
 OUTCOMES = ("passed", "failed", "skipped")
 
 
-def contenders(result: Result) -> str:
-    """What `hocket bench` found: a row per contender, for every sequence length."""
-    rows = []
-    for found in result["workloads"]:
-        if not found.get("complete", True):
-            raise ValueError(f"the result of `{result['command']}` was interrupted; fix: measure it again")
-        bound, best = found["bound"], found["best_peer"]
-        tokens = f"{found['config']['train']['sequences'] * found['config']['data']['sequence_length']:,}"
-        for name, row in found["contenders"].items():
-            mfu = f" ({row['mfu']:.0%})" if row["mfu"] else ""
-            cells = [f"{tokens}: {name}", f"{1e3 * row['seconds']:,.1f} ms", f"{row['tflops_per_gpu']:.0f}{mfu}"]
-            for other in (bound, best):
-                ratio = row["speed_over"].get(other)
-                shown = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
-                cells.append(shown if other else "-")
-            clocks = [block["clock_mhz"] for block in row["blocks"]]
-            clock = "-" if None in clocks else f"{statistics.median(clocks):,.0f}{'*' * any(row['off_clock'])}"
-            rows.append([*cells, f"{row['noise']:.1%}", clock, f"{row['peak_bytes'] / 2**30:.0f}"])
-    head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", "share of the bound"]
-    return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
-
-
-def host_cost(result: Result) -> str:
-    """What contenders add to the host's work: their step over the bound's, where the host decides over both."""
-    (found,) = result["workloads"]
-    config, bound = found["config"], found["contenders"][found["bound"]]
-    units = (config["model"]["layers"] + 2) * config["train"]["microbatches"]
-    rows = []
-    for name, row in found["contenders"].items():
-        added = f"{1e6 * (row['seconds'] - bound['seconds']) / units:.0f} us" if row is not bound else "-"
-        rows.append([name, f"{1e3 * row['seconds']:.1f} ms", f"{1e3 * row['host_seconds']:.1f} ms", added])
-    return table(["contender", "step", "issued within", "per unit and microbatch, over the bound"], rows)
-
-
-def _gate(gate: Result) -> str:
-    """What a workload's numerics gate saw, from its record."""
-    steps = len(next(iter(gate["curves"].values())))
-    return (
-        f"gate: losses of {', '.join(gate['curves'])} over {steps} steps of {gate['layers']} layers are at most "
-        f"{gate['worst']:.1e} of {gate.get('of', 'the first loss')} apart (allowed {gate['tolerance']:g}), "
-        f"while it fell by {gate['fall']:.0%}"
-    )
-
-
-def settings(result: Result) -> str:
-    """How every contender was set, with the version that it was written for, and what the gate saw."""
-    found = result["workloads"]
-    shown = {}
-    for name, row in found[0]["contenders"].items():
-        assert all(other["contenders"][name]["settings"] == row["settings"] for other in found)
-        package = contender.CONTENDERS[name].package if name in contender.CONTENDERS else ""
-        shown[name] = {**({"package": package} if package else {}), **row["settings"]}
-    lines = []
-    for name, items in shown.items():
-        lines += [name, *(f"    {key}: {value}" for key, value in items.items())]
-    return _block([*lines, *(_gate(one["gate"]) for one in found)])
-
-
-def gates(result: Result) -> str:
-    """What the gates of a result saw, where the settings are those of another one."""
-    return _block([_gate(one["gate"]) for one in result["workloads"]])
-
-
-def _block(lines: list[str]) -> str:
-    """A block of text, with long lines wrapped."""
-    wrap = {"width": WIDTH, "subsequent_indent": " " * 9, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(["```", *(part for text in lines for part in textwrap.wrap(text, **wrap)), "```"])
-
-
-KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
+KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "step_time": ("step_time", step_time),
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
@@ -329,20 +241,23 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "prediction": ("prediction", calibration),
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
-    "dense_fsdp": ("dense_fsdp", contenders),
-    "dense_fsdp_settings": ("dense_fsdp", settings),
-    "dense_fsdp_long": ("dense_fsdp_long", contenders),
-    "dense_fsdp_compiled": ("dense_fsdp_compiled", contenders),
     "dense_peers": ("dense_peers", contenders),
     "dense_peers_settings": ("dense_peers", settings),
-    "fsdp": ("fsdp", contenders),
-    "fsdp_settings": ("fsdp", settings),
-    "fsdp_long": ("fsdp_long", contenders),
+    "fsdp_headline": ("fsdp fsdp_long", headline),
+    "fsdp_aims": ("fsdp fsdp_long fsdp_peers", aims),
+    "fsdp": ("fsdp fsdp_long", contenders),
+    "fsdp_settings": ("fsdp fsdp_long", settings),
+    "fsdp_compiled": ("fsdp_compiled", contenders),
     "fsdp_plan": ("fsdp_plan", contenders),
     "fsdp_peers": ("fsdp_peers", contenders),
+    "fsdp_peers_settings": ("fsdp_peers", settings),
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
-    "fsdp_steps": ("fsdp_steps", contenders),
+    "fsdp_parts": ("fsdp_steps", parts),
+    "fsdp_parts_settings": ("fsdp_steps", settings),
+    "copy_engine": ("copy_engine", copy_engine),
+    "copy_engine_tax": ("copy_engine", copy_engine_tax),
+    "copy_engine_sum": ("copy_engine", copy_engine_sum),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
     "expert_parallel_long": ("expert_parallel_long", contenders),
@@ -350,24 +265,31 @@ KNOWN: dict[str, tuple[str, Callable[[Result], str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "pipeline_peers_settings": ("pipeline_peers", settings),
 }
-"""Table -> the result file it is made from, and its maker."""
+"""Table -> the result files it is made from, and its maker."""
 
-TABLES = {name: known for name, known in KNOWN.items() if (RESULTS / f"{known[0]}.json").exists()}
+TABLES = {
+    name: (files.split(), make)
+    for name, (files, make) in KNOWN.items()
+    if all((RESULTS / f"{file}.json").exists() for file in files.split())
+}
 """Those of results that have been recorded."""
 
 
-def origin(result: Result) -> str:
-    """Hardware, versions, commit and command of a result, as the line under its table."""
-    versions = result["versions"]
-    nccl = "" if versions["nccl"] == "none" else f", NCCL {versions['nccl']}"
-    where = f"{result['hardware']}, Python {versions['python']}, torch {versions['torch']}{nccl}"
-    return f"{where}, commit `{result['commit']}`: `{result['command']}`"
+def origin(results: Sequence[Result]) -> str:
+    """Hardware, versions, commit and commands of results."""
+    commands: dict[str, list[str]] = {}
+    for result in results:
+        versions = result["versions"]
+        nccl = "" if versions["nccl"] == "none" else f", NCCL {versions['nccl']}"
+        where = f"{result['hardware']}, Python {versions['python']}, torch {versions['torch']}{nccl}"
+        commands.setdefault(f"{where}, commit `{result['commit']}`", []).append(f"`{result['command']}`")
+    return "\n".join(f"{where}: {', '.join(found)}" for where, found in commands.items())
 
 
 def make_table(name: str) -> str:
-    file, make = TABLES[name]
-    result = json.loads((RESULTS / f"{file}.json").read_text())
-    return f"{make(result)}\n\n{origin(result)}"
+    files, make = TABLES[name]
+    results = [json.loads((RESULTS / f"{file}.json").read_text()) for file in files]
+    return f"{make(*results)}\n\n{origin(results)}"
 
 
 def planned(words: str) -> tuple[Program, Timeline, str]:

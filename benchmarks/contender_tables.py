@@ -1,0 +1,94 @@
+"""Tables of what `hocket bench` has found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.markdown import Result, block, table
+from hocket.bench import contender
+
+
+def workloads(results: Sequence[Result]) -> list[Result]:
+    """Those of some results, in their order. Raises ValueError if a measurement was interrupted."""
+    for result in results:
+        if not all(found.get("complete", True) for found in result["workloads"]):
+            raise ValueError(f"the result of `{result['command']}` was interrupted; fix: measure it again")
+    return [found for result in results for found in result["workloads"]]
+
+
+def tokens_of(found: Result) -> str:
+    """Tokens of a microbatch on one GPU."""
+    return f"{found['config']['train']['sequences'] * found['config']['data']['sequence_length']:,}"
+
+
+def contenders(*results: Result) -> str:
+    """What `hocket bench` found: a row per contender, for every sequence length."""
+    rows = []
+    for found in workloads(results):
+        bound, best, tokens = found["bound"], found["best_peer"], tokens_of(found)
+        for name, row in found["contenders"].items():
+            mfu = f" ({row['mfu']:.0%})" if row["mfu"] else ""
+            cells = [f"{tokens}: {name}", f"{1e3 * row['seconds']:,.1f} ms", f"{row['tflops_per_gpu']:.0f}{mfu}"]
+            for other in (bound, best):
+                ratio = row["speed_over"].get(other)
+                shown = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
+                cells.append(shown if other else "-")
+            clocks = [block["clock_mhz"] for block in row["blocks"]]
+            clock = "-" if None in clocks else f"{statistics.median(clocks):,.0f}{'*' * any(row['off_clock'])}"
+            rows.append([*cells, f"{row['noise']:.1%}", clock, _gib(row)])
+    head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", "share of the bound"]
+    return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
+
+
+def _gib(row: Result) -> str:
+    """Peak memory, and what of it is held between steps."""
+    held = row["resident_bytes"] / 2**30
+    return f"{row['peak_bytes'] / 2**30:.0f}" + (f", {held:.0f} held" if held >= 0.5 else "")
+
+
+def host_cost(result: Result) -> str:
+    """What contenders add to the host's work: their step over the bound's, where the host decides over both."""
+    (found,) = result["workloads"]
+    config, bound = found["config"], found["contenders"][found["bound"]]
+    units = (config["model"]["layers"] + 2) * config["train"]["microbatches"]
+    rows = []
+    for name, row in found["contenders"].items():
+        added = f"{1e6 * (row['seconds'] - bound['seconds']) / units:.0f} us" if row is not bound else "-"
+        rows.append([name, f"{1e3 * row['seconds']:.1f} ms", f"{1e3 * row['host_seconds']:.1f} ms", added])
+    return table(["contender", "step", "issued within", "per unit and microbatch, over the bound"], rows)
+
+
+def _gate(gate: Result) -> str:
+    """What a workload's numerics gate saw, from its record."""
+    steps = len(next(iter(gate["curves"].values())))
+    return (
+        f"gate: losses of {', '.join(gate['curves'])} over {steps} steps of {gate['layers']} layers are at most "
+        f"{gate['worst']:.1e} of {gate.get('of', 'the first loss')} apart (allowed {gate['tolerance']:g}), "
+        f"while it fell by {gate['fall']:.0%}"
+    )
+
+
+def settings(*results: Result) -> str:
+    """How every contender was set, with the version that it was written for, and what the gates saw."""
+    shown: dict[str, Result] = {}
+    found = workloads(results)
+    for one in found:
+        for name, row in one["contenders"].items():
+            assert shown.setdefault(name, row["settings"]) == row["settings"], name
+    lines = []
+    for name, items in shown.items():
+        package = contender.CONTENDERS[name].package if name in contender.CONTENDERS else ""
+        lines += [name, *([f"    package: {package}"] if package else [])]
+        lines += [f"    {key}: {value}" for key, value in items.items()]
+    return block([*lines, *_gates(found)])
+
+
+def gates(*results: Result) -> str:
+    """What the gates of results saw, where the settings are those of another one."""
+    return block(_gates(workloads(results)))
+
+
+def _gates(found: Sequence[Result]) -> list[str]:
+    """Lengths of one run share a gate, which is shown once."""
+    return list(dict.fromkeys(_gate(one["gate"]) for one in found))
