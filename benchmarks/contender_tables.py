@@ -76,12 +76,21 @@ def settings(*results: Result) -> str:
     for one in found:
         for name, row in one["contenders"].items():
             assert shown.setdefault(name, row["settings"]) == row["settings"], name
-    lines = []
+    lines: list[str] = []
+    whole: list[str] = []
     for name, items in shown.items():
         package = contender.CONTENDERS[name].package if name in contender.CONTENDERS else ""
-        lines += [name, *([f"    package: {package}"] if package else [])]
-        lines += [f"    {key}: {value}" for key, value in items.items()]
+        twin = next((other for other in whole if _close(shown[other], items)), name)
+        whole += [name] if twin == name else []
+        lines += [name if twin == name else f"{name}: as {twin}, but"]
+        lines += [f"    package: {package}"] if package else []
+        lines += [f"    {key}: {value}" for key, value in items.items() if twin == name or shown[twin][key] != value]
     return block([*lines, *_gates(found)])
+
+
+def _close(one: Result, other: Result) -> bool:
+    """Whether settings differ in so little that naming the differences says all; those of one contender are equal."""
+    return one.keys() == other.keys() and sum(one[key] != other[key] for key in one) <= 2
 
 
 def gates(*results: Result) -> str:

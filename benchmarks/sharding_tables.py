@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.contender_tables import tokens_of, workloads
+from benchmarks.contender_tables import settings, tokens_of, workloads
 from benchmarks.markdown import Result, table, us
 
 OURS, PEER, PEER_FP32 = "fully_shard_ce", "fsdp2_tuned", "fsdp2_tuned_fp32"
@@ -86,6 +86,13 @@ def parts(result: Result) -> str:
         memory = f"{row['peak_bytes'] / 2**30:.0f}"
         rows.append([f"*{name}*: {words}", f"{1e3 * row['seconds']:,.1f} ms", speed, f"{row['noise']:.1%}", memory])
     return table(["variant", "step", "speed over the first", "A against A", "GiB"], rows)
+
+
+def parts_settings(result: Result) -> str:
+    """Their settings, the first of `PARTS` in full."""
+    (found,) = workloads([result])
+    ordered = {name: found["contenders"][name] for name in PARTS}
+    return settings({**result, "workloads": [{**found, "contenders": ordered}]})
 
 
 def copy_engine(result: Result) -> str:

@@ -34,6 +34,7 @@ from benchmarks.sharding_tables import (
     copy_engine_tax,
     headline,
     parts,
+    parts_settings,
     weight_grads,
 )
 from hocket.commands.options import parse
@@ -254,7 +255,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
     "fsdp_parts": ("fsdp_steps", parts),
-    "fsdp_parts_settings": ("fsdp_steps", settings),
+    "fsdp_parts_settings": ("fsdp_steps", parts_settings),
     "copy_engine": ("copy_engine", copy_engine),
     "copy_engine_tax": ("copy_engine", copy_engine_tax),
     "copy_engine_sum": ("copy_engine", copy_engine_sum),

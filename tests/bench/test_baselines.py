@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.baselines import PRESETS, words
-from benchmarks.tables import KNOWN, contenders, host_cost
+from benchmarks.contender_tables import contenders, host_cost, settings
+from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
+from benchmarks.tables import KNOWN
 from hocket.bench.contender import CONTENDERS
 from hocket.commands.bench import Bench, check, chosen, for_bench
 from hocket.commands.options import parse
@@ -52,6 +54,34 @@ def test_a_result_becomes_a_table():
     text = contenders({"workloads": [found]})
     assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 4, 2 held |" in text
     assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 1,750* | 4, 2 held |" in text
+
+
+def test_settings_that_are_nearly_those_of_another_are_shown_as_differences():
+    first = {"units": "each layer", "transport": "nccl", "reduce": "bf16", "staging": "2"}
+    third = {**first, "units": "root", "reduce": "fp32", "staging": "1"}
+    all_settings = {"a": first, "b": {**first, "reduce": "fp32"}, "c": third}
+    gate = {"curves": {"a": [1.0, 0.5]}, "layers": 4, "worst": 0.0, "tolerance": 0.01, "fall": 0.5}
+    rows = {name: {"settings": found} for name, found in all_settings.items()}
+    text = settings({"workloads": [{"contenders": rows, "gate": gate}] * 2})
+    assert "\nb: as a, but\n    reduce: fp32\nc\n    units: root\n    transport: nccl\n" in text
+    assert text.count("gate: ") == 1
+
+
+def test_an_aim_is_met_missed_or_left_open_by_noise():
+    def row(median: float) -> dict[str, object]:
+        ratio = {"median": median, "low": median - 0.002, "high": median + 0.002}
+        return {"peak_bytes": 10, "speed_over": dict.fromkeys(("bound", PEER, PEER_FP32, "megatron_fsdp"), ratio)}
+
+    def workload(length: int, median: float) -> dict[str, object]:
+        config = {"train": {"sequences": 1}, "data": {"sequence_length": length}}
+        return {"config": config, "best_peer": "megatron_fsdp", "contenders": {OURS: row(median), PEER: row(1.0)}}
+
+    short = {"workloads": [workload(2048, 0.9), workload(4096, 0.9291)]}
+    text = aims(short, {"workloads": [workload(8192, 0.9601)]}, {"workloads": [workload(4096, 1.05)]})
+    share = "0.900, aim 0.87: met | 0.929, aim 0.93: missed, within noise | 0.960, aim 0.96: met, within noise"
+    assert f"| share of the bound | {share} |" in text
+    assert "| speed over megatron-fsdp, 16 layers | not measured | 1.050, aim 1.10: missed | not measured |" in text
+    assert text.count("1.00, aim at most 1.05: met") == 3
 
 
 def test_what_the_host_costs_is_a_table():
