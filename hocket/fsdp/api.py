@@ -132,7 +132,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_outside = _reader(unit, member.param)
                 for owner, key in member.owners:
-                    owner._parameters[key] = shard
+                    dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
                     owner.__dict__.setdefault(_ATTRIBUTE, unit)
         watch_reads(unit.module)  # it may hold no parameter itself, and must refuse copies all the same
@@ -193,7 +193,8 @@ def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
 
 
 def _refuse_old_optimizers() -> None:
-    """Have every optimizer look, at its first step, whether it holds parameters of before the sharding."""
+    """Have every optimizer look, at its next step, whether it holds parameters of before the sharding."""
+    _checked.clear()
     if getattr(_refuse_old_optimizers, "done", False):
         return
     register_optimizer_step_pre_hook(_look)
@@ -252,6 +253,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
+        group.tidy()
         norm = torch.linalg.vector_norm(group.main_grad, dtype=torch.float64)
         square += norm.square() / group.groups.replicas
     context.sum_over_ranks(square)

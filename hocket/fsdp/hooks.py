@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 class Invocation:
     """One forward of a unit, from its inputs to the end of its backward."""
 
-    def __init__(self, unit: Unit, forward: int) -> None:
-        self.unit, self.forward = unit, forward
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.forward = unit.context.forwards, torch._C._current_graph_task_id()
+        """Which forward pass, and which backward runs it, to make a graph of its own; -1 for none."""
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._lease: Lease | None = None
@@ -116,6 +118,8 @@ class _Call:
 
     lease: Lease | None = None
     invocation: Invocation | None = None
+    writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Of the unit's weights, before."""
 
 
 def drive(unit: Unit) -> None:
@@ -126,13 +130,15 @@ def drive(unit: Unit) -> None:
         call = _Call()
         calls.append(call)
         call.lease = unit.context.need_forward(unit)
+        call.writes = unit.writes()
         if not torch.is_grad_enabled() or _is_replay(unit):
             return args, kwargs
-        call.invocation = Invocation(unit, unit.context.forwards)
+        call.invocation = Invocation(unit)
         return _around_inputs(call.invocation, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = calls.pop()
+        _refuse_writes(unit, call.writes)
         if call.invocation is not None:
             outputs = [x for x in tensors_in(output, unit) if x.requires_grad]
             if outputs:
@@ -152,9 +158,19 @@ def drive(unit: Unit) -> None:
             member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
+def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
+    if before != unit.writes():
+        raise ValueError(
+            f"a weight of {unit} was written in its forward (as nn.Embedding(max_norm=...) does), and would be lost "
+            f"with the gathered weights: write weights after backward, through module.parameters() or inside of "
+            f"ctx.gathered(changed=True)"
+        )
+
+
 def _is_replay(unit: Unit) -> bool:
     """Whether this forward only makes saved tensors again, for a graph that exists: then no backward comes for it."""
-    return torch._C._current_graph_task_id() != -1 and any(unit.open.values())
+    backward = torch._C._current_graph_task_id()
+    return backward != -1 and any(made_in != backward for _, made_in in unit.open)
 
 
 def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:

@@ -11,6 +11,8 @@ parameter, and modules that keep their parameters in lists of their own (`nn.LST
 A weight that is read while its unit is not in use is found by `__getattr__` alone. Modules that hold parameters get a
 subclass of their class with a `__getattr__` that, inside a forward of the model, claims the unit on demand; outside,
 what is read is the shard.
+
+What takes the place of a shard would be shown in use only, or never: so `_parameters` of such a module refuses it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,32 @@ class Found:
     name: str
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+
+
+class Managed(dict[str, nn.Parameter | None]):
+    """The parameters of a module, of which shards stay where they are. See Note: [Two faces of a parameter]."""
+
+    def __setitem__(self, key: str, value: nn.Parameter | None) -> None:
+        if value is not self.get(key):
+            self._refuse(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self._refuse(key)
+        super().__delitem__(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._refuse(key)
+        return super().pop(key, *default)
+
+    def _refuse(self, key: str) -> None:
+        shard = self.get(key)
+        if isinstance(shard, ShardedParameter):
+            raise ValueError(
+                f"{shard.full_name} is sharded, and can't be replaced or removed, as by torch.func.functional_call, a "
+                f"new parametrization or a new nn.Parameter: do that before hocket.fully_shard, or write new values "
+                f"inside of ctx.gathered(changed=True)"
+            )
 
 
 class View:
@@ -144,6 +172,8 @@ def watch_reads(module: nn.Module) -> None:
 
     Where there is a forward that writes weight gradients itself (`linear.py`), it gets that too.
     """
+    if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
+        module.__dict__["_parameters"] = Managed(module._parameters)
     cls = type(module)
     if cls in _subclasses.values():
         return

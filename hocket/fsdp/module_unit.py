@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer
@@ -80,9 +81,9 @@ class Unit:
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
         self.leases = 0
-        self.open: Counter[int] = Counter()
-        """Invocations whose backward is still to come, by forward pass; kept by the hooks."""
-        self.repeated: set[int] = set()
+        self.open: Counter[tuple[int, int]] = Counter()
+        """Invocations whose backward is still to come, by forward pass (`Invocation.forward`); kept by the hooks."""
+        self.repeated: set[tuple[int, int]] = set()
         """Forward passes of `open` in which the module was called more than once."""
         self.on_abort: list[Callable[[], None]] = []
         """What a driver has to forget with the unit."""
@@ -119,6 +120,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the gathered weights."""
         return sum(group.total_bytes for group in self.gathered_groups)
+
+    def writes(self) -> list[tuple[int, int]]:
+        """Changes when a module writes to a gathered weight, or gives it other memory. Of those that would lose it."""
+        lost = (group for group in self.groups if not (group.whole and group.weight is group.main))
+        return [(member.param._version, member.param.data_ptr()) for group in lost for member in group.members]
 
     def use(self, group: ParamGroup, buffer: FullBuffer) -> None:
         """Have a group's weights gathered into `buffer` from now on. Nothing may be gathered or saved for backward."""
@@ -232,6 +238,8 @@ class Unit:
         group, index = self._place[param]
         if grad is not None:
             grad = grad.detach()  # with create_graph=True it has a graph
+            if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True): what is sent is dense
+                grad = grad.to_dense()
             if self.context.adds_up_locally(group):
                 group.add_local(index, grad)
                 self.context.reductions_open = True
@@ -260,13 +268,17 @@ class Unit:
         Linear: calling it in the middle is correct, only slower. Nothing staged is nothing to do.
         """
         # All copies of the unit have been made, all collectives follow: compute never waits for one group's
-        # collective before it fills the next group's buffer.
-        sending = [g for g in self.groups if g in self._staged or (g.has_local and not self.context.adds_up_locally(g))]
+        # collective before it fills the next group's buffer. All groups send: other ranks may have gradients in those
+        # in which this one has none.
+        now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(g)]
+        if not any(group in self._staged or group.has_local for group in now):
+            return
+        sending = [group for group in now if group.trainable]
         for group in sending:
-            staged = self.staged(group)  # an empty one if all gradients so far were added up locally
+            staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
             del self._staged[group]
             self._send(group, staged)
-        self.reduces += bool(sending)
+        self.reduces += 1
 
     def _send(self, group: ParamGroup, staged: Staged) -> None:
         staged.fill_gaps()

@@ -20,7 +20,6 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -108,12 +107,12 @@ class ParamGroup:
 
     def _make_shards(self) -> list[ShardedParameter]:
         shards = []
-        reference: weakref.ref[ParamGroup] = weakref.ref(self)
         for i, (member, here) in enumerate(zip(self.members, self.kept.slices(self.position), strict=True)):
             shard = ShardedParameter(self.main[here], self.trainable)
             local = self.kept.local(member.name, self.position)
             shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, i
-            shard.lo, shard.hi, shard._group = local.lo, local.hi, reference
+            shard.lo, shard.hi = local.lo, local.hi
+            shard.join(self)
             shards.append(shard)
         return shards
 
@@ -254,7 +253,7 @@ class ParamGroup:
             # Note: [What the outer all-reduce adds up].
             add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
             if add:
-                self._make_room()
+                self.tidy()
             self._readable.drop()
             self._has = [True] * len(self.members)
         self._summed = False
@@ -271,14 +270,14 @@ class ParamGroup:
         if not self.groups.outer_shards:
             self._outer = self.groups.outer.all_reduce(self.partial)
             return self._outer
-        self._make_room()
+        self.tidy()
         self._make_room_in_partial()
         self._has = [True] * len(self.members)
         self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0).then(self.partial.zero_)
         return self._outer
 
-    def _make_room(self) -> None:
-        """Zero the gradients that were forgotten, so that the next ones can be added."""
+    def tidy(self) -> None:
+        """Have `main_grad` hold what readers see, and zeros for the gradients that were forgotten."""
         self._readable.take_back()
         _zero(self.main_grad, self.kept.slices(self.position), self._has)
 
@@ -305,6 +304,7 @@ class ParamGroup:
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
+        self._local.forget(index)
 
     def set_grad(self, index: int, value: Tensor) -> None:
         """What setting `shards[index].grad` to a tensor does: its values are copied."""

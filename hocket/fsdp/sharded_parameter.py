@@ -8,8 +8,14 @@ microbatches.
 
 Note: [Who reads gradients may write weights]
 An optimizer's step changes shards in place, which the version counter of `main` shows, since shards are views that
-share it. Fused optimizers change them without counting. But no optimizer steps without having read `grad`, so a group
-whose gradients were read since its last refresh counts as changed too. At worst weights are gathered once too often.
+share it; `data` shares it too, unlike torch's. Fused optimizers change them without counting. But no optimizer steps
+without having read `grad`, so a group whose gradients were read since its last refresh counts as changed too. At worst
+weights are gathered once too often.
+
+Note: [Autograd never sees a shard]
+Modules compute with full parameters. Whoever computes with a shard, say a penalty on `module.parameters()`, sees one
+rank's elements, and autograd would put the gradient where nobody looks. So a gradient that arrives here is an error,
+and so are hooks that would never run.
 """
 
 from __future__ import annotations
@@ -45,6 +51,12 @@ class ShardedParameter(nn.Parameter):
         shard._group, shard.read_outside = None, None
         return shard
 
+    def join(self, group: ParamGroup) -> None:
+        """Become a part of a group. See Note: [Autograd never sees a shard]."""
+        self._group = weakref.ref(group)
+        if self.requires_grad:
+            super().register_post_accumulate_grad_hook(_refuse_gradient)
+
     @property
     def group(self) -> ParamGroup | None:
         """The group that it is a part of; None of a copy."""
@@ -71,6 +83,50 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values, without autograd. See Note: [Who reads gradients may write weights]."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        group = self.group
+        if group is None:
+            _DATA.__set__(self, value)
+        elif value.shape != self.shape:
+            raise ValueError(
+                f"data of shape {tuple(value.shape)} does not fit the shard of {self.full_name} on this rank, which "
+                f"has {tuple(self.shape)}: write whole weights inside of ctx.gathered(changed=True)"
+            )
+        elif value.data_ptr() != self.data_ptr() or value.dtype != self.dtype:
+            self.detach().copy_(value)  # the memory stays: it is what the group gathers
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether it is trained."""
+        return _REQUIRES_GRAD.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """Refuse a hook that would never run."""
+        self._refuse_hook("register_hook")
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        """Refuse a hook that would never run."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+        return super().register_post_accumulate_grad_hook(hook)
+
+    def _refuse_hook(self, what: str) -> None:
+        if self.group is not None:
+            raise ValueError(
+                f"{what} on {self.full_name}: such a hook would never run, since a sharded parameter is not what "
+                f"autograd sees; change .grad after backward, or put a hook on the module"
+            )
+
     # The stub of torch calls the argument `mode`.
     # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
@@ -85,4 +141,16 @@ class ShardedParameter(nn.Parameter):
 
 
 _GRAD: Any = torch.Tensor.grad
-"""The gradient of a tensor that belongs to no group."""
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+"""What torch has under these names."""
+
+
+def _refuse_gradient(shard: Tensor) -> None:
+    assert isinstance(shard, ShardedParameter)
+    _GRAD.__set__(shard, None)
+    raise ValueError(
+        f"a gradient reached the shard of {shard.full_name}: the loss was computed with what module.parameters() has "
+        f"on this rank, which is a part of the weight. Read weights as attributes of modules, inside of a forward, or "
+        f"leave a penalty to the optimizer's weight_decay"
+    )
