@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.fsdp.buffers import StagingRing
 from hocket.fsdp.connect import ShardGroups
@@ -23,6 +23,21 @@ from hocket.runtime.queue import History, Queue, Ticket
 
 if TYPE_CHECKING:
     from hocket.fsdp.hooks import Invocation
+
+
+_queues: dict[tuple[str, torch.device], Queue] = {}
+
+
+def _queue(name: str, device: torch.device) -> Queue:
+    """The queue of that name on a device.
+
+    Note: [Models share queues]
+    Models over the same ranks share groups, and a backward may run through several of them. A group has one place for
+    what a reduction receives, until it is added up: so the reductions of a group are all on one queue.
+    """
+    if (name, device) not in _queues:
+        _queues[name, device] = Queue(name, device)
+    return _queues[name, device]
 
 
 @dataclass(frozen=True)
@@ -50,9 +65,9 @@ class ShardContext:
     ) -> None:
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
         self.history: History | None = None
-        self.gathering = Queue("gather", device)
-        self.reducing = self.gathering if policy.unified else Queue("reduce", device)
-        self.outer = self.gathering if policy.unified else Queue("outer", device)
+        self.gathering = _queue("gather", device)
+        self.reducing = self.gathering if policy.unified else _queue("reduce", device)
+        self.outer = self.gathering if policy.unified else _queue("outer", device)
         self.units = list(units)
         self.forwards = 0
         """How many forward passes have begun."""
@@ -84,6 +99,11 @@ class ShardContext:
     def __repr__(self) -> str:
         kept = sum(group.nbytes for unit in self.units for group in unit.groups)
         return f"ShardContext({len(self.units)} units, {kept / 2**20:,.1f} MiB of weights and gradients on this rank)"
+
+    @property
+    def root(self) -> nn.Module:
+        """The sharded model."""
+        return next(unit.module for unit in self.units if not unit.name)
 
     def place(self) -> None:
         """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
@@ -161,6 +181,8 @@ class ShardContext:
     def need_forward(self, unit: Unit) -> Lease:
         """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
         recomputing = torch._C._current_graph_task_id() != -1
+        if self.in_backward and not recomputing:
+            raise ValueError("the last backward ended with an exception: call abort() of the ShardContext on all ranks")
         if not self._depth and not recomputing:
             self.begin_forward()
         self._depth += 1
@@ -290,8 +312,6 @@ class ShardContext:
         """
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.abort()
-        for lease in self._read_outside:
-            lease.unit.leases = max(lease.unit.leases, 0)
         self._read_outside.clear()
         self.started.clear()
         for unit in self.units:
@@ -307,6 +327,8 @@ class ShardContext:
 
         Only copy engines hold any. All ranks call this, for models that share a group in the same order.
         """
+        for queue in {self.gathering, self.reducing, self.outer}:
+            queue.join()  # a window waits for what the caller has issued
         for window in reversed(self._windows):
             window.close()
         self._windows.clear()

@@ -50,6 +50,10 @@ class LocalSum:
                 view.copy_(self._views[i].add_(view))
         self.clear()
 
+    def forget(self, index: int) -> None:
+        """Forget what was added to an entry."""
+        self._has[index] = False
+
     def clear(self) -> None:
         """Forget what was added."""
         self._has = [False] * len(self._has)

@@ -1,0 +1,188 @@
+"""Where two features meet: each of these was wrong once."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hocket
+from hocket.fsdp.sharded_parameter import ShardedParameter
+from tests.helpers.ranks import run_ranks
+
+WIDTH = 8
+
+
+def inputs(seed: int = 0) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def pair_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model, and a copy that stays whole."""
+    return model, copy.deepcopy(model)
+
+
+def expect_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, shard), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(shard, ShardedParameter)
+        assert whole.grad is not None
+        torch.testing.assert_close(shard.grad, whole.grad.flatten()[shard.lo : shard.hi].float(), msg=name)
+
+
+class TwoGroups(nn.Module):
+    """Two dtypes, so two groups in the unit; the second is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.maybe = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.always(x)
+        return y + self.maybe(y.double()).float() if both else y
+
+
+def group_of_one_rank(rank: int) -> None:
+    model, plain = pair_of(TwoGroups())
+    hocket.fully_shard(model)
+    for other in range(2):
+        (plain(inputs(other), other == 0).square().sum() / 2).backward()
+    model(inputs(rank), rank == 0).square().sum().backward()
+    expect_gradients(model, plain)
+
+
+def test_a_rank_may_have_no_gradient_in_a_whole_group():
+    """Say in its experts, when no token came to any of them. The others would wait for it."""
+    run_ranks(group_of_one_rank, 2, timeout=20)
+
+
+class Recomputed(nn.Module):
+    """A region that is computed again as a whole, with a unit that runs twice in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b, self.c = (nn.Sequential(nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)) for _ in range(3))
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.c(self.a(self.b(self.a(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.region, self.first(x), use_reentrant=True)
+
+
+def twice_in_a_region(rank: int) -> None:
+    model, plain = pair_of(Recomputed())
+    hocket.fully_shard(model, units=nn.Sequential, options=hocket.ShardOptions(prefetch=0))
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+    expect_gradients(model, plain)
+
+
+def test_a_unit_runs_twice_in_what_is_recomputed():
+    """With a graph of its own, whose backward needs the weights of both."""
+    run_ranks(twice_in_a_region, 2, timeout=20)
+
+
+class Boom(Exception):
+    pass
+
+
+def boom(*_: object) -> None:
+    raise Boom
+
+
+def goes_on_without_abort(rank: int) -> None:
+    model, plain = pair_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+    ctx = hocket.fully_shard(model, units=nn.Linear)
+    hook = model[1].register_full_backward_hook(boom)
+    with pytest.raises(Boom):
+        model(inputs()).square().sum().backward()
+    hook.remove()
+    for param in model.parameters():
+        param.grad = None
+    with pytest.raises(ValueError, match=r"abort\(\)"):
+        model(inputs())
+    ctx.abort()
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+    expect_gradients(model, plain)
+
+
+def test_after_a_backward_that_failed_abort_is_asked_for():
+    """Without it nobody would wait for reductions any more."""
+    run_ranks(goes_on_without_abort, 2, timeout=20)
+
+
+def norm_of_what_is_left(rank: int) -> None:
+    model, plain = pair_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    hocket.fully_shard(model)
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+        next(one.parameters()).grad = None
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(hocket.clip_grad_norm_(model, 1e9).float(), expected)
+
+
+def norm_of_what_was_written(rank: int) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    hocket.fully_shard(model, precision=hocket.Precision(accumulate=torch.bfloat16))
+    model(inputs()).square().sum().backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.fill_(2)  # of a copy in the main dtype
+    assert hocket.clip_grad_norm_(model, 1e9).item() == pytest.approx(2 * (WIDTH * WIDTH + WIDTH) ** 0.5)
+
+
+@pytest.mark.parametrize("story", [norm_of_what_is_left, norm_of_what_was_written], ids=lambda f: f.__name__)
+def test_clipping_sees_the_gradients_that_readers_see(story):
+    run_ranks(story, 2, timeout=20)
+
+
+def forgotten_unsent(rank: int) -> None:
+    model, plain = pair_of(nn.Linear(WIDTH, WIDTH))
+    ctx = hocket.fully_shard(model)
+    with ctx.no_sync():
+        model(inputs(1)).square().sum().backward()
+    for param in model.parameters():
+        param.grad = None  # without a look at it, which would have it sent
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+    expect_gradients(model, plain)
+
+
+def test_gradients_that_were_never_sent_can_be_forgotten():
+    run_ranks(forgotten_unsent, 2, timeout=20)
+
+
+def sharded_late(rank: int) -> None:
+    hocket.fully_shard(nn.Linear(WIDTH, WIDTH))  # optimizers are looked at from now on
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    hocket.fully_shard(model)
+    with pytest.raises(ValueError, match="built before"):
+        optimizer.step()
+
+
+def test_an_optimizer_is_looked_at_again_when_its_model_is_sharded():
+    run_ranks(sharded_late, 1, timeout=20)
+
+
+def two_models(rank: int) -> None:
+    generator, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    whole = copy.deepcopy(nn.Sequential(generator, critic))
+    first, second = hocket.fully_shard(generator), hocket.fully_shard(critic)
+    assert first.groups.reduce is second.groups.reduce
+    assert first.gathering is second.gathering
+    assert first.reducing is second.reducing
+    assert first.outer is second.outer
+    critic(generator(inputs())).square().sum().backward()
+    whole(inputs()).square().sum().backward()
+    expect_gradients(generator, whole[0])
+    expect_gradients(critic, whole[1])
+
+
+def test_collectives_of_models_that_share_groups_are_in_one_order():
+    run_ranks(two_models, 2, timeout=20)
