@@ -139,7 +139,9 @@ def test_collectives_only_behind_comm() -> None:
 
 
 def test_module_hooks_only_in_hooks() -> None:
-    assert not [name(p) for p in PACKAGE if name(p) != "hocket/fsdp/hooks.py" and HOOKS.search(p.read_text())]
+    # The second one has users' hooks refused, and refuses gradients by one itself.
+    allowed = "hocket/fsdp/hooks.py", "hocket/fsdp/sharded_parameter.py"
+    assert not [name(p) for p in PACKAGE if name(p) not in allowed and HOOKS.search(p.read_text())]
 
 
 def test_environment_is_read_only_at_the_edges() -> None:

@@ -9,14 +9,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
+from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
 from hocket.fsdp.connect import Placement, connect
-from hocket.fsdp.linear import sink_of
 from hocket.fsdp.materialize import materialize
 from hocket.fsdp.members import Found, Rule, assign, chosen_units, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
@@ -24,13 +22,11 @@ from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
-from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.strategy import Prefetch, policy_of
 
 Place = Callable[[str, nn.Parameter], Placement | None]
 
-_ATTRIBUTE = "_hocket_unit"
-"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
+_contexts: WeakSet[ShardContext] = WeakSet()
 _checked: WeakSet[Optimizer] = WeakSet()
 
 
@@ -64,14 +60,13 @@ def fully_shard(
         is changed.
 
     """
+    refuse_types(module, mesh, precision, place, options)
     precision, options = precision or Precision(), options or ShardOptions()
     policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
     chosen = chosen_units(module, units)
-    _refuse_sharded(module)
+    refuse_sharded(module)
     params = found_parameters(module)
-    if not params:
-        raise ValueError(f"the {type(module).__name__} has no parameters to shard")
-    _refuse_strange(params)
+    refuse_strange(module, params)
     device = _device(params, options)
     placements = _placements(params, place)
     owned = assign(module, [one for _, one in chosen], params)
@@ -125,7 +120,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
     for unit in context.units:
         inside = {m for m in unit.module.modules() if m is not unit.module}
         unit.contains_units = bool(inside & inner)
-        unit.module.__dict__[_ATTRIBUTE] = unit
+        unit.module.__dict__[UNIT] = unit
     context.place()
     for unit in context.units:
         for group in unit.groups:
@@ -134,10 +129,11 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
-                    owner.__dict__.setdefault(_ATTRIBUTE, unit)
+                    owner.__dict__.setdefault(UNIT, unit)
         watch_reads(unit.module)  # it may hold no parameter itself, and must refuse copies all the same
         if not manual:
             hooks.drive(unit)
+    _contexts.add(context)
     _refuse_old_optimizers()
 
 
@@ -145,42 +141,14 @@ def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]
     return lambda: full if unit.context.read_outside(unit) else None
 
 
-def _refuse_sharded(module: nn.Module) -> None:
-    for name, one in module.named_modules():
-        if _ATTRIBUTE in one.__dict__:
-            what = f"its {name!r} belongs" if name else "it belongs"
-            raise ValueError(
-                f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
-                f"with units= naming the modules that are gathered as one"
-            )
-        for key, param in one._parameters.items():
-            if isinstance(param, ShardedParameter) or _is_full(param):
-                raise ValueError(
-                    f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
-                )
-
-
-def _refuse_strange(params: Sequence[Found]) -> None:
-    for found in params:
-        if is_lazy(found.param):
-            raise ValueError(f"parameter {found.name} has no shape yet: run a forward of the model before sharding it")
-        if is_traceable_wrapper_subclass(found.param):
-            raise ValueError(
-                f"parameter {found.name} is a {type(found.param).__name__}, which is divided or packed already: "
-                f"hocket.fully_shard takes plain parameters"
-            )
-
-
-def _is_full(param: Tensor | None) -> bool:
-    """Whether it is a full parameter of a sharded model."""
-    return param is not None and sink_of(param) is not None
-
-
 def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
     """Where the shards go."""
     devices = {found.param.device for found in params if not found.param.is_meta}
     if options.device is not None:
-        return torch.device(options.device)
+        device = torch.device(options.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={options.device!r}, but this machine has no GPU that torch can use: use 'cpu'")
+        return device
     if not devices:
         raise ValueError("all parameters are on the meta device: say where they go with ShardOptions(device=...)")
     if len(devices) > 1:
@@ -206,19 +174,23 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if _is_full(param):
+            if is_full(param):
                 raise ValueError(
                     f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
                     f"build it from module.parameters() afterwards"
                 )
+    for context in _contexts:
+        refuse_newcomers(context.root)
     _checked.add(optimizer)
 
 
 def unit_of(module: nn.Module) -> Unit:
     """The unit that a module is, or that holds its parameters."""
-    if _ATTRIBUTE not in module.__dict__:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{module!r} is no module: give a sharded model, or a module of one")
+    if UNIT not in module.__dict__:
         raise ValueError(f"this {type(module).__name__} is no unit of a sharded model and holds none of its parameters")
-    return module.__dict__[_ATTRIBUTE]
+    return module.__dict__[UNIT]
 
 
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
@@ -249,6 +221,8 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     parameters are on, if the mesh given to `fully_shard` has all ranks that hold them.
     """
     context = context_of(module)
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
     context.finish_step()
     groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)

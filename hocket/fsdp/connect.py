@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 import torch
@@ -51,8 +52,15 @@ class Placement:
     with experts that ranks split among them. Checkpoints hold the whole parameter."""
 
     def __post_init__(self) -> None:
-        position, count = self.part
-        if not 0 <= position < count:
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise ValueError(f"Placement(mesh={self.mesh!r}) is no DeviceMesh: give one, or None for all ranks")
+        divide = 1.0 if self.divide is None else self.divide
+        if isinstance(divide, bool) or not isinstance(divide, int | float) or not 0 < divide < inf:
+            raise ValueError(
+                f"divide={self.divide!r} must be above 0, and a number: summed gradients are divided by it"
+            )
+        whole = isinstance(self.part, tuple) and len(self.part) == 2 and all(type(one) is int for one in self.part)
+        if not whole or not 0 <= self.part[0] < self.part[1]:
             raise ValueError(f"part={self.part} must be (position, count) with 0 <= position < count")
 
 

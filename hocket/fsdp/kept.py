@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hocket.fsdp.checks import refuse_newcomers
 from hocket.fsdp.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
 
@@ -67,7 +68,10 @@ class Inventory:
     """
 
     def __init__(self, context: ShardContext) -> None:
-        self.root: nn.Module = next(unit.module for unit in context.units if not unit.name)
+        if not hasattr(context, "units"):
+            raise ValueError(f"{type(context).__name__} is no ShardContext: give what hocket.fully_shard returned")
+        self.root: nn.Module = context.root
+        refuse_newcomers(self.root)
         self.state: dict[str, Any] = dict(self.root.state_dict(keep_vars=True))
         """What the module's own `state_dict` has, under its own names, shards as they are."""
         names: dict[int, list[str]] = {}

@@ -94,11 +94,13 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
     classes = tuple(one for one in given if isinstance(one, type))
     if len(classes) == len(given):
         chosen = [(name, module) for name, module in inner if isinstance(module, classes)]
-        what = " or ".join(one.__name__ for one in classes)
-    elif callable(rule):
+        what = " or ".join(one.__name__ for one in classes) or "module of an empty tuple"
+    elif callable(rule) and not isinstance(rule, nn.Module):
         chosen = [(name, module) for name, module in inner if rule(name, module)]
         what = "a module for which the rule is true"
     else:
+        if isinstance(rule, str | nn.Module) or not isinstance(rule, Iterable):
+            raise ValueError(f"units={rule!r} is no class, predicate or list of modules: give one of these, or None")
         wanted = list(rule)
         odd = next((one for one in wanted if not isinstance(one, nn.Module)), None)
         if odd is not None:
@@ -110,9 +112,9 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
         if foreign is not None:
             raise ValueError(f"units has a {type(foreign).__name__} that is no part of the {type(root).__name__}")
         chosen = [(name, module) for name, module in inner if any(module is one for one in wanted)]
-        what = "any of the modules given"
+        what = "module of an empty list"
     if not chosen:
-        raise ValueError(f"units chooses nothing: the {type(root).__name__} contains no {what}")
+        raise ValueError(f"units={rule!r} chooses nothing: the {type(root).__name__} contains no {what}")
     for name, module in chosen:
         if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ValueError(

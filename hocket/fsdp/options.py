@@ -59,6 +59,12 @@ class ShardOptions:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if not isinstance(self.unified, bool):
+            raise ValueError(f"unified={self.unified!r} must be True or False")
+        if self.device is not None:
+            _check_device(self.device)
+        if self.init is not None and not callable(self.init):
+            raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
         ahead = Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
             raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")
@@ -86,3 +92,13 @@ class ShardOptions:
             return None
         units = Prefetch.parse(self.prefetch).units
         return 3 if units is None else units + 1
+
+
+def _check_device(device: object) -> None:
+    usable = isinstance(device, torch.device | str)
+    try:
+        usable = usable and torch.device(device).type in ("cpu", "cuda")  # pyrefly: ignore[bad-argument-type]
+    except RuntimeError:
+        usable = False
+    if not usable:
+        raise ValueError(f"device={device!r} is no place for shards: use 'cuda', 'cpu', or a torch.device of these")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -26,9 +28,10 @@ class Precision:
             optional = field.name in ("compute", "wire")
             if value is None and optional:
                 continue
-            if not isinstance(value, torch.dtype) or not value.is_floating_point:
-                choices = "torch.float32, torch.bfloat16 or torch.float16" + (", or None" if optional else "")
-                raise ValueError(f"Precision({field.name}={value!r}) is no floating-point dtype: use {choices}")
+            if value not in FORMATS:
+                choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
+                none = ", or None" if optional else ""
+                raise ValueError(f"Precision({field.name}={value!r}) is no dtype to train in: use {choices}{none}")
 
     def of(self, dtype: torch.dtype) -> Formats:
         """What becomes of parameters that were built in `dtype`."""

@@ -97,7 +97,7 @@ class FixedSlots:
     def __init__(self, units: Sequence[Unit], count: int) -> None:
         self.count = count
         self._slot = {unit: i % count for i, unit in enumerate(units)}
-        self._holder: dict[int, Unit | None] = dict.fromkeys(range(count))
+        self._holder: dict[int, Unit | None] = dict.fromkeys(self._slot.values())
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._slot

@@ -141,8 +141,8 @@ class ShardedParameter(nn.Parameter):
 
 
 _GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]
 """What torch has under these names."""
 
 

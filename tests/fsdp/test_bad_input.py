@@ -18,6 +18,9 @@ OPTIONS = {
     "outer": [("shards", "outer='shards' is not one of replicate, shard")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
+    "unified": [("no", "unified='no' must be True or False")],
+    "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
+    "init": [(3, "init=3 is no function")],
     "granularity": [("col", "granularity='col' is not one of element, row, tensor")],
 }
 CASES = [(name, value, words) for name, pairs in OPTIONS.items() for value, words in pairs]
@@ -31,8 +34,16 @@ def test_options(name, value, words):
 
 CALLS = {
     "strategy": (dict(strategy="zero3"), "strategy='zero3' is not one of no_shard, optim, optim_grads"),
-    "nothing": (dict(units=nn.Conv2d), "units chooses nothing: the Stack contains no Conv2d"),
-    "no one": (dict(units=lambda name, module: False), "units chooses nothing"),
+    "nothing": (dict(units=nn.Conv2d), "chooses nothing: the Stack contains no Conv2d"),
+    "no one": (dict(units=lambda name, module: False), "chooses nothing"),
+    "a name": (dict(units="Block"), "units='Block' is no class, predicate or list of modules"),
+    "a number": (dict(units=3), "units=3 is no class"),
+    "a single module": (dict(units=Block()), "is no class, predicate or list"),
+    "an empty list": (dict(units=[]), "chooses nothing: the Stack contains no module of an empty list"),
+    "mesh": (dict(mesh=(2,)), "mesh=(2,) is no DeviceMesh"),
+    "precision": (dict(precision=torch.bfloat16), "precision=torch.bfloat16 is no Precision"),
+    "options": (dict(options={"slots": 2}), "options={'slots': 2} is no ShardOptions"),
+    "no function": (dict(place=3), "place=3 is no function"),
     "no module": (dict(units=[3]), "units has 3, which is no module"),
     "a stranger": (dict(units=[Block()]), "units has a Block that is no part of the Stack"),
     "a list": (dict(units=nn.ModuleList), "'blocks', a ModuleList, which is never called itself"),
@@ -61,6 +72,44 @@ def test_arguments(arguments, words):
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
     hocket.fully_shard(model, units=Block)
+
+
+PLACEMENTS = [
+    ((3, None), "mesh=3"),
+    ((None, "4"), "divide='4'"),
+    ((None, float("inf")), "divide=inf"),
+    ((None, True), "divide=True"),
+    ((None, None, 3), "part=3"),
+    ((None, None, [0, 1]), "part=[0, 1]"),
+    ((None, None, (0.5, 2)), "part=(0.5, 2)"),
+    ((None, None, (2, 2)), "part=(2, 2)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), PLACEMENTS)
+def test_placements(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        hocket.Placement(*arguments)
+
+
+@pytest.mark.parametrize("module", ["model", None, nn.Linear, [nn.Linear(2, 2)]])
+def test_no_module(module):
+    with pytest.raises(ValueError, match="is no Module: give one"):
+        hocket.fully_shard(module)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), "1", None])
+def test_a_norm_that_is_none(max_norm):
+    model = Stack()
+    hocket.fully_shard(model)
+    with pytest.raises(ValueError, match=r"max_norm=.* must be a number"):
+        hocket.clip_grad_norm_(model, max_norm)
+    with pytest.raises(ValueError, match="is no module: give a sharded model"):
+        hocket.clip_grad_norm_(list(model.parameters()), 1.0)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_more_slots_than_units():
+    hocket.fully_shard(Stack(), units=Block, options=hocket.ShardOptions(slots=10**12))
 
 
 def test_a_module_without_parameters():

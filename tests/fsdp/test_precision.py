@@ -19,8 +19,9 @@ def test_numbers_that_are_no_floats_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("main", torch.int64), ("wire", "bf16"), ("accumulate", None), ("main", None)]
+    ("field", "value"),
+    [("main", torch.int64), ("wire", "bf16"), ("accumulate", None), ("main", None), ("compute", torch.float8_e4m3fn)],
 )
 def test_formats_that_are_none_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"Precision\({field}=.*\) is no floating-point dtype: use torch.float32"):
+    with pytest.raises(ValueError, match=rf"Precision\({field}=.*\) is no dtype to train in: use torch.float32"):
         Precision(**{field: value})

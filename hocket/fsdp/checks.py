@@ -1,0 +1,118 @@
+"""What `fully_shard` refuses, in words, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hocket.fsdp.linear import sink_of
+from hocket.fsdp.members import Found
+from hocket.fsdp.options import ShardOptions
+from hocket.fsdp.precision import Precision
+from hocket.fsdp.sharded_parameter import ShardedParameter
+
+UNIT = "_hocket_unit"
+"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
+
+
+def refuse_types(module: Any, mesh: Any, precision: Any, place: Any, options: Any) -> None:
+    """Refuse arguments of another type."""
+    for name, value, kind in (
+        ("module", module, nn.Module),
+        ("mesh", mesh, DeviceMesh),
+        ("precision", precision, Precision),
+        ("options", options, ShardOptions),
+    ):
+        if not isinstance(value, kind) and (value is not None or name == "module"):
+            raise ValueError(f"{name}={value!r} is no {kind.__name__}: give one" + (" or None" * (name != "module")))
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "a model can't be sharded in torch.inference_mode(), where nothing can be trained: do it before"
+        )
+    if place is not None and not callable(place):
+        raise ValueError(f"place={place!r} is no function of (name, parameter): give one, or None")
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse a module of which something is sharded already."""
+    for name, one in module.named_modules():
+        if UNIT in one.__dict__:
+            what = f"its {name!r} belongs" if name else "it belongs"
+            raise ValueError(
+                f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
+                f"with units= naming the modules that are gathered as one"
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the module'} is compiled by TorchScript, which keeps parameters where they can't be "
+                f"replaced: shard the plain module; torch.compile works"
+            )
+        for key, param in one._parameters.items():
+            if isinstance(param, ShardedParameter) or is_full(param):
+                raise ValueError(
+                    f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
+                )
+
+
+def is_full(param: Tensor | None) -> bool:
+    """Whether it is a full parameter of a sharded model."""
+    return param is not None and sink_of(param) is not None
+
+
+def refuse_strange(module: nn.Module, params: Sequence[Found]) -> None:
+    """Refuse parameters of a module that can't be taken apart, and none at all."""
+    if not params:
+        raise ValueError(f"the {type(module).__name__} has no parameters to shard")
+    for found in params:
+        param = found.param
+        if is_lazy(param):
+            raise ValueError(f"parameter {found.name} has no shape yet: run a forward of the model before sharding it")
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"parameter {found.name} is a {type(param).__name__}, which is divided or packed already: "
+                f"hocket.fully_shard takes plain parameters"
+            )
+        if param.is_inference():
+            raise ValueError(f"parameter {found.name} was made in torch.inference_mode(): make the model outside of it")
+        if param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {found.name} has a hook by register_post_accumulate_grad_hook, which would see one rank's "
+                f"gradient: remove it, and look at .grad after backward"
+            )
+    _refuse_shared_memory(params)
+
+
+def _refuse_shared_memory(params: Sequence[Found]) -> None:
+    """Parameters in the same memory would be two after sharding."""
+    spans = []
+    for found in params:
+        if not found.param.is_meta and found.param.numel():
+            reach = sum(
+                (size - 1) * stride for size, stride in zip(found.param.shape, found.param.stride(), strict=True)
+            )
+            first = found.param.data_ptr()
+            spans.append((first, first + (reach + 1) * found.param.element_size(), found))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end and one.param.device == other.param.device:
+            raise ValueError(
+                f"parameters {one.name} and {other.name} lie in the same memory, but are two objects, which sharding "
+                f"would part: tie them as one nn.Parameter, or clone() one of them"
+            )
+
+
+def refuse_newcomers(root: nn.Module) -> None:
+    """Refuse parameters that joined a sharded model afterwards: ranks would train different copies."""
+    for name, param in root.named_parameters():
+        if param.requires_grad and not isinstance(param, ShardedParameter):
+            raise ValueError(
+                f"{name} joined the {type(root).__name__.removeprefix('Sharded')} after it was sharded, so its "
+                f"gradients are not averaged over ranks: complete the model before hocket.fully_shard"
+            )
