@@ -40,7 +40,7 @@ class Invocation:
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._lease: Lease | None = None
-        self._weights = _versions(unit)
+        self._weights = [group.edition for group in unit.groups]
 
     def open(self) -> None:
         """An output may get a gradient later."""
@@ -58,7 +58,7 @@ class Invocation:
 
         Raises: ValueError if they are other ones by now; the activations are those of the old ones.
         """
-        if self._weights != _versions(self.unit):
+        if self._weights != [group.edition for group in self.unit.groups]:
             raise ValueError(
                 f"the weights of {self.unit} changed between a forward and its backward, so its gradients would be "
                 f"wrong: run every backward before optimizer.step(), or abort()"
@@ -83,11 +83,6 @@ class Invocation:
             self.unit.repeated.discard(self.forward)
             self.unit.reduce()
         self.unit.context.look_back()
-
-
-def _versions(unit: Unit) -> list[int]:
-    """Which main weights these are. Fused optimizers change them without counting."""
-    return [group.main._version for group in unit.groups]
 
 
 class _Inputs(torch.autograd.Function):
@@ -138,7 +133,8 @@ def drive(unit: Unit) -> None:
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = calls.pop()
-        _refuse_writes(unit, call.writes)
+        if call.lease is not None:
+            _refuse_writes(unit, call.writes)
         if call.invocation is not None:
             outputs = [x for x in tensors_in(output, unit) if x.requires_grad]
             if outputs:

@@ -80,8 +80,7 @@ class ShardContext:
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
         self._read_outside: list[Lease] = []
-        self._updates = 0  # how often somebody waited for gradients, or said that weights were updated
-        self._versions = 0, 0  # of the weights that forwards under way have read
+        self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self._forward_order: Order[Unit] = Order(self.units)
         self._backward_order: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
@@ -163,13 +162,12 @@ class ShardContext:
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
 
-        A unit that was not gathered since says nothing about that: it may have been left out for many steps. So
-        versions are compared, and how often gradients were waited for, since fused optimizers change no version.
+        A unit that was not gathered since says nothing about that: it may have been left out for many steps.
         """
-        versions = sum(group.main._version for unit in self.units for group in unit.groups), self._updates
-        if versions == self._versions or self._depth or self.in_backward:
+        editions = [group.edition for unit in self.units for group in unit.groups]
+        if editions == self._editions or self._depth or self.in_backward:
             return
-        self._versions = versions
+        self._editions = editions
         for unit in self.units:
             unit.open.clear()
             unit.repeated.clear()
@@ -241,7 +239,6 @@ class ShardContext:
         if not self.reductions_open or self.in_backward:
             return
         self.reductions_open = False
-        self._updates += 1
         self._drop_outside()
         no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
         for unit in self.units:
@@ -252,7 +249,6 @@ class ShardContext:
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
-        self._updates += 1
         for unit in self.units:
             for group in unit.groups:
                 group.invalidate()

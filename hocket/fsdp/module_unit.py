@@ -155,7 +155,7 @@ class Unit:
         if self.current:
             self.context.residency_of(self).touch(self)
             return True
-        if self.leases and any(group.changed() for group in self.groups):
+        if self.leases and any(group.stale() for group in self.groups):
             self.context.forget_old_forwards()
             if self.leases:
                 raise ValueError(

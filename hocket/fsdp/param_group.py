@@ -92,8 +92,8 @@ class ParamGroup:
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
                 self.load(i, member.param)
-        self._seen = -1  # version counter of main at the last refresh
-        self._read = False  # whether somebody has read gradients since
+        self._said = 0  # how often somebody said that main has changed
+        self._seen = -1, -1  # the edition of main at the last refresh
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
@@ -177,22 +177,23 @@ class ParamGroup:
             else:
                 member.param.data = view
 
-    def changed(self) -> bool:
-        """Whether `main` is known to have changed since the last refresh."""
-        return self.main._version != self._seen
+    @property
+    def edition(self) -> tuple[int, int]:
+        """Of `main`: a new one after every change. See Note: [Changes of weights are noticed]."""
+        return self.main._version, self._said
 
     def stale(self) -> bool:
-        """Whether `main` may have changed since the last refresh. See Note: [Who reads gradients may write weights]."""
-        return self._read or self.changed()
+        """Whether `main` has changed since the last refresh."""
+        return self.edition != self._seen
 
     def invalidate(self) -> None:
         """Say that `main` has changed, for those who changed it behind autograd's back."""
-        self._seen = -1
+        self._said += 1
 
     @torch.no_grad()
     def refresh(self) -> Pending | None:
         """Bring what the optimizer wrote to where it is gathered from. Gathered weights are old from now on."""
-        self._seen, self._read = self.main._version, False
+        self._seen = self.edition
         self.version += 1
         if self.weight is self.main:
             return None
@@ -298,7 +299,6 @@ class ParamGroup:
         self.settle()
         if not self.trainable or not self._has[index]:
             return None
-        self._read = True
         return self._readable.views()[index]
 
     def forget(self, index: int) -> None:

@@ -6,11 +6,11 @@ Gradients arrive in a group's `main_grad` while backward goes on, and nobody wai
 only then returns the view. Optimizers, clipping and logging need no hook for that, and nothing waits between
 microbatches.
 
-Note: [Who reads gradients may write weights]
+Note: [Changes of weights are noticed]
 An optimizer's step changes shards in place, which the version counter of `main` shows, since shards are views that
-share it; `data` shares it too, unlike torch's. Fused optimizers change them without counting. But no optimizer steps
-without having read `grad`, so a group whose gradients were read since its last refresh counts as changed too. At worst
-weights are gathered once too often.
+share it; `data` shares it too, unlike torch's. Fused optimizers change them without counting, so after a step of any
+torch optimizer the groups of its shards count as changed. Nothing that only reads changes anything, since one rank may
+do it alone, say to log, and all ranks must gather alike.
 
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. Whoever computes with a shard, say a penalty on `module.parameters()`, sees one
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from hocket.fsdp.param_group import ParamGroup
@@ -85,7 +86,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The values, without autograd. See Note: [Who reads gradients may write weights]."""
+        """The values, without autograd. See Note: [Changes of weights are noticed]."""
         return self.detach()
 
     @data.setter
@@ -154,3 +155,13 @@ def _refuse_gradient(shard: Tensor) -> None:
         f"on this rank, which is a part of the weight. Read weights as attributes of modules, inside of a forward, or "
         f"leave a penalty to the optimizer's weight_decay"
     )
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardedParameter) and param.group is not None:
+                param.group.invalidate()
+
+
+register_optimizer_step_post_hook(_note_step)  # see Note: [Changes of weights are noticed]

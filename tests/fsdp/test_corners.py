@@ -94,9 +94,10 @@ def boom(*_: object) -> None:
 
 
 def goes_on_without_abort(rank: int) -> None:
-    model, plain = pair_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model, plain = pair_of(nn.Sequential(*layers))
     ctx = hocket.fully_shard(model, units=nn.Linear)
-    hook = model[1].register_full_backward_hook(boom)
+    hook = layers[1].register_full_backward_hook(boom)
     with pytest.raises(Boom):
         model(inputs()).square().sum().backward()
     hook.remove()
@@ -186,3 +187,37 @@ def two_models(rank: int) -> None:
 
 def test_collectives_of_models_that_share_groups_are_in_one_order():
     run_ranks(two_models, 2, timeout=20)
+
+
+def read_on_one_rank(rank: int) -> None:
+    for strategy in ("optim_grads", "optim_grads_params"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        ctx = hocket.fully_shard(model, units=nn.Linear, strategy=strategy)
+        gathers = []
+        for _ in range(3):
+            model(inputs()).square().sum().backward()
+            if rank == 0:
+                assert all(param.grad is not None for param in model.parameters())
+            gathers.append(ctx.stats().gathers)
+        steady = 0 if strategy == "optim_grads" else 2
+        assert gathers[2] - gathers[1] == steady, (strategy, gathers)
+
+
+def test_one_rank_may_look_at_gradients_alone():
+    """Between microbatches, to log them: it gathers no more weights than others do."""
+    run_ranks(read_on_one_rank, 2, timeout=20)
+
+
+def stepped_too_early(rank: int) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    hocket.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # leaves no trace in version counters
+    model(inputs()).sum().backward()
+    loss = model(inputs()).sum()
+    optimizer.step()
+    with pytest.raises(ValueError, match="between a forward and its backward"):
+        loss.backward()
+
+
+def test_a_fused_step_between_forward_and_backward_is_noticed():
+    run_ranks(stepped_too_early, 2, timeout=20)
