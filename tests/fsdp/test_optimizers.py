@@ -188,3 +188,24 @@ def one_rank_uses_more(rank: int) -> None:
 
 def test_ranks_may_use_different_parameters_of_a_unit():
     run_ranks(one_rank_uses_more, 2)
+
+
+def sparse(rank: int) -> None:
+    """Gradients of `nn.Embedding(sparse=True)` are sent dense."""
+    models = []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 6, sparse=is_sparse), nn.Linear(6, 6))
+        hocket.fully_shard(model, units=nn.Linear)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.arange(4) + rank + step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    for ours, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_sparse_gradients():
+    run_ranks(sparse, 2)
