@@ -92,7 +92,7 @@ class Unit:
         self.views = [View(owner, key, m.param) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
-        self._readers: Ticket | None = None  # behind the last reader that gave its lease back
+        self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its lease back
         self._trainable = sum(group.trainable for group in self.groups)
         self._staged: dict[ParamGroup, Staged] = {}
         self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
@@ -190,7 +190,7 @@ class Unit:
         self.gathers += bool(self.full)
 
     def _last_use(self) -> tuple[Ticket, ...]:
-        return tuple(ticket for ticket in (self._readers, self._gathering) if ticket is not None)
+        return (*self._readers, *([self._gathering] if self._gathering is not None else []))
 
     def wait_gathered(self) -> None:
         """Order the caller's following work behind the gather."""
@@ -198,13 +198,17 @@ class Unit:
             self._gathering.wait()
 
     def give_back(self) -> None:
-        """End one claim. With the last one the weights may go, after what the caller has issued so far."""
+        """End one claim. With the last one the weights may go, after what the callers had issued when they did this."""
         assert self.leases > 0
         self.leases -= 1
         if self.leases == 0:
             for view in self.views:
                 view.hide()
-            self._readers = self.context.gathering.mark(f"release {self.name}")
+        self._note_reader()
+
+    def _note_reader(self) -> None:
+        mark = self.context.gathering.mark(f"release {self.name}")
+        self._readers = [*(one for one in self._readers if not mark.covers(one)), mark]
 
     def evict(self) -> None:
         """Give up the gathered weights, which nobody claims."""
@@ -311,6 +315,7 @@ class Unit:
         if self.leases:
             for view in self.views:
                 view.hide()
+            self._note_reader()
         self.leases = 0
         self.open.clear()
         self.repeated.clear()
@@ -326,7 +331,7 @@ class Unit:
             for member in group.members:
                 member.param.grad = None
         self.evict()
-        self._gathering = self._readers = None
+        self._gathering, self._readers = None, []
 
 
 def together(pending: Sequence[Pending]) -> Pending | None:

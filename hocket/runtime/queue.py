@@ -53,6 +53,10 @@ class Ticket:
         """Order the caller's following work behind this. On a CPU the host waits. Waiting again costs nothing."""
         self._queue._wait_for(self)
 
+    def covers(self, earlier: Ticket) -> bool:
+        """Whether what comes behind this comes behind `earlier` too: both are marks of one stream."""
+        return self._recorded_on == earlier._recorded_on
+
     def __del__(self) -> None:
         # Nobody can wait for it any more, and a stream that was told to wait keeps the recording, not the event.
         if self._event is not None:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hocket
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.queue import Ticket
 from tests.helpers.ranks import run_ranks
 
 WIDTH = 8
@@ -221,3 +222,29 @@ def stepped_too_early(rank: int) -> None:
 
 def test_a_fused_step_between_forward_and_backward_is_noticed():
     run_ranks(stepped_too_early, 2, timeout=20)
+
+
+def readers_on_two_streams(rank: int) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    ctx = hocket.fully_shard(model, options=hocket.ShardOptions(driver="manual"))
+    unit = hocket.unit_of(model)
+    leases = [unit.acquire() for _ in range(3)]
+    released: list[Ticket] = []
+    mark = ctx.gathering.mark
+
+    def mark_of_stream(name: str) -> Ticket:
+        released.append(mark(name))
+        released[-1]._recorded_on = (7, 0, 7)[len(released) - 1]
+        return released[-1]
+
+    ctx.gathering.mark = mark_of_stream  # type: ignore[method-assign]
+    for lease in leases:
+        lease.wait()
+        lease.release()
+    unit.evict()
+    (buffer,) = unit.full.values()
+    assert [ticket in buffer.behind for ticket in released] == [False, True, True], "the last reader of each stream"
+
+
+def test_memory_is_written_again_behind_the_readers_of_all_streams():
+    run_ranks(readers_on_two_streams, 2, timeout=20)
