@@ -107,11 +107,6 @@ class Unit:
     __repr__ = __str__
 
     @property
-    def gathered_groups(self) -> list[ParamGroup]:
-        """The groups whose weights this rank does not hold whole."""
-        return [group for group in self.groups if not group.whole]
-
-    @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The full parameters, which `grad_ready` takes."""
         return tuple(self._place)
@@ -119,7 +114,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the gathered weights."""
-        return sum(group.total_bytes for group in self.gathered_groups)
+        return sum(group.total_bytes for group in self.groups if not group.whole)
 
     def writes(self) -> list[tuple[int, int]]:
         """Changes when a module writes to a gathered weight, or gives it other memory. Of those that would lose it."""

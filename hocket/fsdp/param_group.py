@@ -86,8 +86,6 @@ class ParamGroup:
         self.partial = zeros(self.layout.shard, self.formats.accumulate) if separate else self.main_grad
         self.settle: Callable[[], None] = _nothing_under_way
         """Has the caller's work come behind all reductions of this group."""
-        self.version = 0
-        """Grows with every refresh."""
         self.shards = self._make_shards()
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
@@ -194,7 +192,6 @@ class ParamGroup:
     def refresh(self) -> Pending | None:
         """Bring what the optimizer wrote to where it is gathered from. Gathered weights are old from now on."""
         self._seen = self.edition
-        self.version += 1
         if self.weight is self.main:
             return None
         if not self.groups.outer_shards:

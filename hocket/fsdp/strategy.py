@@ -20,8 +20,6 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 class Policy:
     """What a strategy and its options come down to."""
 
-    shard: bool
-    """Whether the optimizer's state is sharded at all."""
     free: bool
     """Whether gathered weights make room for others."""
     reduce_every_microbatch: bool
@@ -37,7 +35,6 @@ def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> 
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
     rank = get_args(Strategy).index(strategy)
     return Policy(
-        shard=rank >= 1,
         reduce_every_microbatch=rank >= 2,
         free=rank >= 3,
         slots=slots,
