@@ -156,6 +156,7 @@ def drive(unit: Unit) -> None:
 
 def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
     if before != unit.writes():
+        unit.rebind()
         raise ValueError(
             f"a weight of {unit} was written in its forward (as nn.Embedding(max_norm=...) does), and would be lost "
             f"with the gathered weights: write weights after backward, through module.parameters() or inside of "

@@ -270,11 +270,16 @@ class ShardContext:
                 leases.append(unit.acquire())  # noqa: PERF401 - those before one that fails are given back
             for lease in leases:
                 lease.wait()
+            before = [param.data_ptr() for unit in self.units for param in unit.parameters]
             yield
+            after = [param.data_ptr() for unit in self.units for param in unit.parameters]
             if changed:
                 for group in (group for unit in self.units for group in unit.groups):
                     for i, member in enumerate(group.members):
                         group.load(i, member.param)
+            if after != before:
+                for unit in self.units:
+                    unit.rebind()
         finally:
             for lease in leases:
                 lease.release()

@@ -121,6 +121,11 @@ class Unit:
         lost = (group for group in self.groups if not (group.whole and group.weight is group.main))
         return [(member.param._version, member.param.data_ptr()) for group in lost for member in group.members]
 
+    def rebind(self) -> None:
+        """Put gathered weights back to where they are gathered, after somebody gave them other memory by `.data`."""
+        for group in self.groups:
+            group.bind(self.full[group].flat if group in self.full else group.weight)
+
     def use(self, group: ParamGroup, buffer: FullBuffer) -> None:
         """Have a group's weights gathered into `buffer` from now on. Nothing may be gathered or saved for backward."""
         assert not self.leases

@@ -299,3 +299,21 @@ def allowed(rank: int) -> None:
 
 def test_a_move_to_where_it_is_already_is_none() -> None:
     run_ranks(allowed, 2)
+
+
+def other_memory(rank: int) -> None:
+    """Gathered weights may be given other memory by `.data`, as libraries of initial weights do."""
+    model, ctx = sharded()
+    weight = ctx.units[-1].parameters[0]
+    for value in (1.0, 2.0):
+        with ctx.gathered(changed=True):
+            weight.data = torch.full_like(weight, value)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+        with ctx.gathered():
+            assert torch.equal(weight, torch.full_like(weight, 3 * value))
+
+
+def test_other_memory_for_gathered_weights() -> None:
+    run_ranks(other_memory, 2)
