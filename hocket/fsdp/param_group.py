@@ -138,6 +138,11 @@ class ParamGroup:
         return self.layout.world == 1
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether this rank updates whole parameters, not a part of them."""
+        return self.kept.world == 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this rank keeps: its shards, and what gradients were added up in without communication."""
         kept = {id(t): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}

@@ -20,8 +20,10 @@ and so are hooks that would never run.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +70,11 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient, in the dtype of the shard. See Note: [Reading a gradient waits for it]."""
         group = self.group
-        return _GRAD.__get__(self) if group is None else group.grad_of(self.position)
+        if group is None:
+            return _GRAD.__get__(self)
+        if not group.keeps_all:
+            _refuse_local_norm(sys._getframe(1))
+        return group.grad_of(self.position)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -141,6 +147,22 @@ class ShardedParameter(nn.Parameter):
         return self
 
 
+def _refuse_local_norm(reader: FrameType) -> None:
+    """Raise ValueError if torch reads gradients to clip their norm: it would see this rank's part of it alone.
+
+    Ranks would scale their parts by different factors, and nobody would notice.
+    """
+    code, caller = reader.f_code, reader.f_back
+    if code.co_filename == _CLIPPING and _NORM in (code.co_name, caller.f_code.co_name if caller else ""):
+        raise ValueError(
+            "torch.nn.utils.clip_grad_norm_ sees one rank's part of the gradients of a sharded model, and each rank "
+            "would clip by its own norm: use hocket.clip_grad_norm_(model, max_norm)"
+        )
+
+
+_NORM = "clip_grad_norm_"
+_CLIPPING = torch.nn.utils.clip_grad_norm_.__code__.co_filename
+"""Where torch clips gradients."""
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]

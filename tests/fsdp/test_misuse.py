@@ -317,3 +317,22 @@ def other_memory(rank: int) -> None:
 
 def test_other_memory_for_gathered_weights() -> None:
     run_ranks(other_memory, 2)
+
+
+def norms(rank: int) -> None:
+    """Only what keeps whole parameters on every rank has a norm of its own."""
+    for strategy in ("no_shard", "optim_grads_params"):
+        model = plain()
+        hocket.fully_shard(model, units=Block, strategy=strategy)
+        loss_of(model).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        if strategy == "no_shard":
+            ours = hocket.clip_grad_norm_(model, 1e9)
+            assert torch.isclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), ours.float())
+        else:
+            with pytest.raises(ValueError, match=r"use hocket\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_the_norm_of_one_rank_is_refused() -> None:
+    run_ranks(norms, 2)
