@@ -108,7 +108,8 @@ def zoo(rank: int, names: list[str]) -> None:
 
 
 def test_the_zoo_beside_its_twins() -> None:
-    run_ranks(zoo, 2, [name for name in ZOO if name != "moe"], backend="nccl", timeout=250)
+    """But for `mixed_dtypes`, whose bf16 gradients NCCL adds in bf16 and the twin in fp32, and `moe`, on two meshes."""
+    run_ranks(zoo, 2, [name for name in ZOO if name not in ("mixed_dtypes", "moe")], backend="nccl", timeout=250)
 
 
 @pytest.mark.parametrize("batch", range(2))
