@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.linear import linear_forward, set_sink, write_product
+from hocket.fsdp.shard_grads import put
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input width of the linears of one layer."""
@@ -45,28 +46,18 @@ class Sink:
     def __init__(self, view: Tensor, add: bool) -> None:
         self.view, self.add = view, add
 
-    def target(self) -> tuple[Tensor, bool]:
+    def __call__(self) -> tuple[Tensor, bool]:
         return self.view, self.add
-
-    def done(self) -> None:
-        pass
 
     def take(self, param: nn.Parameter) -> None:
         """What the hook of a sharded parameter does with autograd's gradient."""
         if param.grad is not None:
-            _take(param.grad, self.view, self.add)
+            put(param.grad, self.view, self.add)
             param.grad = None
 
 
 class Sunk(nn.Linear):
     forward = linear_forward  # pyrefly: ignore[bad-override]
-
-
-def _take(grad: Tensor, view: Tensor, add: bool) -> None:
-    if add:
-        view.add_(grad)
-    else:
-        view.copy_(grad)
 
 
 def _seconds(ways: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
@@ -114,7 +105,7 @@ def gradients(
             dtype, add = WAYS[way]
             view = buffers[dtype][name]
             if way in BY_AUTOGRAD:
-                _take(g.t() @ x, view, add)
+                put(g.t() @ x, view, add)
             else:
                 write_product(g.t(), x, view, add)
 

@@ -82,9 +82,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def publish(self) -> None:
         """Give the folder its name."""
-        _sync(Path(self.path))
+        sync_names(Path(self.path))
         Path(self.path).rename(self.final)
-        _sync(self.final.parent)
+        sync_names(self.final.parent)
 
     def _check(self, results: list[list[WriteResult]]) -> None:
         ends: dict[str, int] = {}
@@ -109,7 +109,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 of_rank += [replace(result, index=replace(result.index, fqn=key)) for result in same]
 
 
-def _sync(folder: Path) -> None:
+def sync_names(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

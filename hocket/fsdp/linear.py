@@ -21,29 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from hocket.fsdp.shard_grads import put
+
 _ATTRIBUTE = "hocket_sink"
 
 
-class Sink(Protocol):
-    """Where the gradient of one full parameter goes."""
-
-    def target(self) -> tuple[Tensor, bool]:
-        """A contiguous view to write, shaped like the parameter; True if it holds a contribution to add to.
-
-        Called in backward, on the stream that computes the gradient.
-        """
-        ...
-
-    def done(self) -> None:
-        """What `target` gave has been written: the parameter has contributed."""
-        ...
+Sink = Callable[[], tuple[Tensor, bool]]
+"""Where the gradient of one full parameter goes: a contiguous view to write, shaped like the parameter, and True if it
+holds a contribution to add to. Called once for each contribution, in backward, on the stream that computes it."""
 
 
 def set_sink(param: Tensor, sink: Sink) -> None:
@@ -162,9 +154,7 @@ def _contribute(
             return None  # a backward for other tensors alone
     except RuntimeError:  # how torch says that this is `torch.autograd.grad` of the parameter
         return compute()
-    view, add = sink.target()
-    write(view, add)
-    sink.done()
+    write(*sink())
     return None
 
 
@@ -175,7 +165,7 @@ def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None
     if same and not add:
         torch.mm(a_FR, b_RD, out=out_FD)
     elif not out_FD.is_cuda or not (same or wider):
-        _write(a_FR @ b_RD, out_FD, add)
+        put(a_FR @ b_RD, out_FD, add)
     elif add:
         torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
     else:
@@ -185,13 +175,6 @@ def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None
 def _write_sum(g_RF: Tensor, out_F: Tensor, add: bool) -> None:
     """Write the sum of the rows of `g` to `out`, or add it."""
     if add or out_F.dtype != g_RF.dtype:
-        _write(g_RF.sum(0), out_F, add)
+        put(g_RF.sum(0), out_F, add)
     else:
         torch.sum(g_RF, 0, out=out_F)
-
-
-def _write(value: Tensor, out: Tensor, add: bool) -> None:
-    if add:
-        out.add_(value)
-    else:
-        out.copy_(value)

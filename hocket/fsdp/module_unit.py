@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,21 +56,6 @@ class Lease:
         self.unit.give_back()
 
 
-class _Sink:
-    """Where a layer may write the gradient of a full parameter itself; the parameter's hook runs all the same."""
-
-    __slots__ = ("_param", "_unit")
-
-    def __init__(self, unit: Unit, param: nn.Parameter) -> None:
-        self._unit, self._param = unit, param
-
-    def target(self) -> tuple[Tensor, bool]:
-        return self._unit.grad_target(self._param)
-
-    def done(self) -> None:
-        pass
-
-
 class Unit:
     """The parameters of one module that are gathered and reduced as one, in groups of the same dtype and placement."""
 
@@ -99,7 +85,7 @@ class Unit:
         self._outer_sent: dict[ParamGroup, tuple[Ticket]] = {}
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
-            set_sink(param, _Sink(self, param))
+            set_sink(param, partial(self.grad_target, param))
 
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the root unit"

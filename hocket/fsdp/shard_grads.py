@@ -10,6 +10,14 @@ from torch import Tensor
 from hocket.fsdp.layout import FlatLayout
 
 
+def put(gradient: Tensor, view: Tensor, add: bool) -> None:
+    """Write a gradient to where it is collected, or add it to what is there."""
+    if add:
+        view.add_(gradient)
+    else:
+        view.copy_(gradient)
+
+
 class LocalSum:
     """Gradients of microbatches that send nothing, added up at full size. The memory is made on first use, and kept."""
 
@@ -37,11 +45,7 @@ class LocalSum:
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add a whole gradient of an entry."""
-        view, already = self.target(index)
-        if already:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        put(grad, *self.target(index))
 
     def merge(self, into: Sequence[Tensor]) -> None:
         """Add everything to `into`, views like the entries; rounded once. Nothing is left here."""

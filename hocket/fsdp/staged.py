@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hocket.fsdp.buffers import StagingRing
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.shard_grads import put
 from hocket.runtime.queue import Ticket
 
 if TYPE_CHECKING:
@@ -39,11 +40,7 @@ class Staged:
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take over a gradient of parameter `index`; a second one is added to the first."""
-        view, already = self.target(index)
-        if already:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
+        put(grad, *self.target(index))
 
     def arrived(self, index: int) -> None:
         """Autograd is done with parameter `index`; layers may have written its gradient before, piece by piece."""

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
+from hocket.fsdp.dcp import sync_names
 from hocket.fsdp.flat_tensor import FlatTensor
 from hocket.leaves import problem
 from hocket.resolve import Settings
@@ -283,14 +284,14 @@ def _publish(temporary: Path, final: Path, meta: Mapping[str, Any], keep: int) -
         json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(temporary)
+    sync_names(temporary)
     replaced = final.with_suffix(".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
     _link_latest(final)
-    _sync(final.parent)
+    sync_names(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     for old in _newest_first(final.parent)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
@@ -306,15 +307,6 @@ def _link_latest(path: Path) -> None:
 def _newest_first(folder: Path) -> list[Path]:
     """Folders of checkpoints with their final names, by step."""
     return sorted((p for p in folder.glob("step-*") if p.is_dir() and not p.suffix), reverse=True)
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checksum(file: Path) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.linear import linear_forward, set_sink
+from hocket.fsdp.shard_grads import put
 
 DTYPES = [torch.float32, torch.bfloat16]
 D, F_OUT = 24, 40
@@ -22,19 +23,15 @@ class Slot:
     def __init__(self, view: Tensor) -> None:
         self.view, self.times = view.fill_(math.nan), 0
 
-    def target(self) -> tuple[Tensor, bool]:
-        return self.view, self.times > 0
-
-    def done(self) -> None:
+    def __call__(self) -> tuple[Tensor, bool]:
         self.times += 1
+        return self.view, self.times > 1
 
     def take(self, param: nn.Parameter) -> None:
         """What the hook of a sharded unit does with a gradient that autograd made."""
         if param.grad is not None:
             grad, param.grad = param.grad.detach(), None
-            view, add = self.target()
-            view.add_(grad) if add else view.copy_(grad)
-            self.done()
+            put(grad, *self())
 
     @property
     def gradient(self) -> Tensor | None:
