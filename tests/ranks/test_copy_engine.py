@@ -114,7 +114,7 @@ def test_parts_are_added_in_rank_order(world, numel, dtype):
 def test_the_kernel_gives_the_same_bits(monkeypatch):
     """In fp32: what interprets the kernel here rounds to bf16 otherwise than a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="the CPU build of torch comes without triton")
+    pytest.importorskip("triton", reason="triton is not installed, as beside a torch without its needs")
     from hocket.runtime.sum_kernel import BLOCK, launch
 
     for world, numel in ((1, 5), (2, BLOCK), (3, BLOCK + 1), (8, 4 * BLOCK + 64)):
