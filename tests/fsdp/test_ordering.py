@@ -1,0 +1,60 @@
+"""Orders that only streams could break: on a CPU results are right without them, so the record is looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hocket
+from hocket.runtime.history import History
+from tests.helpers.ranks import run_ranks
+
+
+def recorded(rank: int, replicas: int) -> tuple[History, torch.optim.Optimizer, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("outer", "shard"))
+    ctx = hocket.fully_shard(model, units=nn.Linear, mesh=mesh)
+    history = ctx.record()
+    return history, torch.optim.SGD(model.parameters(), lr=0.1), model
+
+
+def exchanges(rank: int) -> None:
+    history, _, model = recorded(rank, 2)
+    for _ in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+    for unit in ("0", "1"):
+        assert history.before(history.one(f"reduce {unit}", 0), history.one(f"outer {unit}", 0))
+        assert history.before(history.one(f"outer {unit}", 0), history.one(f"reduce {unit}", 1))
+
+
+def test_a_reduction_comes_behind_what_replicas_exchange_in_the_same_memory() -> None:
+    run_ranks(exchanges, 4)
+
+
+def updates(rank: int) -> None:
+    history, optimizer, model = recorded(rank, 1)
+    for _ in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+        stepped = history.note("stepped")
+    model(torch.ones(3, 8))
+    for unit in ("0", "1"):
+        assert history.before(stepped, history.one(f"gather {unit}", -1)), unit
+
+
+def test_weights_are_gathered_behind_the_optimizer() -> None:
+    run_ranks(updates, 2)
+
+
+def apart(rank: int) -> None:
+    torch.manual_seed(rank)
+    for strategy in ("no_shard", "optim_grads_params"):
+        with pytest.raises(ValueError, match=r"ranks hold different values of weight, .* torch\.manual_seed\(0\)"):
+            hocket.fully_shard(nn.Linear(8, 8), strategy=strategy)
+
+
+def test_ranks_with_different_weights_are_refused() -> None:
+    run_ranks(apart, 2)
