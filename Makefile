@@ -56,7 +56,7 @@ docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README 
 	@$(PY) -m benchmarks.tables
 
 lock: ## Renew requirements/lock.txt (needs uv)
-	uv pip compile --python-platform linux --python-version 3.11 --generate-hashes --upgrade \
+	uv pip compile --universal --no-emit-package colorama --python-version 3.11 --generate-hashes --upgrade \
 		--custom-compile-command "make lock" \
 		requirements/lock.in -o requirements/lock.txt
 

@@ -28,7 +28,21 @@ LAUNCHER = VENV / "python"
 LOCK = ROOT / "requirements" / "lock.txt"
 TORCH = ROOT / "requirements" / "torch.txt"
 NEEDED = ("torch", "numpy", "tyro", "rich", "safetensors")
-TOOLS = ("pytest", "pytest_timeout", "hypothesis", "ruff", "pyrefly")
+TOOLS = {
+    "pytest": "pytest",
+    "iniconfig": "iniconfig",
+    "pluggy": "pluggy",
+    "pytest-timeout": "pytest_timeout",
+    "pytest-xdist": "xdist",
+    "execnet": "execnet",
+    "hypothesis": "hypothesis",
+    "sortedcontainers": "sortedcontainers",
+    "pillow": "PIL",
+    "ruff": "ruff",
+    "pyrefly": "pyrefly",
+    "triton": "triton",
+}
+"""What only tests and checks need: the names of packages, and those to import."""
 
 SEES_A_GPU = """
 import torch
@@ -77,7 +91,7 @@ def adopt(python: str) -> None:
     write_launcher(python, path=[ROOT, EXTRA])
     installed = output(python, "-c", INSTALLED).split()
     missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
-    tools = {name for name in missing if name.replace("-", "_") in TOOLS}
+    tools = set(missing) & set(TOOLS)
     # Tools apart, so that a folder with a few wheels (PIP_FIND_LINKS) is enough to train without a network.
     for names in (sorted(set(missing) - tools), sorted(tools)):
         if names:
@@ -106,7 +120,7 @@ def create(python: str) -> None:
 
 def check(*, to_train: bool) -> None:
     """Stop if nothing can run, or if hocket itself cannot and is about to; say so if only tools are missing."""
-    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS).split()
+    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS.values()).split()
     fatal = [name for name in missing if name == "torch" or (to_train and name in NEEDED)]
     if fatal:
         forget()

@@ -32,6 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+# Where there is no GPU, kernels are interpreted. Triton wants to know before it is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Several threads split a product differently on different machines, and then its bits differ. Ranks have one each.
 torch.set_num_threads(1)
 
