@@ -146,7 +146,7 @@ class Sharded:
         found = {
             "strategy": "optim_grads_params",
             "units": "each layer, embedding, head",
-            "weights": f"fp32 shards, cast to {dtype} once a step, before they are gathered",
+            "weights": f"fp32 shards, cast to {dtype} as they are gathered",
             "memory of gathered weights": f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic",
             "prefetch": f"{PREFETCH} units",
             "transport": f"{TRANSPORTS[how.transport]}; {SMS}" if device.type == "cuda" else "gloo",

@@ -31,9 +31,6 @@ def place_weights(units: Sequence[Unit], slots: FixedSlots | None, fixed: bool) 
     for gather in _distinct(group.groups.gather for group in groups):
         mine = [(unit, group) for unit in units for group in unit.groups if group.groups.gather is gather]
         with gather.window() as window:
-            for _, group in mine:
-                if gather.has_windows:
-                    group.move_weight()
             shared = _shared(slots, mine) if slots is not None else []
             for users in [*shared, *([one] for one in mine if not any(one in users for users in shared))]:
                 total += _place(users, fixed)

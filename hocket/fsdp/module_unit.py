@@ -83,6 +83,11 @@ class Unit:
         self._staged: dict[ParamGroup, Staged] = {}
         self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
         self._outer_sent: dict[ParamGroup, tuple[Ticket]] = {}
+        self._reduced: dict[ParamGroup, Ticket] = {}  # behind what was issued last of a group's reductions
+        self._grads_made: dict[ParamGroup, int] = {}  # on which stream of the caller
+        for group in self.groups:
+            group.make_grads = partial(self._make_grads, group)
+            group.let_grads_go = partial(self._let_grads_go, group)
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
             set_sink(param, partial(self.grad_target, param))
@@ -274,11 +279,12 @@ class Unit:
         staged.fill_gaps()
         group.merge_local(staged.flat)
         context = self.context
+        group.make_grads()
         # What replicas exchanged last lies where this adds up.
         after = [context.reducing.mark(f"staged {self.name}"), *self._outer_sent.pop(group, ())]
         ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), after)
         staged.give(ticket)
-        self._outer_left[group] = ticket
+        self._outer_left[group] = self._reduced[group] = ticket
         if not context.accumulates:
             self._send_outer()
         context.reductions_open = True
@@ -290,6 +296,24 @@ class Unit:
             if group.groups.outer.size > 1:
                 sent = self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
                 self._outer_sent[group] = (sent,)
+                self._reduced[group] = sent
+
+    def _make_grads(self, group: ParamGroup) -> None:
+        if group.grads.flat is None:
+            group.grads.make()
+            self._grads_made[group] = self.context.reducing.caller()
+
+    def _let_grads_go(self, group: ParamGroup) -> None:
+        """Give the memory of forgotten gradients back, in the order of the caller's work.
+
+        On another stream than the one that made it, it is kept for the next reduction: the allocator would hand it on
+        in the order of the first.
+        """
+        if self._grads_made[group] != self.context.reducing.caller():
+            return
+        if group in self._reduced and self.context.reductions_open:
+            self._reduced[group].wait()  # forgotten before anybody has waited for them
+        group.grads.let_go()
 
     def reduce_deferred(self) -> None:
         """At the end of a step: send what was put off for microbatches that never came."""
@@ -310,6 +334,7 @@ class Unit:
         self._staged.clear()
         self._outer_left.clear()
         self._outer_sent.clear()
+        self._reduced.clear()
         for forget in self.on_abort:
             forget()
         for group in self.groups:

@@ -4,14 +4,20 @@ Note: [Two levels of groups]
 Weights are sharded over `W` ranks (the gather and reduce groups) and replicated `R` times (the outer group). This rank
 keeps for good
 
+    main       [S]    what the optimizer updates, in the main dtype
+    main_grad  [S]    its gradient, where reductions within the shard group add up, in the accumulate dtype
+
+and once a step main_grad is all-reduced over the outer group. There is no copy of main in the compute dtype: a gather
+casts main straight to this rank's place among the gathered weights, and the collective completes them in place. And
+main_grad is there only while there is a gradient (`ShardGrads`).
+
+With an outer group that shards too, main and main_grad have S/R elements: part r of
+
     weight     [S]    what is gathered, in the compute dtype
     partial    [S]    where the reduction within a shard group adds up, in the accumulate dtype
-    main       [S]    what the optimizer updates, and main_grad [S], its gradient; main_grad is partial
 
-and once a step partial is all-reduced over the outer group. With an outer group that shards too, main and main_grad
-have S/R elements: part r of weight and partial. Then weight is gathered from main over the outer group after an update,
-and partial is reduce-scattered into main_grad. Without sharding W is 1; without replicas R is 1. There are no other
-cases.
+Then weight is gathered from main over the outer group after an update, and partial is reduce-scattered into main_grad.
+Without sharding W is 1: weight is all there is to bind parameters to. Without replicas R is 1. There are no other cases.
 
 Note: [What the outer all-reduce adds up]
 After it all replicas hold the same gradients. If more microbatches follow in the same step, only the first replica
@@ -29,7 +35,7 @@ from torch import Tensor, nn
 from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.layout import FlatLayout, Granularity
 from hocket.fsdp.precision import Precision
-from hocket.fsdp.shard_grads import LocalSum, ReadableGrads
+from hocket.fsdp.shard_grads import LocalSum, ShardGrads
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.transports import Pending
 
@@ -79,13 +85,20 @@ class ParamGroup:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.main = zeros(self.kept.shard, self.formats.main)
-        same = self.formats.main == self.formats.compute and not groups.outer_shards
-        self.weight = self.main if same else zeros(self.layout.shard, self.formats.compute)
-        self.main_grad = zeros(self.kept.shard if self.trainable else 0, self.formats.accumulate)
+        apart = groups.outer_shards or (self.whole and self.formats.main != self.formats.compute)
+        self.weight = zeros(self.layout.shard, self.formats.compute) if apart else self.main
+        """What is gathered, or what parameters are bound to: `main`, or a copy of it where one is needed."""
+        self.grads = ShardGrads(
+            self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), device
+        )
         separate = groups.outer_shards and self.trainable
-        self.partial = zeros(self.layout.shard, self.formats.accumulate) if separate else self.main_grad
+        self._partial = zeros(self.layout.shard, self.formats.accumulate) if separate else None
         self.settle: Callable[[], None] = _nothing_under_way
         """Has the caller's work come behind all reductions of this group."""
+        self.make_grads: Callable[[], None] = self.grads.make
+        """Gets the memory of the gradients, if it is not there: called before they are reduced or set."""
+        self.let_grads_go: Callable[[], None] = self.grads.let_go
+        """Called when all gradients have been forgotten: gives their memory back if that is safe."""
         self.shards = self._make_shards()
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
@@ -95,7 +108,6 @@ class ParamGroup:
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
-        self._readable = ReadableGrads(self.main_grad, self.formats.main, self.kept.slices(self.position))
         self._local = LocalSum(self.layout, self.formats.accumulate, device)
         self._grad_views: dict[int, list[Tensor]] = {}
         self._reducing = self._outer = self._refreshing = Pending()
@@ -144,9 +156,9 @@ class ParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank keeps: its shards, and what gradients were added up in without communication."""
-        kept = {id(t): t.nbytes for t in (self.main, self.weight, self.main_grad, self.partial)}
-        return sum(kept.values()) + self._local.nbytes
+        """Bytes that this rank keeps: its shards, gradients while there are any, and those added up locally."""
+        kept = {id(tensor): tensor.nbytes for tensor in (self.main, self.weight, self._partial) if tensor is not None}
+        return sum(kept.values()) + self.grads.nbytes + self._local.nbytes
 
     # Weights
 
@@ -155,18 +167,6 @@ class ParamGroup:
         """Take the whole value of a member."""
         shard = self.shards[index]
         shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
-
-    def move_weight(self) -> None:
-        """Put what is gathered into new memory: called inside a window of the gather group.
-
-        Before `bind`, and before anybody took `shards`, which are new ones if `weight` is `main`.
-        """
-        moved = self.weight.clone()
-        if self.weight is self.main:
-            self.main = moved
-            self.shards = self._make_shards()
-        self.weight = moved
-        self.invalidate()
 
     def bind(self, flat: Tensor) -> None:
         """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -197,10 +197,9 @@ class ParamGroup:
     def refresh(self) -> Pending | None:
         """Bring what the optimizer wrote to where it is gathered from. Gathered weights are old from now on."""
         self._seen = self.edition
-        if self.weight is self.main:
-            return None
         if not self.groups.outer_shards:
-            self.weight.copy_(self.main)
+            if self.weight is not self.main:
+                self.weight.copy_(self.main)
             return None
         mine = self.main.to(self.formats.compute)
         self._refreshing = self.groups.outer_gather.all_gather(self.weight, mine)
@@ -209,9 +208,23 @@ class ParamGroup:
     def gather(self, flat: Tensor) -> Pending:
         """Fill `flat[:total]` with the weights of all ranks."""
         self._refreshing.wait()
-        return self.groups.gather.all_gather(flat[: self.layout.total], self.weight)
+        flat = flat.data  # with versions of its own: what autograd saved of the parameters is still theirs
+        mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
+        mine.copy_(self.weight)
+        return self.groups.gather.all_gather(flat[: self.layout.total], mine)
 
     # Gradients on their way
+
+    @property
+    def main_grad(self) -> Tensor:
+        """The gradients of this rank's shards, which are there."""
+        assert self.grads.flat is not None
+        return self.grads.flat
+
+    @property
+    def partial(self) -> Tensor:
+        """See Note: [Two levels of groups]."""
+        return self.main_grad if self._partial is None else self._partial
 
     def grad_views(self, flat: Tensor) -> list[Tensor]:
         """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter."""
@@ -242,9 +255,10 @@ class ParamGroup:
     def reduce(self, flat: Tensor) -> Pending:
         """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.
 
-        What no member wrote must be zero, and padding. `flat` may be written again after the wait.
+        What no member wrote must be zero, and padding. `flat` may be written again after the wait. The caller has
+        called `make_grads`.
         """
-        assert self.trainable, f"{self} is frozen"
+        assert self.grads.flat is not None, f"{self} is frozen, or has no memory for its gradients"
         self._reducing.wait()  # in order, where a collective is under way until somebody waits
         self._outer.wait()
         flat = flat[: self.layout.total]
@@ -257,7 +271,7 @@ class ParamGroup:
             add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
             if add:
                 self.tidy()
-            self._readable.drop()
+            self.grads.drop()
             self._has = [True] * len(self.members)
         self._summed = False
         self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide, add)
@@ -273,15 +287,18 @@ class ParamGroup:
         if not self.groups.outer_shards:
             self._outer = self.groups.outer.all_reduce(self.partial)
             return self._outer
-        self.tidy()
+        add = self.has_grad
+        if add:
+            self.tidy()
+        self.grads.drop()
         self._make_room_in_partial()
         self._has = [True] * len(self.members)
-        self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0).then(self.partial.zero_)
+        self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0, add).then(self.partial.zero_)
         return self._outer
 
     def tidy(self) -> None:
         """Have `main_grad` hold what readers see, and zeros for the gradients that were forgotten."""
-        self._readable.take_back()
+        self.grads.take_back()
         _zero(self.main_grad, self.kept.slices(self.position), self._has)
 
     def _make_room_in_partial(self) -> None:
@@ -301,12 +318,14 @@ class ParamGroup:
         self.settle()
         if not self.trainable or not self._has[index]:
             return None
-        return self._readable.views()[index]
+        return self.grads.views()[index]
 
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
         self._local.forget(index)
+        if not self.has_grad and self.grads.flat is not None:
+            self.let_grads_go()
 
     def set_grad(self, index: int, value: Tensor) -> None:
         """What setting `shards[index].grad` to a tensor does: its values are copied."""
@@ -319,8 +338,9 @@ class ParamGroup:
                 f"which has {tuple(shard.shape)}"
             )
         self.settle()
+        self.make_grads()
         with torch.no_grad():
-            view = self._readable.views()[index]
+            view = self.grads.views()[index]
             if view is not value:
                 view.copy_(value)
         self._has[index] = True
@@ -332,8 +352,10 @@ class ParamGroup:
         self._partial_has = [True] * len(self.members)
         self._summed = True
         self._local.clear()
-        self._readable.drop()
-        self.partial.zero_()
+        if self._partial is not None:
+            self._partial.zero_()
+        if self.grads.flat is not None:
+            self.let_grads_go()
 
 
 def _zero(flat: Tensor, ranges: Sequence[slice], keep: Sequence[bool]) -> None:

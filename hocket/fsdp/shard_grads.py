@@ -1,4 +1,4 @@
-"""Two helpers of a group's gradients: those added up without communication, and those that readers see."""
+"""A group's gradients at rest: those added up without communication, and those that were reduced."""
 
 from __future__ import annotations
 
@@ -63,35 +63,62 @@ class LocalSum:
         self._has = [False] * len(self._has)
 
 
-class ReadableGrads:
-    """A shard's gradients as readers see them: views of `grads`, or of a copy in the dtype that optimizers expect.
+class ShardGrads:
+    """The reduced gradients of a group's shards: where reductions add up, and what readers see.
 
-    Readers may write: clipping does. What they wrote into a copy goes back before `grads` changes.
+    The memory is there from the first reduction until all gradients are forgotten, so that activations have it in
+    between. It is the caller's: made and given back in the order of the caller's work (`Unit`). Who still holds a view
+    keeps it.
+
+    Readers get views, or views of a copy in the dtype that optimizers expect. They may write: clipping does. What they
+    wrote into a copy goes back before the gradients change.
     """
 
-    def __init__(self, grads: Tensor, dtype: torch.dtype, ranges: Sequence[slice]) -> None:
-        self._grads, self._dtype, self._ranges = grads, dtype, ranges
+    def __init__(
+        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], device: torch.device
+    ) -> None:
+        self._numel, self._dtype, self._readable, self._device = numel, dtype, readable, device
+        self._ranges = ranges
+        self.flat: Tensor | None = None
+        """All of them, in the dtype in which they are added up."""
         self._copy: Tensor | None = None
-        self._views = [grads[here] for here in ranges] if grads.dtype == dtype else []
-        self._versions = (-1, -1)  # of grads and of the copy, when the copy was made
+        self._views: list[Tensor] = []
+        self._versions = (-1, -1)  # of flat and of the copy, when the copy was made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is there."""
+        return sum(tensor.nbytes for tensor in (self.flat, self._copy) if tensor is not None)
+
+    def make(self) -> None:
+        """Get the memory, if it is not there; its content is arbitrary."""
+        if self.flat is None:
+            self.flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        self.flat, self._copy, self._views = None, None, []
 
     def views(self) -> list[Tensor]:
-        """One tensor per range, the same objects every time."""
-        if self._grads.dtype == self._dtype:
+        """One tensor per range, the same objects for as long as the memory is there."""
+        assert self.flat is not None
+        if self._dtype == self._readable:
+            self._views = self._views or [self.flat[here] for here in self._ranges]
             return self._views
         if self._copy is None:
-            self._copy = torch.empty_like(self._grads, dtype=self._dtype)
+            self._copy = torch.empty_like(self.flat, dtype=self._readable)
             self._views = [self._copy[here] for here in self._ranges]
-        if self._versions[0] != self._grads._version:
-            self._copy.copy_(self._grads)
-            self._versions = self._grads._version, self._copy._version
+            self._versions = (-1, -1)
+        if self._versions[0] != self.flat._version:
+            self._copy.copy_(self.flat)
+            self._versions = self.flat._version, self._copy._version
         return self._views
 
     def take_back(self) -> None:
-        """Before `grads` changes: take over what readers wrote."""
-        if self._copy is not None and self._versions[0] == self._grads._version:
+        """Before the gradients change: take over what readers wrote."""
+        if self.flat is not None and self._copy is not None and self._versions[0] == self.flat._version:
             if self._copy._version != self._versions[1]:
-                self._grads.copy_(self._copy)
+                self.flat.copy_(self._copy)
         self.drop()
 
     def drop(self) -> None:

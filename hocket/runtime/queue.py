@@ -98,6 +98,10 @@ class Queue:
             self._record(ticket, torch.cuda.current_stream(self.device))
         return ticket
 
+    def caller(self) -> int:
+        """Which stream the caller issues its work on. A CPU has one."""
+        return 0 if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
+
     def join(self) -> None:
         """Order the caller's following work behind everything submitted so far."""
         if self.history is not None:

@@ -75,6 +75,7 @@ def reduce(group, grads, outer=True):
         flat[lo:hi] = 0
     for member, view in zip(group.members, group.grad_views(flat), strict=True):
         view.copy_(grads.get(member.name, torch.zeros(())))
+    group.make_grads()
     group.reduce(flat).wait()
     if outer:
         group.reduce_outer().wait()

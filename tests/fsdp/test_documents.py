@@ -183,7 +183,7 @@ def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch
             model(torch.randn(3, 64, dtype=compute)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    same = compute == torch.float32 and outer == "replicate"  # then c counts nothing in what is kept
+    same = compute == torch.float32 and strategy == "no_shard"  # then c counts nothing in what is kept
     names = {"P": elements, "U": elements // 5, "W": dist.get_world_size() // replicas, "R": replicas}
     names |= {"m": 4, "c": compute.itemsize, "w": compute.itemsize, "g": 4}
     names |= {"ahead": options.prefetch, "staging": options.staging}

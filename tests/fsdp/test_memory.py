@@ -119,25 +119,30 @@ def test_steps_do_not_grow():
 
 
 PRECISION = {
-    "fp32": (Precision(), 4 + 4, 0),
-    "bf16": (Precision(compute=torch.bfloat16), 4 + 2 + 4, 0),
-    "small": (Precision(main=torch.bfloat16, compute=torch.bfloat16, accumulate=torch.bfloat16), 2 + 2, 0),
+    "fp32": (Precision(), 4, 4),
+    "bf16": (Precision(compute=torch.bfloat16), 4, 4),
+    "small": (Precision(main=torch.bfloat16, compute=torch.bfloat16, accumulate=torch.bfloat16), 2, 2),
 }
 
 
 def persistent(rank: int, name: str) -> None:
-    precision, per_element, _ = PRECISION[name]
+    precision, main, gradient = PRECISION[name]
     model = Chain(*(Block(bias=False, hidden=16 * 11) for _ in range(3)))
     elements = sum(p.numel() for p in model.parameters())
     ctx = hocket.fully_shard(model, units=Block, precision=precision)
     padding = sum(group.layout.total for unit in ctx.units for group in unit.groups) - elements
     assert padding <= 3 * (2 * 64 + 64)
-    assert ctx.stats().shard_bytes == (elements + padding) // 2 * per_element
+    mine = (elements + padding) // 2
+    for _ in range(2):
+        assert ctx.stats().shard_bytes == mine * main
+        model(torch.randn(2, 11, dtype=precision.compute)).float().sum().backward()
+        assert ctx.stats().shard_bytes == mine * (main + gradient)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("name", PRECISION)
 def test_persistent_bytes(name):
-    """Main weights, compute weights if they are other numbers, gradients: of every element on one rank."""
+    """Main weights, and gradients from backward to `zero_grad`: of every element on one rank."""
     run_ranks(persistent, 2, name)
 
 
@@ -147,7 +152,7 @@ def persistent_in_shards_of_shards(rank: int) -> None:
     precision, options = Precision(compute=torch.bfloat16), hocket.ShardOptions(outer="shard")
     ctx = hocket.fully_shard(model, units=Block, mesh=mesh, precision=precision, options=options)
     total = sum(group.layout.total for unit in ctx.units for group in unit.groups)
-    assert ctx.stats().shard_bytes == total // 2 * (2 + 4) + total // 4 * (4 + 4)
+    assert ctx.stats().shard_bytes == total // 2 * (2 + 4) + total // 4 * 4
 
 
 def test_persistent_bytes_of_shards_of_shards():

@@ -76,8 +76,8 @@ def _weights(rank, case):
         assert params["w"].data_ptr() == pointer == group.weight.data_ptr()
     covered = sum(len(shard) for shard in group.shards)
     assert group.main.count_nonzero() <= covered
-    aliased = group.compute_dtype == case.precision.main and not group.groups.outer_shards
-    assert (group.weight is group.main) == aliased
+    apart = group.groups.outer_shards or (group.whole and group.compute_dtype != case.precision.main)
+    assert (group.weight is group.main) != apart
     return [(shard.full_name, shard.lo, shard.hi) for shard in group.shards]
 
 
@@ -114,13 +114,16 @@ def _grads(rank, case):
     expect_grads(group, added(*wanted[:3]))
     group.reduce_outer().wait()  # nothing is left to exchange
     expect_grads(group, added(*wanted[:3]))
-    views = [shard.grad for shard in group.shards]
+    views = [grad_of(shard) for shard in group.shards]
+    assert all(shard.grad is view for shard, view in zip(group.shards, views, strict=True))
+    before, kept = [view.clone() for view in views], group.nbytes
     for shard in group.shards:
         shard.grad = None
     expect_grads(group, {})
+    assert kept - group.nbytes >= group.kept.shard * group.formats.accumulate.itemsize  # the memory is given back
     reduce(group, round_[3][rank])
     expect_grads(group, wanted[3])
-    assert all(shard.grad is view for shard, view in zip(group.shards, views, strict=True))
+    assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))  # theirs who hold them
     group.shards[0].grad = None  # one parameter alone
     reduce(group, round_[0][rank])
     expect_grads(group, {**added(wanted[3], wanted[0]), "w": wanted[0]["w"]})
@@ -176,6 +179,7 @@ def _local(rank, case):
         view.copy_(rounds[2][rank][name])
     group.merge_local(flat)
     assert not group.has_local
+    group.make_grads()
     group.reduce(flat).wait()
     group.reduce_outer().wait()
     total = [added(*ranks) for ranks in rounds]
@@ -218,30 +222,17 @@ def test_the_wire_rounds_and_the_sum_does_not():
     run_ranks(_wire, 2)
 
 
-def _moved(rank, case):
-    group, params, buffer = build(case)
-    old = group.main if group.weight is group.main else group.weight
-    group.move_weight()
-    assert group.weight.data_ptr() != old.data_ptr()
-    with torch.no_grad():
-        torch._foreach_add_(list[Tensor](group.shards), 1.0)
-    gather(group, buffer)
-    for name, value in values(0).items():
-        assert torch.equal(params[name], (value + 1).to(group.compute_dtype))
-
-
-@pytest.mark.parametrize("case", [Case((2,)), Case((2,), precision=Precision(compute=BF16))], ids=str)
-def test_weights_can_be_moved_into_a_window(case):
-    run_ranks(_moved, 2, case)
-
-
 def _memory(rank):
     for case, each in [
-        (Case((2, 2)), 4 + 4),
-        (Case((2, 2), precision=Precision(compute=BF16)), 2 + 4 + 4),
-        (Case((2, 2), outer="shard", precision=Precision(compute=BF16)), 2 + 4 + (4 + 4) / 2),
+        (Case((2, 2)), 4),
+        (Case((2, 2), precision=Precision(compute=BF16)), 4),
+        (Case((2, 2), outer="shard", precision=Precision(compute=BF16)), 2 + 4 + 4 / 2),
     ]:
         group, _, _ = build(case)
+        assert group.nbytes == group.layout.shard * each
+        reduce(group, values(rank))
+        assert group.nbytes == group.layout.shard * each + group.kept.shard * 4
+        group.forget_gradients()
         assert group.nbytes == group.layout.shard * each
         assert group.layout.shard * 2 == group.layout.total == group.wire_numel
         assert group.total_bytes == group.layout.total * group.compute_dtype.itemsize
