@@ -17,7 +17,7 @@ With an outer group that shards too, main and main_grad have S/R elements: part 
     partial    [S]    where the reduction within a shard group adds up, in the accumulate dtype
 
 Then weight is gathered from main over the outer group after an update, and partial is reduce-scattered into main_grad.
-Without sharding W is 1: weight is all there is to bind parameters to. Without replicas R is 1. There are no other cases.
+Without sharding W is 1, and parameters are bound to weight. Without replicas R is 1. There are no other cases.
 
 Note: [What the outer all-reduce adds up]
 After it all replicas hold the same gradients. If more microbatches follow in the same step, only the first replica
