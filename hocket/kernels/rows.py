@@ -7,6 +7,7 @@ Shapes: T tokens, K choices per token, D columns, R = T * K rows. `inverse` is t
 """
 
 # pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import torch
@@ -69,7 +70,17 @@ def _combine(
 
 @triton.jit
 def _combine_backward(
-    g, rows, probs, inverse, g_rows, g_probs, width, top_k: tl.constexpr, choices: tl.constexpr, block: tl.constexpr
+    g,
+    rows,
+    probs,
+    inverse,
+    g_rows,
+    g_probs,
+    width,
+    top_k: tl.constexpr,
+    choices: tl.constexpr,
+    tiles: tl.constexpr,
+    block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, choices)
@@ -77,14 +88,14 @@ def _combine_backward(
     row = tl.load(inverse + at, mask=chosen, other=0).to(tl.int64)
     prob = tl.load(probs + at, mask=chosen, other=0.0)
     total = tl.zeros([choices], tl.float32)
-    for start in range(0, width, block):
-        column = start + tl.arange(0, block)
+    for tile in range(tiles):
+        column = tile * block + tl.arange(0, block)
         inside = column < width
-        tile, both = row[:, None] * width + column[None, :], chosen[:, None] & inside[None, :]
+        there, both = row[:, None] * width + column[None, :], chosen[:, None] & inside[None, :]
         grad = tl.load(g + token * width + column, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(rows + tile, mask=both, other=0.0).to(tl.float32)
+        value = tl.load(rows + there, mask=both, other=0.0).to(tl.float32)
         total += tl.sum(value * grad[None, :], axis=1)
-        tl.store(g_rows + tile, prob[:, None] * grad[None, :], mask=both)
+        tl.store(g_rows + there, prob[:, None] * grad[None, :], mask=both)
     tl.store(g_probs + at, total, mask=chosen)
 
 
@@ -138,6 +149,15 @@ def combine_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_R:
     block = min(triton.next_power_of_2(width), max(PAIRS // choices, 32))
     given = (t.contiguous() for t in (g_TD, rows_RD, probs_TK, inverse_R))
     _combine_backward[tokens,](
-        *given, g_rows_RD, g_probs_TK, width, top_k, choices, block, num_warps=8, enable_fp_fusion=False
+        *given,
+        g_rows_RD,
+        g_probs_TK,
+        width,
+        top_k,
+        choices,
+        triton.cdiv(width, block),
+        block,
+        num_warps=8,
+        enable_fp_fusion=False,
     )
     return g_rows_RD, g_probs_TK

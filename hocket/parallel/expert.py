@@ -8,7 +8,8 @@ A token's hidden state is sent once per chosen expert. The rows pass through thr
     grouped   by local expert, then source rank, then token: what the grouped GEMM reads
 
 Every change of order is a gather in forward and a gather in backward, never an accumulation over an index,
-so it is deterministic on every device, and much faster than the backward of plain indexing.
+so it is deterministic on every device, and much faster than the backward of plain indexing. On GPUs the kernels of
+`hocket/kernels/rows.py` compute what the formulas here say, and read and write every row once.
 
 Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, R rows.
 """
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hocket.config import ModelConfig
 
@@ -137,14 +139,11 @@ def permute(x_TD: Tensor, routing: Routing) -> Tensor:
 
 
 def unpermute(rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tensor | None, routing: Routing) -> Tensor:
-    """`residual + (sum over choices of prob * row) [+ shared]`, in the shape of the residual, [T, D] or [B, S, D].
+    """`(sum over choices of prob * row) [+ shared] + residual`, in the shape of the residual, [T, D] or [B, S, D].
 
-    The rows are in sent order; the sum is in fp32.
+    The rows are in sent order; all sums are in fp32, in this order, and rounded once.
     """
-    routed: Tensor = _Unpermute.apply(rows_RD, probs_TK, routing).view_as(residual)
-    if shared is not None:
-        routed = routed + shared
-    return residual + routed
+    return _Unpermute.apply(rows_RD, probs_TK, residual, shared, routing)
 
 
 def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
@@ -236,34 +235,68 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
+        if x_TD.is_cuda:
+            from hocket.kernels.rows import spread
+
+            return spread(x_TD, routing.inverse_R, routing.top_k)
         return x_TD.index_select(0, routing.order_R // routing.top_k)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        g_TKD = _by_token(g_RD, ctx.routing)
-        return g_TKD.sum(1, dtype=torch.float32).to(g_RD.dtype), None
+        routing: Routing = ctx.routing
+        if g_RD.is_cuda:
+            from hocket.kernels.rows import collect
+
+            return collect(g_RD, routing.inverse_R, routing.top_k), None
+        return _sum_in_order(_by_token(g_RD, routing).float()).to(g_RD.dtype), None
 
 
 class _Unpermute(torch.autograd.Function):
-    """Weighted sum of each token's rows."""
+    """Weighted sum of each token's rows, shared expert and residual."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, probs_TK: Tensor, routing: Routing) -> Tensor:
+    def forward(
+        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tensor | None, routing: Routing
+    ) -> Tensor:
         ctx.save_for_backward(rows_RD, probs_TK)
-        ctx.routing = routing
-        weighted_TKD = _by_token(rows_RD, routing) * probs_TK.unsqueeze(-1)
-        return weighted_TKD.sum(1).to(rows_RD.dtype)
+        ctx.routing, ctx.has_shared = routing, shared is not None
+        if rows_RD.is_cuda:
+            from hocket.kernels.rows import combine
+
+            return combine(rows_RD, probs_TK, routing.inverse_R, residual, shared)
+        total_TD = _sum_in_order(_by_token(rows_RD, routing).float() * probs_TK.unsqueeze(-1))
+        if shared is not None:
+            total_TD = total_TD + shared.view_as(total_TD)
+        return (total_TD.view_as(residual) + residual).to(residual.dtype)
 
     @staticmethod
-    def backward(ctx: Any, g_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         rows_RD, probs_TK = ctx.saved_tensors
         routing: Routing = ctx.routing
-        prob_R = probs_TK.reshape(-1).index_select(0, routing.order_R)
-        g_rows_RD = g_TD.index_select(0, routing.order_R // routing.top_k) * prob_R.unsqueeze(-1)
-        g_probs_TK = (_by_token(rows_RD, routing).to(probs_TK.dtype) * g_TD.unsqueeze(1)).sum(-1)
-        return g_rows_RD.to(rows_RD.dtype), g_probs_TK, None
+        g_TD = g.reshape(-1, g.shape[-1])
+        if rows_RD.is_cuda:
+            from hocket.kernels.rows import combine_backward
+
+            g_rows_RD, g_probs_TK = combine_backward(g_TD, rows_RD, probs_TK, routing.inverse_R)
+        else:
+            prob_R = probs_TK.reshape(-1).index_select(0, routing.order_R)
+            g_rows_RD = g_TD.index_select(0, routing.order_R // routing.top_k) * prob_R.unsqueeze(-1)
+            g_rows_RD = g_rows_RD.to(rows_RD.dtype)
+            g_probs_TK = (_by_token(rows_RD, routing).float() * g_TD.unsqueeze(1)).sum(-1)
+        return g_rows_RD, g_probs_TK, g, g if ctx.has_shared else None, None
 
 
 def _by_token(rows_RD: Tensor, routing: Routing) -> Tensor:
     """Rows in sent order as [T, K, D]."""
-    return rows_RD.index_select(0, routing.inverse_R).view(routing.tokens, routing.top_k, -1)
+    return rows_RD.index_select(0, routing.inverse_R).view(routing.tokens, routing.top_k, rows_RD.shape[1])
+
+
+def _sum_in_order(x_TKD: Tensor) -> Tensor:
+    """The sum over K from the first to the last, which `Tensor.sum` does not promise."""
+    first_TD, *others = x_TKD.unbind(1)
+    total_TD = first_TD.clone()
+    for each_TD in others:
+        total_TD += each_TD
+    return total_TD
