@@ -111,8 +111,9 @@ class PlanConfig:
     """Microbatches per group of the interleaved order; 0 means pp."""
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of the merged interleaved order differ."""
-    layer_order: Literal["literature", "early_release", "wgrad_last"] = "literature"
-    """Order of parts inside one merged layer step."""
+    layer_order: str = "literature"
+    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
+    are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
     p2p_defer_layers: int = 1

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from hocket.config import Config
 from hocket.leaves import line
+from hocket.plan.layer import order_problem
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.rule import Host, Rule
 from hocket.transport_rules import TRANSPORT_RULES
@@ -220,6 +221,12 @@ RULES: tuple[Rule, ...] = (
         "more train.microbatches, fewer plan.chunks, a smaller plan.group, or plan.merge = off",
     ),
     Rule(
+        ("plan.layer_order",),
+        lambda c, h: bool(order_problem(c.plan.layer_order)),
+        "{order}",
+        "a name, or an order such as 'cB aF eB dF eW dB eF cF aB uB aW uF'",
+    ),
+    Rule(
         ("plan.layer_order", "plan.merge"),
         lambda c, h: c.plan.layer_order != "literature" and c.plan.merge == "off",
         "no effect: it orders merged layer steps, and merging is off",
@@ -361,5 +368,6 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         width=width(config),
         unit=16 // width(config),
         last_layer=config.model.layers - 1,
+        order=order_problem(config.plan.layer_order),
         slowed=len(config.train.slow_groups) or "none",
     )

@@ -21,6 +21,7 @@ experts is issued before it, so that the GPU has work meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from hocket.plan.ops import Layout, Part, Verb
 
@@ -52,6 +53,33 @@ backward, under combine: the best order when all-to-alls take longer than attent
 
 ALONE = template("aF dF eF cF uF cB eB eW dB aB uB aW")
 """A forward alone and a backward alone. The experts' weight gradient covers the backward dispatch."""
+
+
+CHAINS = tuple(chain.split() for chain in ("aF dF eF cF uF", "cB eB dB aB uB", "eB eW", "aB aW"))
+"""What of one layer runs behind what."""
+
+
+def merged_order(text: str) -> tuple[Token, ...]:
+    """The order of a merged layer step that `plan.layer_order` names or spells out."""
+    assert not order_problem(text), f"{text!r}: {order_problem(text)}"
+    return MERGED.get(text) or template(text)
+
+
+def order_problem(text: str) -> str:
+    """Why `text` names and spells out no order of a merged layer step that can run; empty if it does."""
+    words = text.split()
+    place = {word: position for position, word in enumerate(words)}
+    if text in MERGED:
+        return ""
+    if len(words) != 12 or set(place) != {word for chain in CHAINS for word in chain}:
+        return f"neither one of {', '.join(MERGED)}, nor all twelve ops of a merged layer step"
+    for chain in CHAINS:
+        for before, behind in pairwise(chain):
+            if place[before] > place[behind]:
+                return f"{behind} needs {before}, which comes later"
+    if all(word[0] in "dc" for word in words[place["aF"] + 1 : place["dF"]]):
+        return "no compute stands between aF and dF: a GPU would have none while the host waits at dF"
+    return ""
 
 
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:

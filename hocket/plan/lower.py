@@ -19,7 +19,7 @@ from typing import Literal
 
 from hocket.config import PlanConfig
 from hocket.plan.connect import connect
-from hocket.plan.layer import ALONE, MERGED, Token, at_once, parts_of
+from hocket.plan.layer import ALONE, Token, at_once, merged_order, parts_of
 from hocket.plan.ops import Lane, Layout, Op, Part, Program, Verb
 from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
@@ -34,7 +34,7 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
     Raises ValueError for settings that have no legal order.
     """
     order, notes = choose_order(layout, microbatches, plan)
-    merged, alone = MERGED[plan.layer_order], ALONE
+    merged, alone = merged_order(plan.layer_order), ALONE
     if plan.defer_wgrad == "off":
         merged, alone = at_once(merged), at_once(alone)
     ranks = []

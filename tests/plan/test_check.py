@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from hocket.config import PlanConfig
-from hocket.plan import lower
+from hocket.plan import layer, lower
 from hocket.plan.check import INVARIANTS, assert_valid, check
 from hocket.plan.layer import template
 from hocket.plan.lower import build_forward, build_program
@@ -369,7 +369,7 @@ def test_a_rank_is_missing() -> None:
 
 def test_merging_a_microbatch_with_itself() -> None:
     layout = Layout(("moe", "moe"), ep=2)
-    ops = lower.expand(Step(fwd=(0, 0), bwd=(0, 0)), layout, 0, lower.MERGED["literature"], lower.ALONE)
+    ops = lower.expand(Step(fwd=(0, 0), bwd=(0, 0)), layout, 0, layer.MERGED["literature"], layer.ALONE)
     program = Program(layout, 1, (tuple(ops),), in_flight=(1,))
     (violation,) = [violation for violation in check(program) if violation.invariant == 3]
     assert str(violation) == (
@@ -379,7 +379,7 @@ def test_merging_a_microbatch_with_itself() -> None:
 
 def test_the_host_must_have_work_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(("moe",) * 3, ep=2)
-    monkeypatch.setitem(lower.MERGED, "literature", template("cB aF dF eB eW dB eF cF aB uB aW uF"))
+    monkeypatch.setitem(layer.MERGED, "literature", template("cB aF dF eB eW dB eF cF aB uB aW uF"))
     program = build_program(layout, 3, PlanConfig(), Sharding(2, 2))
     found = check(program)
     # Two merged steps of three layers each; the first exposed wait of a step is allowed.
