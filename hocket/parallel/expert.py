@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hocket.config import ModelConfig
+from hocket.kernels.usable import usable
 
 
 class CountExchange(Protocol):
@@ -235,7 +236,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        if x_TD.is_cuda:
+        if usable(x_TD):
             from hocket.kernels.rows import spread
 
             return spread(x_TD, routing.inverse_R, routing.top_k)
@@ -245,7 +246,7 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         routing: Routing = ctx.routing
-        if g_RD.is_cuda:
+        if usable(g_RD):
             from hocket.kernels.rows import collect
 
             return collect(g_RD, routing.inverse_R, routing.top_k), None
@@ -261,7 +262,7 @@ class _Unpermute(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, probs_TK)
         ctx.routing, ctx.has_shared = routing, shared is not None
-        if rows_RD.is_cuda:
+        if usable(rows_RD, probs_TK):
             from hocket.kernels.rows import combine
 
             return combine(rows_RD, probs_TK, routing.inverse_R, residual, shared)
@@ -276,7 +277,7 @@ class _Unpermute(torch.autograd.Function):
         rows_RD, probs_TK = ctx.saved_tensors
         routing: Routing = ctx.routing
         g_TD = g.reshape(-1, g.shape[-1])
-        if rows_RD.is_cuda:
+        if usable(rows_RD, probs_TK):
             from hocket.kernels.rows import combine_backward
 
             g_rows_RD, g_probs_TK = combine_backward(g_TD, rows_RD, probs_TK, routing.inverse_R)

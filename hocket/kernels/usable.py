@@ -1,0 +1,43 @@
+"""The rule that says when a kernel stands in for its torch formula.
+
+Note: [Kernels by hand, not by torch.compile]
+A compiler makes kernels about as good out of the formulas. But it would do so in every process, and again for new
+numbers of rows, of which experts get others with every microbatch; how it splits a sum is its own choice, so bits of a
+weight gradient would change with its version; and it can neither leave part of a weight gradient for later nor
+overwrite a tensor that nobody reads any more. A kernel by hand is compiled once per width and dtype, in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_refused = 0
+
+
+@contextmanager
+def formulas() -> Iterator[None]:
+    """Inside, formulas run on GPUs too, in forward and in backward, in all threads: what kernels are compared with."""
+    global _refused
+    _refused += 1
+    try:
+        yield
+    finally:
+        _refused -= 1
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether kernels may read these tensors, and nobody has to see or change each of torch's operations."""
+    if torch.compiler.is_compiling() or _refused:  # compiling first, for the rest cannot be traced
+        return False
+    return (
+        all(t.is_cuda and t.dtype in _DTYPES and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        and not torch.is_autocast_enabled("cuda")
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
