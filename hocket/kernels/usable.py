@@ -31,6 +31,12 @@ def formulas() -> Iterator[None]:
         _refused -= 1
 
 
+def refuse_graph() -> None:
+    """What a kernel's backward says to `create_graph=True`: a graph made of kernels would lack second derivatives."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("hocket's GPU kernels have no second derivatives: call backward without create_graph=True")
+
+
 def usable(*tensors: Tensor) -> bool:
     """Whether kernels may read these tensors, and nobody has to see or change each of torch's operations."""
     if torch.compiler.is_compiling() or _refused:  # compiling first, for the rest cannot be traced

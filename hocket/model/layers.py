@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.kernels.usable import usable
 from hocket.runtime.functional import linear, rms_norm
 
 
@@ -70,6 +71,10 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Te
 
 def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
     """Turn each pair (first half, second half) of every head by its position's angle, in fp32."""
+    if usable(x_BSHN):
+        from hocket.kernels.rotary import rotary
+
+        return rotary(x_BSHN, table)
     cos, sin = table
     first, second = x_BSHN.chunk(2, -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -90,6 +95,10 @@ class Mlp(nn.Module):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of the two halves of the last dimension."""
+    if usable(gate_up):
+        from hocket.kernels.swiglu import swiglu
+
+        return swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

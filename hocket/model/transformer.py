@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.kernels.usable import usable
 from hocket.model.layers import DenseLayer, new_weight
 from hocket.model.moe import MoELayer
 from hocket.runtime.functional import embedding, linear, rms_norm
@@ -47,7 +48,12 @@ class Head(nn.Module):
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over all tokens, fp32."""
-        return F.cross_entropy(self(x_BSD).flatten(0, 1).float(), targets_BS.flatten())
+        logits_TV, targets_T = self(x_BSD).flatten(0, 1), targets_BS.flatten()
+        if usable(logits_TV):
+            from hocket.kernels.loss import cross_entropy
+
+            return cross_entropy(logits_TV, targets_T)
+        return F.cross_entropy(logits_TV.float(), targets_T)
 
 
 class Chunk(nn.Module):

@@ -4,7 +4,8 @@ For an ordinary parameter each of them is the stock torch function; in a module 
 `linear` writes the weight gradient where it is sent from (`fsdp/linear.py`). For a managed parameter
 (`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
 backward runs, and the weight gradient is pushed onto the island's queue. All ways compute the same bits, because the
-formulas and their operand order are those of torch's own derivatives.
+formulas and their operand order are those of torch's own derivatives. On GPUs `rms_norm` is a kernel of hocket's
+(`kernels/norm.py`), for ordinary parameters and managed ones alike.
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.fsdp import linear as sunk
+from hocket.kernels.usable import refuse_graph, usable
 from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, weight_of
 
 
@@ -59,7 +61,10 @@ def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
 
 def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last dimension, then `scale`."""
-    return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
+    weight = weight_of(p_D)
+    if not _has_norm_kernel(x_TD, p_D if weight is None else weight.tensor()):
+        return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
+    return _RmsNorm.apply(x_TD, p_D, None, eps) if weight is None else _apply(_RmsNorm, x_TD, weight, eps)
 
 
 def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
@@ -99,6 +104,11 @@ def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor
         torch.mm(x_RD[lo:hi].t(), g_RF[lo:hi], out=out_EDF[e])
 
 
+def _has_norm_kernel(x_TD: Tensor, value_D: Tensor) -> bool:
+    """A program holds a whole row; and with two dtypes, the result would have torch's choice of them."""
+    return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
+
+
 def _has_grouped_kernel(x_RD: Tensor) -> bool:
     """CUDA has a kernel for bf16 alone."""
     return x_RD.device.type == "cpu" or x_RD.dtype is torch.bfloat16
@@ -133,6 +143,10 @@ def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor) -> N
 
 def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
     torch.sum(g * x, list(range(x.dim() - 1)), out=out_D)
+
+
+def _sum_parts(parts_PD: Tensor, out_D: Tensor) -> None:
+    out_D.copy_(parts_PD.sum(0))
 
 
 def _embedding_wgrad(ids: Tensor, g: Tensor, out_VD: Tensor) -> None:
@@ -182,6 +196,32 @@ class _Scale(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         _push(ctx.queue, ctx.weight, partial(_scale_wgrad, x.detach(), g))
         return g * ctx.weight.tensor(), None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel in each direction. An ordinary parameter is an input, whose gradient is returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float) -> Tensor:
+        from hocket.kernels import norm
+
+        managed = isinstance(weight, Weight)
+        ctx.save_for_backward(*((x,) if managed else (x, weight)))
+        ctx.weight, ctx.queue, ctx.eps = weight if managed else None, queue, eps
+        return norm.forward(x, weight.tensor() if managed else weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels import norm
+
+        refuse_graph()
+        x, *ordinary = ctx.saved_tensors
+        p_D: Tensor = ordinary[0] if ordinary else ctx.weight.tensor()
+        dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
+        if ordinary:
+            return dx, parts_PD.sum(0).to(p_D.dtype) if ctx.needs_input_grad[1] else None, None, None
+        _push(ctx.queue, ctx.weight, partial(_sum_parts, parts_PD))
+        return dx, None, None, None
 
 
 class _Embedding(torch.autograd.Function):

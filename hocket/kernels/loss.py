@@ -1,0 +1,100 @@
+"""Cross-entropy that reads the logits once forward, and backward turns them into their gradient where they lie.
+
+With torch's operations, logits in bf16 become an fp32 copy, its log-softmax, two gradients as large and one in bf16: at
+a vocabulary of 150,000 far more memory than all activations of a layer, and seven times the traffic. Here all that is
+kept beside the logits is one number per token.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hocket.kernels.usable import refuse_graph
+
+BLOCK = 4096
+"""Columns of a program at a time; with 256 threads, each loads 32 bytes of bf16."""
+IGNORED = -100
+"""A target that counts for nothing, as in torch."""
+
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32; NaN if a target is outside of [0, V).
+
+    Consumes the logits: backward overwrites them with their gradient, so nobody else may read them then. A second
+    backward is refused.
+    """
+    return _CrossEntropy.apply(logits_TV, targets_T)
+
+
+@triton.jit
+def _cross_entropy_forward(
+    logits, targets, losses, sums, width: tl.constexpr, block: tl.constexpr, ignored: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    top, total = -float("inf"), 0.0
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        value = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(value, 0))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(value - shift), 0)
+        top = higher
+    log_sum = top + tl.log(total)
+    tl.store(sums + row, log_sum)
+
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < width)
+    loss = log_sum - tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
+
+
+@triton.jit
+def _cross_entropy_backward(logits, targets, sums, g, width: tl.constexpr, block: tl.constexpr, ignored: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    at = logits + row * width + column
+    target = tl.load(targets + row)
+    factor = tl.where(target == ignored, 0.0, tl.load(g))
+    value = tl.load(at, mask=column < width).to(tl.float32)
+    chance = tl.exp(value - tl.load(sums + row))
+    tl.store(at, (chance - tl.where(column == target, 1.0, 0.0)) * factor, mask=column < width)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
+        tokens, width = logits_TV.shape
+        losses_T, sums_T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
+        if tokens:
+            _cross_entropy_forward[tokens,](
+                logits_TV, targets_T, losses_T, sums_T, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
+            )
+        count = (targets_T != IGNORED).sum()
+        ctx.save_for_backward(logits_TV, targets_T, sums_T, count)
+        return losses_T.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        refuse_graph()
+        logits_TV, targets_T, sums_T, count = ctx.saved_tensors
+        tokens, width = logits_TV.shape
+        factor = g.float() / count
+        if tokens:
+            # From here on torch refuses to hand out the saved logits again.
+            torch.autograd.graph.increment_version(logits_TV)
+            grid = (tokens, triton.cdiv(width, BLOCK))
+            _cross_entropy_backward[grid](
+                logits_TV, targets_T, sums_T, factor, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
+            )
+        return logits_TV, None

@@ -1,0 +1,99 @@
+"""Root-mean-square norm with its weight: one pass forward, one backward, and no tensor between norm and weight.
+
+Backward meets everything that the weight gradient needs, so it also sums that over the rows of each program: [P, D] in
+fp32, a few megabytes in place of two activations, to be added up when weight gradients are due. Which rows a program
+takes and in what order depends on shapes alone, so the sums have the same bits in every run.
+
+Shapes: R rows (all leading dimensions together), D width, P programs.
+"""
+
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Elements of a program at a time, where one row does not have more."""
+PROGRAMS = 264
+"""Programs of the backward at most, 2 per SM of a Hopper: more would write more partial sums than they hide latency."""
+
+
+@triton.jit
+def _tile(start, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+    """Places of the rows from `start`, and which of them exist."""
+    row = (start + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, block)[None, :]
+    return row * width + column, (row < rows) & (column < width)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_forward(x, weight, y, rows, eps, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+    at, inside = _tile(tl.program_id(0) * tile_rows, rows, width, tile_rows, block)
+    column = tl.arange(0, block)
+    w = tl.load(weight + column, mask=column < width).to(tl.float32)[None, :]
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+    tl.store(y + at, value * scale * w, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward(
+    g, x, weight, g_x, partial, rows, eps, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
+):
+    column = tl.arange(0, block)
+    w = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)[None, :]
+    total = tl.zeros((tile_rows, block), tl.float32)
+    start = tl.program_id(0) * tile_rows
+    while start < rows:
+        at, inside = _tile(start, rows, width, tile_rows, block)
+        value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        up = tl.load(g + at, mask=inside, other=0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+        normed, g_normed = value * scale, up * w
+        total += up * normed
+        mean = (tl.sum(g_normed * normed, 1) / width)[:, None]
+        tl.store(g_x + at, (g_normed - normed * mean) * scale, mask=inside)
+        start += tl.num_programs(0) * tile_rows
+    tl.store(partial + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+def _sizes(width: int) -> tuple[int, int, int]:
+    """Rows of a tile, its columns, and warps for it."""
+    block = triton.next_power_of_2(width)
+    rows = max(TILE // block, 1)
+    return rows, block, min(max(rows * block // 512, 4), 32)
+
+
+def forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension."""
+    x, width = x.contiguous(), x.shape[-1]
+    y = torch.empty_like(x)
+    if y.numel():
+        rows = y.numel() // width
+        tile_rows, block, warps = _sizes(width)
+        grid = (triton.cdiv(rows, tile_rows),)
+        _rms_norm_forward[grid](
+            x, weight_D.contiguous(), y, rows, eps, width, tile_rows, block, num_warps=warps, enable_fp_fusion=False
+        )
+    return y
+
+
+def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradient of `x`, and what the weight gradient is the sum of: fp32 [P, D]."""
+    g, x, width = g.contiguous(), x.contiguous(), x.shape[-1]
+    g_x = torch.empty_like(x)
+    if not g_x.numel():
+        return g_x, torch.zeros(1, width, dtype=torch.float32, device=x.device)
+    rows = g_x.numel() // width
+    tile_rows, block, warps = _sizes(width)
+    programs = min(triton.cdiv(rows, tile_rows), PROGRAMS)
+    partial_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    sizes = (rows, eps, width, tile_rows, block)
+    _rms_norm_backward[programs,](
+        g, x, weight_D.contiguous(), g_x, partial_PD, *sizes, num_warps=warps, enable_fp_fusion=False
+    )
+    return g_x, partial_PD

@@ -1,0 +1,70 @@
+"""The kernels of SwiGLU against its formula, also in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hocket.kernels.swiglu import swiglu
+from hocket.model import layers
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+
+
+def formula(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def both(fn, gate_up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, input gradient)."""
+    gate_up = gate_up.detach().requires_grad_()
+    y = fn(gate_up)
+    y.backward(g)
+    assert gate_up.grad is not None
+    return y.detach(), gate_up.grad
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=2).map(tuple),
+    width=st.integers(1, 40) | st.sampled_from([127, 128, 384, 768, 1030]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    size=st.sampled_from([1.0, 30.0, 1000.0]),
+)
+@settings(max_examples=40)
+def test_against_float64(shape: tuple[int, ...], width: int, dtype: torch.dtype, size: float) -> None:
+    """Also where a sigmoid is 0 or 1 to the last bit."""
+    gate_up, g = (size * torch.randn(*shape, 2 * width)).to(dtype), torch.randn(*shape, width).to(dtype)
+    expected = both(formula, gate_up.double(), g.double())
+    for a, b in zip(both(swiglu, gate_up, g), expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=TOLERANCE[dtype], atol=1e-6 * size)
+
+
+def test_many_tiles() -> None:
+    gate_up, g = torch.randn(37, 2 * 300), torch.randn(37, 300)
+    for a, b in zip(both(swiglu, gate_up, g), both(formula, gate_up, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_any_strides() -> None:
+    gate_up, g = torch.randn(12, 7).t(), torch.randn(1, 6).expand(7, 6)
+    for a, b in zip(both(swiglu, gate_up, g), both(formula, gate_up, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up = torch.randn(3, 8, requires_grad=True)
+    assert "_Swiglu" not in type(layers.swiglu(gate_up).grad_fn).__name__
+    monkeypatch.setattr(layers, "usable", lambda *tensors: True)
+    assert "_Swiglu" in type(layers.swiglu(gate_up).grad_fn).__name__
+
+
+def test_second_derivatives_are_refused() -> None:
+    gate_up = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(swiglu(gate_up).sum(), gate_up, create_graph=True)
