@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,23 +59,93 @@ class FullBuffer:
             self.flat.untyped_storage().resize_(0)
 
 
-class StagingRing:
-    """`count` buffers of `numel` elements in which units collect gradients until these are reduced.
+class Staging(Protocol):
+    """Where units collect gradients until these are reduced: for `count` units at a time."""
 
-    They are made when first needed, or all at once by `allocate`. When all are in use, `grow` says whether one more is
-    made (counted in `grown`) or that is an error.
+    fixed: bool
+    """Whether buffers stay, at the same addresses."""
+
+    def take(self, unit: object, numel: int) -> Tensor:
+        """`numel` elements for `unit`, with arbitrary content.
+
+        If as many as may be are on their way, the caller's following work comes behind the oldest reduction.
+        """
+        ...
+
+    def give(self, buffer: Tensor, ticket: Ticket | None) -> None:
+        """Give a buffer back. It is written again behind `ticket`, at once without one."""
+        ...
+
+    def settle(self) -> None:
+        """The caller's following work comes behind all reductions."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were there at once, at most so far."""
+        ...
+
+
+class StagingMemory:
+    """Staging memory that comes and goes, each buffer as long as its unit needs.
+
+    It is the caller's: made in the order of the caller's work, and given back once that comes behind the reduction. On
+    another stream than the one that made it, it stays for now: the allocator would hand it on in the order of the first.
+    Units that have not sent their gradients can't give theirs up: then there are more than `count`.
     """
 
-    def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device, grow: bool) -> None:
-        if count < 1:
-            raise ValueError(
-                f"staging={count}: gradients need at least 1 buffer; 2 let reductions overlap with backward"
-            )
-        self.count, self.numel, self.dtype, self.device, self.grow = count, numel, dtype, device, grow
-        self.grown = 0
+    fixed = False
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, caller: Callable[[], int]) -> None:
+        """`caller` says on which stream the caller issues its work."""
+        self.count, self.dtype, self.device = count, dtype, device
+        self.nbytes = 0
+        self._caller = caller
+        self._held = 0
+        self._bytes = 0
+        self._reducing: list[tuple[Tensor, Ticket, int]] = []  # and the stream that made it; oldest first
+        self._made_on: dict[int, int] = {}  # by identity
+
+    def take(self, unit: object, numel: int) -> Tensor:
+        mine = [entry for entry in self._reducing if entry[2] == self._caller()]
+        for entry in mine[: max(0, self._held + len(self._reducing) + 1 - self.count)]:
+            entry[1].wait()
+            self._drop(entry)
+        del mine
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        self._made_on[id(buffer)] = self._caller()
+        self._held += 1
+        self._bytes += buffer.nbytes
+        self.nbytes = max(self.nbytes, self._bytes)
+        return buffer
+
+    def give(self, buffer: Tensor, ticket: Ticket | None) -> None:
+        self._held -= 1
+        made_on = self._made_on.pop(id(buffer))
+        if ticket is None or ticket.done:
+            self._bytes -= buffer.nbytes
+        else:
+            self._reducing.append((buffer, ticket, made_on))
+
+    def settle(self) -> None:
+        for entry in [entry for entry in self._reducing if entry[2] == self._caller()]:
+            self._drop(entry)
+
+    def _drop(self, entry: tuple[Tensor, Ticket, int]) -> None:
+        self._reducing = [other for other in self._reducing if other is not entry]
+        self._bytes -= entry[0].nbytes
+
+
+class StagingRing:
+    """Staging memory that stays: `count` buffers of `numel` elements, made when first needed, or all by `allocate`."""
+
+    fixed = True
+
+    def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.count, self.numel, self.dtype, self.device = count, numel, dtype, device
         self._free: list[Tensor] = []
         self._reducing: list[tuple[Tensor, Ticket]] = []  # given back, oldest first
-        self._holders: dict[int, object] = {}  # by address, oldest first
+        self._holders: dict[int, tuple[Tensor, object]] = {}  # by identity of what was handed out, oldest first
 
     @property
     def made(self) -> int:
@@ -82,7 +154,6 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers there are."""
         return self.made * self.numel * self.dtype.itemsize
 
     def allocate(self, window: AbstractContextManager[object] | None = None) -> None:
@@ -91,12 +162,12 @@ class StagingRing:
             while self.made < self.count:
                 self._free.append(self._new())
 
-    def take(self, unit: object) -> Tensor:
-        """A buffer for `unit`, with arbitrary content.
+    def take(self, unit: object, numel: int) -> Tensor:
+        """A free buffer, or a new one; only if there is neither, the one that was given back first.
 
-        A free one, or a new one. Only if there is neither, the one that was given back first, and the caller's
-        following work comes behind its reduction.
+        Raises: ValueError if all hold gradients that nobody has sent.
         """
+        assert numel <= self.numel
         if self._free:
             buffer = self._free.pop()
         elif self.made < self.count and not (self._reducing and self._reducing[0][1].done):
@@ -104,25 +175,25 @@ class StagingRing:
         elif self._reducing:
             buffer, ticket = self._reducing.pop(0)
             ticket.wait()
-        elif self.grow:
-            self.grown += 1
-            buffer = self._new()
         else:
-            holders = ", ".join(dict.fromkeys(map(str, self._holders.values())))
+            holders = ", ".join(dict.fromkeys(str(unit) for _, unit in self._holders.values()))
             raise ValueError(
                 f"{unit} needs a staging buffer for its gradients, but all {self.made} hold unreduced gradients of "
                 f"{holders}: reduce these first, or use more than staging={self.count}"
             )
-        self._holders[buffer.data_ptr()] = unit
-        return buffer
+        handed_out = buffer[:numel]
+        self._holders[id(handed_out)] = buffer, unit
+        return handed_out
 
     def give(self, buffer: Tensor, ticket: Ticket | None) -> None:
-        """Give a buffer back. It is written again behind `ticket`, at once without one."""
-        self._holders.pop(buffer.data_ptr())
+        whole, _ = self._holders.pop(id(buffer))
         if ticket is None or ticket.done:
-            self._free.append(buffer)
+            self._free.append(whole)
         else:
-            self._reducing.append((buffer, ticket))
+            self._reducing.append((whole, ticket))
+
+    def settle(self) -> None:
+        pass  # a ticket that the caller has come behind costs nothing
 
     def _new(self) -> Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)

@@ -6,10 +6,10 @@ Everything that a collective touches is allocated here, group by group, inside t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from hocket.fsdp.buffers import FullBuffer, StagingRing
+from hocket.fsdp.buffers import FullBuffer, Staging, StagingMemory, StagingRing
 from hocket.fsdp.residency import FixedSlots
 from hocket.runtime.comm import Window
 
@@ -65,9 +65,9 @@ def _place(users: Sequence[tuple[Unit, ParamGroup]], fixed: bool) -> int:
 
 
 def place_gradients(
-    units: Sequence[Unit], count: int, fixed: bool
-) -> tuple[dict[ParamGroup, StagingRing], list[Window]]:
-    """The staging buffers for each trainable group, shared by all units that send over the same ranks; their windows.
+    units: Sequence[Unit], count: int, fixed: bool, caller: Callable[[], int]
+) -> tuple[dict[ParamGroup, Staging], list[Window]]:
+    """The staging memory of each trainable group, shared by all units that send over the same ranks; its windows.
 
     Not by units that contain others: they collect gradients for as long as these run, and would take a buffer away from
     them.
@@ -77,12 +77,17 @@ def place_gradients(
     for unit, group in trainable:
         key = unit if unit.contains_units else None, group.groups.reduce, group.wire_dtype
         users.setdefault(key, []).append((unit, group))
+    staging: dict[ParamGroup, Staging] = {}
     rings: dict[ParamGroup, StagingRing] = {}
     windows: list[Window] = []
     for alike in users.values():
         unit, group = max(alike, key=lambda user: user[1].wire_numel)
         number = len(alike) if unit.contains_units else count
-        ring = StagingRing(number, group.wire_numel, group.wire_dtype, group.device, grow=not fixed)
+        if not fixed:
+            memory = StagingMemory(number, group.wire_dtype, group.device, caller)
+            staging.update(dict.fromkeys((one for _, one in alike), memory))
+            continue
+        ring = StagingRing(number, group.wire_numel, group.wire_dtype, group.device)
         rings.update(dict.fromkeys((one for _, one in alike), ring))
     for reduce in _distinct(group.groups.reduce for _, group in trainable):
         if reduce.has_windows:
@@ -91,7 +96,7 @@ def place_gradients(
                 for ring in mine:
                     ring.allocate()
             windows.append(window)
-    return rings, windows
+    return staging | rings, windows
 
 
 def _distinct(items: Iterable[T]) -> list[T]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import StagingRing
+from hocket.fsdp.buffers import Staging
 from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Lease, Unit
@@ -55,6 +55,7 @@ class ShardStats:
     full_bytes: int
     """Gathered weights at this moment, or the fixed slots."""
     staging_bytes: int
+    """Gradients on their way, at most so far."""
 
 
 class ShardContext:
@@ -85,7 +86,7 @@ class ShardContext:
         self._backward_order: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
         self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
-        self._rings: dict[ParamGroup, StagingRing] = {}
+        self._staging: dict[ParamGroup, Staging] = {}
         self._fixed_bytes = 0
         self._windows: list[Window] = []
         self._everybody = Unbounded()
@@ -112,7 +113,8 @@ class ShardContext:
         if self.policy.free:
             self._residency = slots or self.prefetch.budget(inner)
         self._fixed_bytes, weights = place_weights(self.units, slots, fixed)
-        self._rings, gradients = place_gradients(self.units, self.policy.staging, fixed)
+        caller = self.reducing.caller
+        self._staging, gradients = place_gradients(self.units, self.policy.staging, fixed, caller)
         self._windows = [*weights, *gradients]
 
     def record(self) -> History:
@@ -128,9 +130,9 @@ class ShardContext:
         """Who decides whether there is room for a unit."""
         return self._everybody if unit.contains_units or not unit.full else self._residency
 
-    def staging_of(self, group: ParamGroup) -> StagingRing:
-        """The staging buffers for a group's gradients."""
-        return self._rings[group]
+    def staging_of(self, group: ParamGroup) -> Staging:
+        """The staging memory for a group's gradients."""
+        return self._staging[group]
 
     def adds_up_locally(self, group: ParamGroup) -> bool:
         """Whether gradients of this microbatch are only added up on this rank, at full size."""
@@ -246,6 +248,8 @@ class ShardContext:
         self._no_sync, self._accumulating = no_sync, accumulating
         self.reducing.join()
         self.outer.join()
+        for staging in set(self._staging.values()):
+            staging.settle()
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
@@ -315,6 +319,8 @@ class ShardContext:
             queue.abort()
         self._read_outside.clear()
         self.started.clear()
+        for staging in set(self._staging.values()):
+            staging.settle()
         for unit in self.units:
             unit.abort()
         self._forward_order.restart()
@@ -358,7 +364,7 @@ class ShardContext:
             exceeded=self._residency.exceeded if isinstance(self._residency, Budget) else 0,
             shard_bytes=sum(group.nbytes for group in groups),
             full_bytes=dynamic + self._fixed_bytes,
-            staging_bytes=sum(ring.nbytes for ring in set(self._rings.values())),
+            staging_bytes=sum(ring.nbytes for ring in set(self._staging.values())),
         )
 
     def _look_ahead(self, order: Order[Unit]) -> None:

@@ -277,7 +277,7 @@ class Unit:
 
     def _send(self, group: ParamGroup, staged: Staged) -> None:
         staged.fill_gaps()
-        group.merge_local(staged.flat)
+        group.merge_local(staged.views)
         context = self.context
         group.make_grads()
         # What replicas exchanged last lies where this adds up.

@@ -226,8 +226,13 @@ class ParamGroup:
         """See Note: [Two levels of groups]."""
         return self.main_grad if self._partial is None else self._partial
 
-    def grad_views(self, flat: Tensor) -> list[Tensor]:
-        """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter."""
+    def grad_views(self, flat: Tensor, keep: bool) -> list[Tensor]:
+        """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter.
+
+        `keep` spares making them again, and keeps the buffer.
+        """
+        if not keep:
+            return self.layout.views(flat)
         if flat.data_ptr() not in self._grad_views:
             self._grad_views[flat.data_ptr()] = self.layout.views(flat)
         return self._grad_views[flat.data_ptr()]
@@ -245,12 +250,12 @@ class ParamGroup:
         """Add up a whole gradient without communication. Needs memory of the full size, made on first use."""
         self._local.add(index, grad)
 
-    def merge_local(self, flat: Tensor) -> None:
-        """Add what was added up without communication to a staging buffer, which is complete and about to be reduced.
+    def merge_local(self, views: Sequence[Tensor]) -> None:
+        """Add what was added up without communication to `grad_views` that are complete and about to be reduced.
 
         Part of the caller's work, as adding up is, so that both are in order.
         """
-        self._local.merge(self.grad_views(flat))
+        self._local.merge(views)
 
     def reduce(self, flat: Tensor) -> Pending:
         """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.

@@ -1,4 +1,4 @@
-"""The gradients of one group of a unit between backward and their reduction, in a buffer of the staging ring."""
+"""The gradients of one group of a unit between backward and their reduction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hocket.fsdp.buffers import StagingRing
+from hocket.fsdp.buffers import Staging
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_grads import put
 from hocket.runtime.queue import Ticket
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class Staged:
-    """A staging buffer in the hands of one group, and which parameters have written their gradient into it."""
+    """Staging memory in the hands of one group, and which parameters have written their gradient into it."""
 
-    def __init__(self, group: ParamGroup, ring: StagingRing, unit: Unit) -> None:
-        self.group, self._ring = group, ring
-        self._buffer = ring.take(unit)
-        self.flat = self._buffer[: group.layout.total]
-        self._views = group.grad_views(self.flat)
-        self._written = [False] * len(self._views)
-        self.missing = len(self._views)
+    def __init__(self, group: ParamGroup, staging: Staging, unit: Unit) -> None:
+        self.group, self._staging = group, staging
+        self.flat = staging.take(unit, group.layout.total)
+        self.views = group.grad_views(self.flat, keep=staging.fixed)
+        """Where each parameter's gradient goes."""
+        self._written = [False] * len(self.views)
+        self.missing = len(self.views)
         """How many parameters have not written yet."""
-        self._arrived = [False] * len(self._views)
-        self.unfinished = len(self._views)
+        self._arrived = [False] * len(self.views)
+        self.unfinished = len(self.views)
         """How many parameters have not written all of their gradient yet."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:
@@ -36,7 +36,7 @@ class Staged:
         if not already:
             self._written[index] = True
             self.missing -= 1
-        return self._views[index], already
+        return self.views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take over a gradient of parameter `index`; a second one is added to the first."""
@@ -51,16 +51,16 @@ class Staged:
     def fill_gaps(self) -> None:
         """Zero what nobody wrote: parameters without a gradient, and padding."""
         if self.missing:
-            for view, written in zip(self._views, self._written, strict=True):
+            for view, written in zip(self.views, self._written, strict=True):
                 if not written:
                     view.zero_()
         for lo, hi in self.group.layout.gaps:
             self.flat[lo:hi].zero_()
 
     def give(self, ticket: Ticket) -> None:
-        """Give the buffer back; it may be written again behind `ticket`."""
-        self._ring.give(self._buffer, ticket)
+        """Give the memory back; it may be written again behind `ticket`."""
+        self._staging.give(self.flat, ticket)
 
     def drop(self) -> None:
-        """Give the buffer back without having sent it."""
-        self._ring.give(self._buffer, None)
+        """Give the memory back without having sent it."""
+        self._staging.give(self.flat, None)

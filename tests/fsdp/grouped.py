@@ -73,7 +73,7 @@ def reduce(group, grads, outer=True):
     flat = torch.full((group.wire_numel + 7,), float("nan"), dtype=group.wire_dtype)
     for lo, hi in group.layout.gaps:
         flat[lo:hi] = 0
-    for member, view in zip(group.members, group.grad_views(flat), strict=True):
+    for member, view in zip(group.members, group.grad_views(flat, keep=False), strict=True):
         view.copy_(grads.get(member.name, torch.zeros(())))
     group.make_grads()
     group.reduce(flat).wait()

@@ -1,18 +1,20 @@
 """Buffers of full size: memory that comes and goes under bound views, and the ring of staging buffers."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from hocket.fsdp.buffers import FullBuffer, StagingRing
+from hocket.fsdp.buffers import FullBuffer, StagingMemory, StagingRing
 from hocket.runtime.queue import History, Queue
 from hocket.runtime.transports import Pending
 
 CPU = torch.device("cpu")
 
 
-def ring(count=2, grow=False):
-    return StagingRing(count, 100, torch.bfloat16, CPU, grow)
+def ring(count=2):
+    return StagingRing(count, 100, torch.bfloat16, CPU)
 
 
 def reduction(queue, log, name):
@@ -53,40 +55,42 @@ def test_fixed_memory_stays():
 def test_a_ring_makes_buffers_when_needed_and_reuses_the_one_given_back_first():
     log, queue, staging = [], Queue("reduce", CPU), ring()
     assert staging.made == 0
-    a = staging.take("a")
+    a = staging.take("a", 100)
     assert staging.made == 1
     staging.give(a, reduction(queue, log, "reduce a"))
-    b = staging.take("b")  # a is being reduced, so a new one
-    assert staging.made == 2
+    b = staging.take("b", 70)  # a is being reduced, so a new one
+    assert (staging.made, b.numel()) == (2, 70)
     assert staging.nbytes == 400
     staging.give(b, reduction(queue, log, "reduce b"))
     assert not log
-    assert staging.take("c") is a  # waits for that one only
+    c = staging.take("c", 0)  # waits for that one only
     assert log == ["reduce a"]
-    staging.give(a, None)
-    assert staging.take("d") is a
-    assert staging.take("e") is b
+    staging.give(c, None)
+    d = staging.take("d", 100)
+    assert d.data_ptr() == a.data_ptr()
+    assert staging.take("e", 100).data_ptr() == b.data_ptr()
     assert log == ["reduce a", "reduce b"]
     assert staging.made == 2
 
 
 def test_a_ring_does_not_grow_while_old_buffers_are_done():
     log, queue, staging = [], Queue("reduce", CPU), ring(count=4)
-    buffer = staging.take("a")
+    buffer = staging.take("a", 100)
     staging.give(buffer, reduction(queue, log, "reduce a"))
     queue.join()
-    assert staging.take("b") is buffer
+    assert staging.take("b", 100).data_ptr() == buffer.data_ptr()
     assert staging.made == 1
 
 
-def test_the_caller_waits_for_one_reduction_only():
+@pytest.mark.parametrize("make", [ring, lambda count: memory(count)[0]], ids=["ring", "memory"])
+def test_the_caller_waits_for_one_reduction_only(make):
     history = History()
     queue, other = Queue("reduce", CPU, history), Queue("other", CPU, history)
-    staging = ring(count=1)
-    buffer = staging.take("a")
+    staging = make(1)
+    buffer = staging.take("a", 100)
     staging.give(buffer, reduction(queue, [], "reduce a"))
     reduction(other, [], "outer a")
-    staging.take("b")
+    staging.take("b", 100)
     written = history.note("backward b")
     assert history.before(history.one("reduce a"), written)
     assert history.concurrent(history.one("outer a"), written)
@@ -94,21 +98,10 @@ def test_the_caller_waits_for_one_reduction_only():
 
 def test_a_full_ring_names_who_holds_it():
     staging = ring()
-    staging.take("unit 'layers.0'")
-    staging.take("unit 'layers.1'")
+    kept = [staging.take(f"unit 'layers.{i}'", 100) for i in range(2)]
     with pytest.raises(ValueError, match=r"unit 'layers.2' needs .* all 2 .* of unit 'layers.0', unit 'layers.1':.*=2"):
-        staging.take("unit 'layers.2'")
-
-
-def test_a_ring_may_grow():
-    staging = ring(count=1, grow=True)
-    taken = [staging.take(i) for i in range(3)]
-    assert len({buffer.data_ptr() for buffer in taken}) == 3
-    assert staging.grown == 2
-    for buffer in taken:
-        staging.give(buffer, None)
-    assert {staging.take(i).data_ptr() for i in range(3)} == {buffer.data_ptr() for buffer in taken}
-    assert staging.grown == 2
+        staging.take("unit 'layers.2'", 100)
+    assert len(kept) == 2
 
 
 def test_a_ring_can_be_made_at_once():
@@ -125,11 +118,64 @@ def test_a_ring_can_be_made_at_once():
     staging.allocate(Window())
     assert staging.made == 2
     assert entered == [True, False]
-    staging.take("a")
-    staging.take("b")
-    assert staging.made == 2
+    kept = [staging.take("a", 100), staging.take("b", 100)]
+    assert (staging.made, len(kept)) == (2, 2)
 
 
-def test_a_ring_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="staging=0"):
-        ring(count=0)
+def memory(count=2):
+    """With the stream of its caller, which a test may change."""
+    stream = [0]
+    return StagingMemory(count, torch.bfloat16, CPU, lambda: stream[0]), stream
+
+
+def test_staging_memory_goes_when_the_caller_is_behind_its_reduction():
+    log, queue, (staging, _) = [], Queue("reduce", CPU), memory()
+    references = []
+    for i, numel in enumerate((100, 10, 50, 20)):
+        buffer = staging.take(i, numel)
+        assert buffer.numel() == numel
+        references.append(weakref.ref(buffer))
+        staging.give(buffer, reduction(queue, log, i))
+        del buffer
+        assert len(log) == max(0, i - 1)  # as many as may be are on their way: the oldest one is waited for
+        assert [reference() is None for reference in references] == [j < i - 1 for j in range(i + 1)]
+    assert staging.nbytes == 2 * (100 + 10)
+    queue.join()
+    staging.settle()
+    assert all(reference() is None for reference in references)
+
+
+def test_staging_memory_is_more_where_nothing_can_be_sent():
+    staging, _ = memory(count=1)
+    taken = [staging.take(i, 100) for i in range(3)]
+    assert len({buffer.data_ptr() for buffer in taken}) == 3
+    assert staging.nbytes == 600
+    for buffer in taken:
+        staging.give(buffer, None)
+    staging.give(staging.take("one", 400), None)
+    assert staging.nbytes == 800
+
+
+def test_staging_memory_is_given_back_by_the_stream_that_made_it():
+    log, queue, (staging, stream) = [], Queue("reduce", CPU), memory(count=1)
+    buffer = staging.take("a", 100)
+    staging.give(buffer, reduction(queue, log, "reduce a"))
+    reference = weakref.ref(buffer)
+    del buffer
+    stream[0] = 1
+    kept = staging.take("b", 100)
+    queue.join()
+    staging.settle()
+    assert reference() is not None
+    stream[0] = 0
+    staging.settle()
+    assert reference() is None
+    staging.give(kept, None)
+
+
+def test_staging_memory_of_nothing():
+    staging, _ = memory()
+    empty = [staging.take(i, 0) for i in range(3)]
+    for buffer in empty:
+        staging.give(buffer, None)
+    assert staging.nbytes == 0

@@ -224,7 +224,10 @@ def test_memory_does_not_grow(options: dict[str, Any]) -> None:
 
 
 def bound(rank: int) -> tuple[int, int]:
-    """Bytes above the shards at the peak of a step without activations to speak of, and what there should be."""
+    """Bytes above the shards at the peak of a step without activations to speak of, and what there should be.
+
+    At its end all gradients are there, two units are gathered, and the gradients of two are on their way.
+    """
     training = Training(rank, width=2048, blocks=8, rows=16)
     training.step()
     training.step()
@@ -239,7 +242,8 @@ def bound(rank: int) -> tuple[int, int]:
     peak = torch.cuda.max_memory_allocated() - resting
     unit = max(unit.full_bytes for unit in training.ctx.units)
     received = unit // 2  # what a reduction writes on 2 ranks before it is added
-    return peak, 2 * unit + 2 * unit + received
+    gradients = sum(4 * shard.numel() for shard in training.model.parameters())
+    return peak, 2 * unit + 2 * unit + received + gradients
 
 
 def test_full_buffers_keep_to_their_bound() -> None:

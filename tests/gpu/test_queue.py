@@ -77,10 +77,10 @@ def test_events_are_reused_only_when_nobody_can_wait_for_them(device):
 
 
 def test_staging_buffers_are_written_behind_their_last_reduction(device):
-    queue, staging = Queue("reduce", device), StagingRing(2, N, torch.float32, device, grow=False)
+    queue, staging = Queue("reduce", device), StagingRing(2, N, torch.float32, device)
     sums = torch.zeros(6, device=device)
     for i in range(6):
-        buffer = staging.take(i)
+        buffer = staging.take(i, N)
         buffer.fill_(i)
 
         def work(i=i, buffer=buffer):
@@ -117,7 +117,7 @@ def test_a_step_is_captured_and_replayed(device):
     """Tickets from before a capture and from inside it don't meet, and a second capture works like the first."""
     gather, reduce = Queue("gather", device), Queue("reduce", device)
     weight, out, grad = (torch.zeros(N, device=device) for _ in range(3))
-    staging = StagingRing(1, N, torch.float32, device, grow=False)
+    staging = StagingRing(1, N, torch.float32, device)
 
     def fetch():
         torch.add(weight, 1, out=out)
@@ -125,7 +125,7 @@ def test_a_step_is_captured_and_replayed(device):
     def step():
         gathered = gather.submit("gather", fetch, [gather.mark("weights")])
         gathered.wait()
-        buffer = staging.take("unit")
+        buffer = staging.take("unit", N)
         buffer.copy_(out * 2)
         staging.give(buffer, reduce.submit("reduce", issuing(grad.add_, buffer), [reduce.mark("staged")]))
         reduce.join()
