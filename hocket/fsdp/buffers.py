@@ -90,7 +90,7 @@ class StagingMemory:
     """Staging memory that comes and goes, each buffer as long as its unit needs.
 
     It is the caller's: made in the order of the caller's work, and given back once that comes behind the reduction. On
-    another stream than the one that made it, it stays for now: the allocator would hand it on in the order of the first.
+    another stream than the one that made it, it stays for now: the allocator would hand it on in that one's order.
     Units that have not sent their gradients can't give theirs up: then there are more than `count`.
     """
 
