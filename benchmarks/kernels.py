@@ -31,8 +31,11 @@ from hocket.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.families import qwen3_30b_a3b
+from hocket.model.layers import rotary_table, rotate, swiglu
+from hocket.model.transformer import cross_entropy
 from hocket.parallel.expert import Splits, group_rows, permute, route, unpermute
 from hocket.plan.cost import model_flops_per_token
+from hocket.runtime.functional import rms_norm
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""
@@ -74,6 +77,8 @@ class Piece:
     backward_bytes: int
     parameters: Sequence[Tensor] = field(default=())
     """Gets a gradient too, without being an argument."""
+    consumes: bool = False
+    """Backward overwrites what it needs: for each there is a forward, whose time is subtracted."""
 
 
 def row_pieces(sizes: Sizes) -> Iterator[Piece]:
@@ -107,7 +112,32 @@ def row_pieces(sizes: Sizes) -> Iterator[Piece]:
     yield Piece("group", group, [sizes.new(sizes.rows, m.hidden)], sizes.bytes(2 * rows), sizes.bytes(2 * rows))
 
 
-PIECES: list[Callable[[Sizes], Iterator[Piece]]] = [row_pieces]
+def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
+    """What stands between the matrix products."""
+    m, tokens = sizes.model, sizes.tokens
+    hidden, heads = tokens * m.hidden, tokens * m.heads * m.head_dim
+    x, q = sizes.new(1, tokens, m.hidden), sizes.new(1, tokens, m.heads, m.head_dim)
+    p, p_q = sizes.new(m.hidden), sizes.new(m.head_dim)
+    table = rotary_table(tokens, m.head_dim, m.rope_theta, sizes.device)
+
+    def normed(x: Tensor) -> Tensor:
+        return rms_norm(x, p, m.norm_eps)
+
+    def normed_heads(q: Tensor) -> Tensor:
+        return rms_norm(q, p_q, m.norm_eps)
+
+    yield Piece("norm", normed, [x], sizes.bytes(2 * hidden), sizes.bytes(3 * hidden), [p])
+    yield Piece("norm of heads", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
+    yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
+    inner = sizes.rows * m.expert_ffn
+    gate_up = sizes.new(sizes.rows, 2 * m.expert_ffn)
+    yield Piece("swiglu", swiglu, [gate_up], sizes.bytes(3 * inner), sizes.bytes(5 * inner))
+    targets = torch.randint(m.vocab, (tokens,), device=sizes.device)
+    logits, size = sizes.new(tokens, m.vocab), sizes.bytes(tokens * m.vocab)
+    yield Piece("loss", lambda logits: cross_entropy(logits, targets), [logits], size, 2 * size, consumes=True)
+
+
+PIECES: list[Callable[[Sizes], Iterator[Piece]]] = [row_pieces, dense_pieces]
 """Add a function of your own here."""
 
 
@@ -144,12 +174,13 @@ def measure(piece: Piece, sizes: Sizes, repeats: int) -> dict[str, Any]:
             g = torch.randn(out.shape, device=out.device, generator=_generator(out.device)).to(out.dtype)
 
             def backward(out: Tensor = out, g: Tensor = g) -> Sequence[Tensor]:
-                return torch.autograd.grad(out, wanted, g, retain_graph=True)
+                made = piece.run(*piece.inputs) if piece.consumes else out
+                return torch.autograd.grad(made, wanted, g, retain_graph=True)
 
-            results[way] = [out.detach(), *backward()]
+            results[way] = [t.clone() for t in (out.detach(), *backward())]
             with torch.no_grad():
                 forward_s = seconds(lambda: piece.run(*piece.inputs), sizes.device, repeats)
-            backward_s = seconds(backward, sizes.device, repeats)
+            backward_s = seconds(backward, sizes.device, repeats) - piece.consumes * forward_s
         found[way] = {
             "forward": {"seconds": forward_s, "bytes_per_second": piece.forward_bytes / forward_s},
             "backward": {"seconds": backward_s, "bytes_per_second": piece.backward_bytes / backward_s},

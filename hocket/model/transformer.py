@@ -48,12 +48,16 @@ class Head(nn.Module):
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over all tokens, fp32."""
-        logits_TV, targets_T = self(x_BSD).flatten(0, 1), targets_BS.flatten()
-        if usable(logits_TV):
-            from hocket.kernels.loss import cross_entropy
+        return cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
-            return cross_entropy(logits_TV, targets_T)
-        return F.cross_entropy(logits_TV.float(), targets_T)
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Mean cross-entropy, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
+    if usable(logits_TV):
+        from hocket.kernels import loss
+
+        return loss.cross_entropy(logits_TV, targets_T)
+    return F.cross_entropy(logits_TV.float(), targets_T)
 
 
 class Chunk(nn.Module):

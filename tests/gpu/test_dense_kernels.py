@@ -1,0 +1,158 @@
+"""The kernels between matrix products on a GPU: against float64, the same bits every time, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.kernels.usable import formulas
+from hocket.model.layers import rotary_table, rotate, swiglu
+from hocket.model.transformer import cross_entropy
+from hocket.runtime.functional import rms_norm
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+"""A bf16 result has been rounded once."""
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def results(fn: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients of the inputs."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    out = fn(*(leaf * 1 for leaf in leaves))  # somebody's results: a loss overwrites its logits
+    g = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    g = g.bfloat16().to(out.dtype)  # the same numbers in all dtypes
+    return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+
+def compare(fn: Callable[..., Tensor], inputs: Sequence[Tensor], rtol: float, atol: float) -> None:
+    """The kernel is as near to the formula in float64 as its dtype allows, and has the same bits in a second run."""
+    found, again = results(fn, *inputs), results(fn, *inputs)
+    with formulas():
+        expected = results(fn, *(t.double() for t in inputs))
+    for i, (a, b, c) in enumerate(zip(found, expected, again, strict=True)):
+        assert torch.equal(a, c), f"{i}: other bits"
+        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 4096, 2048), (1, 300, 32, 128), (3, 77, 1000), (2, 5, 16384), (0, 64), (7, 3)])
+def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = new(*shape, dtype=dtype)
+    x += x.sign()
+    with_sums = 1 if dtype is torch.float32 else 4  # weight gradients: sums of thousands, rounded at their end
+    compare(lambda x, p: rms_norm(x, p, 1e-6), [x, new(shape[-1], dtype=dtype)], with_sums * TOLERANCE[dtype], 3e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 1024, 32, 128), (1, 77, 4, 128), (3, 5, 7, 96), (2, 9, 130, 128), (0, 4, 2, 8)])
+def test_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The bits of the formula, also for a gradient that lies in memory as attention left it."""
+    table = rotary_table(shape[1], shape[3], 1e6, torch.device("cuda"))
+    x = new(*shape, dtype=dtype)
+    g = new(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+    y = rotate(x.requires_grad_(), table)
+    (dx,) = torch.autograd.grad(y, x, g)
+    with formulas():
+        exact = x.detach().float().requires_grad_()
+        expected = rotate(exact, table)
+        (expected_dx,) = torch.autograd.grad(expected, exact, g.float())
+    assert torch.equal(y, expected.to(dtype))
+    assert torch.equal(dx, expected_dx.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8192, 1536), (1, 333, 11264), (5, 2 * 1001), (0, 64), (70000, 2)])
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    compare(swiglu, [4 * new(*shape, dtype=dtype)], TOLERANCE[dtype], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "vocab"), [(512, 151936), (300, 50257), (64, 100), (1, 1)])
+def test_loss(tokens: int, vocab: int, dtype: torch.dtype) -> None:
+    targets = torch.randint(vocab, (tokens,), device="cuda")
+    targets[1::7] = -100
+    logits = 3 * new(tokens, vocab, dtype=dtype)
+    compare(lambda logits: cross_entropy(logits, targets), [logits], 1e-4 + TOLERANCE[dtype], 1e-6)
+
+
+def test_loss_beyond_32_bits() -> None:
+    """More than 2**31 logits."""
+    tokens, vocab = 16384, 151936
+    targets = torch.randint(vocab, (tokens,), device="cuda")
+    logits = torch.zeros(tokens, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    loss = cross_entropy(logits * 1, targets)
+    assert float(loss) == pytest.approx(torch.tensor(float(vocab)).log().item(), rel=1e-5)
+    (g,) = torch.autograd.grad(loss, logits)
+    last = g[-1].float()
+    assert int(last.argmin()) == int(targets[-1])
+    assert float(last.min()) == pytest.approx(-1 / tokens, rel=0.01)
+
+
+def test_loss_needs_no_second_copy_of_the_logits() -> None:
+    tokens, vocab = 2048, 151936
+    x = new(tokens, 64, dtype=torch.bfloat16).requires_grad_()
+    w = new(vocab, 64, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocab, (tokens,), device="cuda")
+
+    def peak() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(cross_entropy(F.linear(x, w), targets), [x, w])
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    logits, weight = 2 * tokens * vocab, 2 * w.numel()
+    assert peak() < 1.05 * logits + 2 * weight
+    with formulas():
+        assert peak() > 4 * logits
+
+
+def test_no_host_waits() -> None:
+    x, p = new(64, 128).requires_grad_(), new(128).requires_grad_()
+    table, targets = rotary_table(64, 64, 1e4, torch.device("cuda")), torch.randint(64, (64,), device="cuda")
+
+    def run() -> None:
+        y = rotate(rms_norm(x, p, 1e-6).view(1, 64, 2, 64), table)
+        cross_entropy(swiglu(y.flatten(2)[0]), targets).backward()
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    run()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(128, device="cuda"))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return swiglu(rotate(rms_norm(x, self.p, 1e-6), table).flatten(2))
+
+
+@pytest.mark.parametrize("within", ["compile", "autocast", "vmap"])
+def test_formulas_where_kernels_would_not_do(within: str) -> None:
+    body, x, table = Body(), new(2, 16, 4, 128), rotary_table(16, 128, 1e4, torch.device("cuda"))
+    expected = results(lambda x: body(x, table), x)
+    fn: Callable[..., Any] = body
+    if within == "compile":
+        fn = torch.compile(body, fullgraph=True)
+    elif within == "vmap":
+        fn = torch.vmap(lambda x, table: body(x.unsqueeze(0), table).squeeze(0), in_dims=(0, None))
+    with torch.autocast("cuda", torch.bfloat16, enabled=within == "autocast"):
+        found = results(lambda x: fn(x, table), x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
