@@ -44,16 +44,19 @@ class CountExchange(Protocol):
 class Routing:
     """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
 
-    order_R: Tensor
-    """Slot of every sent row, int64."""
     inverse_R: Tensor
-    """Sent row of every slot, int64."""
+    """Sent row of every slot, int32."""
     counts_E: Tensor
     """Rows for every global expert, int64, on the device."""
     tokens: int
     top_k: int
     aux: Tensor | None = None
     """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
+
+    @cached_property
+    def order_R(self) -> Tensor:
+        """Slot of every sent row."""
+        return _inverse(self.inverse_R)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +70,30 @@ class Splits:
     counts_PL: Tensor
     """Rows received by source rank and local expert, int64, on the device."""
 
-    @cached_property
+    @property
     def offsets_L(self) -> Tensor:
         """End of every local expert's rows in grouped order, int32."""
-        return self.counts_PL.sum(0).cumsum(0).to(torch.int32)
+        return self._grouping[0]
 
-    @cached_property
+    @property
     def order_R(self) -> Tensor:
-        """Received position of every grouped row. Computed at first use, on the lane that uses it."""
-        return _block_order(self.counts_PL, sum(self.recv))
+        """Received position of every grouped row, int32."""
+        return self._grouping[1]
+
+    @property
+    def inverse_R(self) -> Tensor:
+        """Grouped position of every received row, int32."""
+        return self._grouping[2]
 
     @cached_property
-    def inverse_R(self) -> Tensor:
-        """Grouped position of every received row."""
-        return _inverse(self.order_R)
+    def _grouping(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Computed at first use, on the lane that uses it."""
+        if self.counts_PL.is_cuda and usable():
+            from hocket.kernels.routing import regroup
+
+            return regroup(self.counts_PL, sum(self.recv))
+        order_R = _block_order(self.counts_PL, sum(self.recv))
+        return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, _inverse(order_R)
 
 
 def route(
@@ -94,6 +107,11 @@ def route(
     `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
+    if usable(logits_TE) and len(logits_TE):
+        from hocket.kernels.routing import choose
+
+        probs_TK, inverse_R, counts_E, aux = choose(logits_TE, bias_E, config, config.aux_loss * aux_scale)
+        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux if config.aux_loss else None)
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     expert_TK = choice_TE.topk(config.top_k, dim=-1).indices
@@ -112,8 +130,7 @@ def route(
         aux = _balance_loss(scores_TE, counts_E, config)
         probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
         aux = aux.detach()
-    routing = Routing(order_R, _inverse(order_R), counts_E, tokens, config.top_k, aux)
-    return probs_TK, routing
+    return probs_TK, Routing(_inverse(order_R), counts_E, tokens, config.top_k, aux)
 
 
 def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:
@@ -176,19 +193,20 @@ def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
 
 
 def _inverse(order_R: Tensor) -> Tensor:
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+    inverse_R = torch.empty(order_R.shape, dtype=torch.int32, device=order_R.device)
+    inverse_R[order_R] = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
     return inverse_R
 
 
 def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
-    """Positions, in [P, L] block order, of rows taken in [L, P] block order. `rows` spares a host sync."""
+    """Positions, in [P, L] block order, of rows taken in [L, P] block order, int32. `rows` spares a host sync."""
     sizes = counts_PL.reshape(-1)
     start_PL = (sizes.cumsum(0) - sizes).view_as(counts_PL)
     sizes_by_expert = counts_PL.t().reshape(-1)
     grouped_start = sizes_by_expert.cumsum(0) - sizes_by_expert
     shift = start_PL.t().reshape(-1) - grouped_start
-    return torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
+    order_R = torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
+    return order_R.to(torch.int32)
 
 
 class _Select(torch.autograd.Function):

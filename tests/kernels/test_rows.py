@@ -44,6 +44,7 @@ def test_permute(tokens, top_k, width, dtype, spread_of_experts, seed) -> None:
     assert torch.equal(spread(x.detach(), routing.inverse_R, top_k), rows)
     g = torch.randn(rows.shape).to(dtype)
     rows.backward(g)
+    assert x.grad is not None
     assert torch.equal(collect(g, routing.inverse_R, top_k), x.grad)
 
 
@@ -60,6 +61,7 @@ def test_unpermute(tokens, top_k, width, dtype, spread_of_experts, seed, has_sha
     assert torch.equal(combine(rows.detach(), probs.detach(), routing.inverse_R, residual, extra), out)
     out.backward(g)
     g_rows, g_probs = combine_backward(g, rows.detach(), probs.detach(), routing.inverse_R)
+    assert rows.grad is not None
     assert torch.equal(g_rows, rows.grad)
     torch.testing.assert_close(g_probs, probs.grad, rtol=1e-5, atol=1e-4)
 

@@ -1,0 +1,293 @@
+"""Choosing experts: from the router's logits to weights and to the row of every choice, in three kernels.
+
+The first one works on a block of tokens: scores, the best experts, their weights, and how many of the block's tokens
+chose each expert. The second adds these counts up over the blocks, expert by expert, so that every block knows where
+its first row of each expert goes; the third hands out the rows, to tokens in their order. That is what a stable sort
+by expert would say, for a tenth of its launches. Backward is one kernel, over the same blocks.
+
+Shapes: T tokens, E experts, K choices per token, N blocks of tokens.
+"""
+
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hocket.config import ModelConfig
+
+TILE = 2048
+"""Elements of a block's scores; with 128 threads, each holds 16."""
+LOWEST = tl.constexpr(-3.0e38)
+"""What counts for a score that is no number, so that padding behind the last expert is never chosen."""
+
+
+@triton.jit
+def _scores(logits, token, column, tokens, experts: tl.constexpr, sigmoid: tl.constexpr):
+    """Scores of a block, 0 outside, and which of them exist."""
+    inside = (token < tokens)[:, None] & (column < experts)[None, :]
+    logit = tl.load(logits + token[:, None] * experts + column[None, :], mask=inside, other=float("-inf"))
+    if sigmoid:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        score = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        score = score / tl.sum(score, axis=1)[:, None]
+    return tl.where(inside, score, 0.0), inside
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    logits,
+    bias,
+    probs,
+    chosen,
+    block_counts,
+    block_scores,
+    tokens,
+    scale,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    choices: tl.constexpr,
+    sigmoid: tl.constexpr,
+    biased: tl.constexpr,
+    normalize: tl.constexpr,
+    block: tl.constexpr,
+    block_e: tl.constexpr,
+):
+    token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
+    score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
+    rank = score
+    if biased:
+        rank += tl.load(bias + column, mask=column < experts, other=0.0)[None, :]
+    rank = tl.where(rank > LOWEST, rank, LOWEST)
+    rank = tl.where((column < experts)[None, :], rank, float("-inf"))
+
+    k = tl.arange(0, choices)
+    count = tl.zeros([block_e], tl.int32)
+    weight = tl.zeros([block, choices], tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for choice in tl.static_range(top_k):
+        best = tl.argmax(rank, axis=1)
+        is_best = column[None, :] == best[:, None]
+        value = tl.sum(tl.where(is_best, score, 0.0), axis=1)
+        count += tl.sum((is_best & inside).to(tl.int32), axis=0)
+        rank = tl.where(is_best, float("-inf"), rank)
+        weight = tl.where((k == choice)[None, :], value[:, None], weight)
+        total += value
+        tl.store(chosen + token * top_k + choice, best, mask=token < tokens)
+    if normalize:
+        weight = weight / (total + 1e-20)[:, None]
+    at = token[:, None] * top_k + k[None, :]
+    tl.store(probs + at, weight * scale, mask=(token < tokens)[:, None] & (k < top_k)[None, :])
+
+    mean = score
+    if sigmoid:
+        mean = score / tl.where(token < tokens, tl.sum(score, axis=1), 1.0)[:, None]
+    into = tl.program_id(0) * experts + column
+    tl.store(block_counts + into, count, mask=column < experts)
+    tl.store(block_scores + into, tl.sum(mean, axis=0), mask=column < experts)
+
+
+@triton.jit(do_not_specialize=["blocks", "tokens"])
+def _add_up(
+    block_counts,
+    block_scores,
+    counts,
+    balance,
+    blocks,
+    tokens,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
+    block_e: tl.constexpr,
+):
+    """Counts of a block become those of all blocks before it; `balance` has the experts' terms of the balance loss."""
+    column = tl.program_id(0) * block_e + tl.arange(0, block_e)
+    count, score = tl.zeros([block_e], tl.int32), tl.zeros([block_e], tl.float32)
+    first = 0
+    while first < blocks:
+        row = first + tl.arange(0, block)
+        at, inside = row[:, None] * experts + column[None, :], (row < blocks)[:, None] & (column < experts)[None, :]
+        here = tl.load(block_counts + at, mask=inside, other=0)
+        tl.store(block_counts + at, count[None, :] + tl.cumsum(here, axis=0) - here, mask=inside)
+        count += tl.sum(here, axis=0)
+        score += tl.sum(tl.load(block_scores + at, mask=inside, other=0.0), axis=0)
+        first += block
+    tl.store(counts + column, count.to(tl.int64), mask=column < experts)
+    share = count.to(tl.float32) / (tokens * top_k)
+    tl.store(balance + column, score / tokens * share * experts, mask=column < experts)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _place(
+    chosen,
+    before,
+    counts,
+    inverse,
+    tokens,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
+    block_e: tl.constexpr,
+):
+    token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
+    count = tl.load(counts + column, mask=column < experts, other=0).to(tl.int32)
+    first = tl.cumsum(count, axis=0) - count
+    first += tl.load(before + tl.program_id(0) * experts + column, mask=column < experts, other=0)
+    mine = tl.zeros([block, block_e], tl.int32)
+    for choice in tl.static_range(top_k):
+        expert = tl.load(chosen + token * top_k + choice, mask=token < tokens, other=-1)
+        mine += (column[None, :] == expert[:, None]).to(tl.int32)
+    row = first[None, :] + tl.cumsum(mine, axis=0) - mine
+    for choice in tl.static_range(top_k):
+        expert = tl.load(chosen + token * top_k + choice, mask=token < tokens, other=-1)
+        here = tl.sum(tl.where(column[None, :] == expert[:, None], row, 0), axis=1)
+        tl.store(inverse + token * top_k + choice, here, mask=token < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward(
+    logits,
+    chosen,
+    counts,
+    g_probs,
+    g_logits,
+    tokens,
+    scale,
+    aux,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    sigmoid: tl.constexpr,
+    normalize: tl.constexpr,
+    block: tl.constexpr,
+    block_e: tl.constexpr,
+):
+    token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
+    score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
+    g = tl.zeros([block, block_e], tl.float32)
+    mine = tl.zeros([block, block_e], tl.int32)
+    for choice in tl.static_range(top_k):
+        expert = tl.load(chosen + token * top_k + choice, mask=token < tokens, other=-1)
+        given = tl.load(g_probs + token * top_k + choice, mask=token < tokens, other=0.0) * scale
+        is_chosen = column[None, :] == expert[:, None]
+        g = tl.where(is_chosen, given[:, None], g)
+        mine += is_chosen.to(tl.int32)
+    if normalize:
+        total = tl.sum(tl.where(mine > 0, score, 0.0), axis=1) + 1e-20
+        along = tl.sum(g * score, axis=1) / total
+        g = tl.where(mine > 0, (g - along[:, None]) / total[:, None], 0.0)
+    # The balance loss pushes every score by its expert's share of the rows.
+    share = tl.load(counts + column, mask=column < experts, other=0).to(tl.float32) / (tokens * top_k)
+    push = (aux * experts / tokens) * share
+    if sigmoid:
+        whole = tl.where(token < tokens, tl.sum(score, axis=1), 1.0)
+        g += (push[None, :] - (tl.sum(push[None, :] * score, axis=1) / whole)[:, None]) / whole[:, None]
+        g = g * score * (1.0 - score)
+    else:
+        g += push[None, :]
+        g = score * (g - tl.sum(g * score, axis=1)[:, None])
+    tl.store(g_logits + token[:, None] * experts + column[None, :], g, mask=inside)
+
+
+@triton.jit
+def _regroup(
+    counts,
+    ends,
+    order,
+    inverse,
+    ranks: tl.constexpr,
+    local: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program per block of rows, those of one expert from one rank."""
+    rank, expert = tl.program_id(0) // local, tl.program_id(0) % local
+    i = tl.arange(0, size)
+    count = tl.load(counts + i, mask=i < ranks * local, other=0).to(tl.int32)
+    mine = tl.sum(tl.where(i == tl.program_id(0), count, 0))
+    received = tl.sum(tl.where(i < tl.program_id(0), count, 0))
+    earlier = (i % local < expert) | ((i % local == expert) & (i // local < rank))
+    grouped = tl.sum(tl.where(earlier, count, 0))
+    if rank == ranks - 1:
+        tl.store(ends + expert, grouped + mine)
+    if ranks > 1:
+        first = 0
+        while first < mine:
+            row = first + tl.arange(0, block)
+            tl.store(order + grouped + row, received + row, mask=row < mine)
+            tl.store(inverse + received + row, grouped + row, mask=row < mine)
+            first += block
+
+
+def choose(
+    logits_TE: Tensor, bias_E: Tensor | None, config: ModelConfig, aux: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], balance loss).
+
+    What `parallel.expert.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
+    """
+    return _Choose.apply(logits_TE, bias_E, config, aux)
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, config: ModelConfig, aux: float) -> Any:
+        logits_TE = logits_TE.contiguous()
+        (tokens, experts), top_k = logits_TE.shape, config.top_k
+        block, sizes, flags = _shape(config)
+        blocks = triton.cdiv(tokens, block)
+        ints = {"device": logits_TE.device, "dtype": torch.int32}
+        probs_TK, chosen_TK = logits_TE.new_empty(tokens, top_k), torch.empty(tokens, top_k, **ints)
+        counts_NE, scores_NE = torch.empty(blocks, experts, **ints), logits_TE.new_empty(blocks, experts)
+        counts_E = torch.empty(experts, device=logits_TE.device, dtype=torch.int64)
+        balance_E, inverse_R = logits_TE.new_empty(experts), torch.empty(tokens * top_k, **ints)
+
+        bias = logits_TE if bias_E is None else bias_E
+        given = (logits_TE, bias, probs_TK, chosen_TK, counts_NE, scores_NE, tokens, config.route_scale)
+        _choose[blocks,](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k), biased=bias_E is not None)
+        summed = (counts_NE, scores_NE, counts_E, balance_E, blocks, tokens, experts, top_k)
+        _add_up[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
+        _place[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
+
+        balance = balance_E.sum()
+        ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
+        ctx.config, ctx.aux = config, aux
+        ctx.mark_non_differentiable(inverse_R, counts_E, balance)
+        return probs_TK, inverse_R, counts_E, balance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        logits_TE, chosen_TK, counts_E = ctx.saved_tensors
+        block, sizes, flags = _shape(ctx.config)
+        g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
+        given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
+        _backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
+        return g_TE, None, None, None
+
+
+def _shape(config: ModelConfig) -> tuple[int, dict[str, int], dict[str, bool]]:
+    """Tokens of a block, and what kernels are compiled for: sizes, and the kind of router."""
+    block_e = triton.next_power_of_2(config.experts)
+    block = min(max(TILE // block_e, 1), 64)
+    sizes = {"experts": config.experts, "top_k": config.top_k, "block": block, "block_e": block_e}
+    return block, sizes, {"sigmoid": config.router == "sigmoid", "normalize": config.normalize_top_k}
+
+
+def regroup(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(end of every local expert's rows in grouped order, received position of every grouped row, and the reverse).
+
+    All int32. With one rank both orders are the same, and have no meaning here.
+    """
+    ranks, local = counts_PL.shape
+    ints = {"device": counts_PL.device, "dtype": torch.int32}
+    ends_L, order_R, inverse_R = torch.empty(local, **ints), torch.empty(rows, **ints), torch.empty(rows, **ints)
+    sizes = (ranks, local, triton.next_power_of_2(ranks * local), 1024)
+    _regroup[ranks * local,](counts_PL.contiguous(), ends_L, order_R, inverse_R, *sizes)
+    return ends_L, order_R, inverse_R

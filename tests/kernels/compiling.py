@@ -1,0 +1,104 @@
+"""Compiles all kernels for a GPU that need not be there: `python -m tests.kernels.compiling`, without interpreter.
+
+Calls launch as always, but where Triton would hand over to a driver it only compiles, down to machine code. So what a
+kernel says must be right; what it does is for the interpreter to tell, and for tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hocket.config import ModelConfig
+
+BF16 = torch.bfloat16
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def only_compile() -> list[str]:
+    """From now on, launches compile only. Returns the names of kernels, growing."""
+    compiled: list[str] = []
+    launch: Any = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.append(self.__name__)
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"], self.__name__
+        return kernel
+
+    JITFunction.run = run  # pyrefly: ignore[bad-assignment]
+    here: Any = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: HOPPER
+    )
+    driver.set_active(here)
+    return compiled
+
+
+def rows() -> None:
+    from hocket.kernels.rows import collect, combine, combine_backward, spread
+
+    for top_k, width in ((8, 2048), (3, 100)):
+        x, probs, inverse = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4 * top_k)
+        sent = spread(x, inverse, top_k)
+        collect(sent, inverse, top_k)
+        combine(sent, probs, inverse, x, None)
+        combine(sent, probs, inverse, x, x)
+        combine_backward(x, sent, probs, inverse)
+
+
+def routing() -> None:
+    from hocket.kernels.routing import choose, regroup
+
+    sigmoid = ModelConfig(experts=100, top_k=3, router="sigmoid", normalize_top_k=False)
+    for config, bias in ((ModelConfig(experts=128, top_k=8), None), (sigmoid, of(torch.float32, 100))):
+        logits = of(torch.float32, 7, config.experts).requires_grad_()
+        choose(logits, bias, config, 0.1)[0].sum().backward()
+    for ranks in (1, 4):
+        regroup(of(torch.int64, ranks, 32), 100)
+
+
+def dense() -> None:
+    from hocket.kernels import norm
+    from hocket.kernels.loss import cross_entropy
+    from hocket.kernels.rotary import rotary
+    from hocket.kernels.swiglu import swiglu
+
+    x, weight = of(BF16, 7, 2048), of(BF16, 2048)
+    norm.backward(norm.forward(x, weight, 1e-6), x, weight, 1e-6)
+    heads = of(BF16, 2, 16, 4, 128).requires_grad_()
+    rotary(heads, of(torch.float32, 2, 16, 1, 64)).sum().backward()
+    swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
+    cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
+
+
+def sums() -> None:
+    from hocket.runtime.sum_kernel import launch
+
+    for world in (1, 4):
+        launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
+
+
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+CALLS: list[Callable[[], None]] = [rows, routing, dense, sums]
+"""Add a function of your own here."""
+
+
+def main() -> None:
+    compiled = only_compile()
+    for call in CALLS:
+        call()
+    print(*sorted(set(compiled)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""All kernels compile for a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("hocket/kernels", "hocket/runtime")
+
+
+@pytest.mark.timeout(120)
+def test_kernels_compile(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiling"],
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    source = "\n".join(path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))
+    launched = set(re.findall(r"(\w+)\[[^\]]*\]\(", source)) & set(re.findall(r"@triton.jit[^\n]*\ndef (\w+)", source))
+    assert launched <= set(done.stdout.split()), "kernels that tests/kernels/compiling.py does not call"

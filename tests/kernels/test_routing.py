@@ -1,0 +1,99 @@
+"""The kernels that choose experts and place rows, against the formulas in `hocket/parallel/expert.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hocket.config import ModelConfig
+from hocket.kernels.routing import choose, regroup
+from hocket.parallel.expert import Splits, route
+
+CONFIGS = st.builds(
+    lambda sizes, **others: ModelConfig(experts=sizes[0], top_k=sizes[1], **others),
+    sizes=st.sampled_from([(1, 1), (2, 1), (5, 2), (8, 8), (64, 3), (100, 4)]),
+    router=st.sampled_from(["softmax", "sigmoid"]),
+    normalize_top_k=st.booleans(),
+    route_scale=st.sampled_from([1.0, 2.5]),
+    aux_loss=st.sampled_from([0.0, 0.3]),
+)
+
+
+@given(
+    config=CONFIGS,
+    tokens=st.integers(1, 9) | st.sampled_from([64, 65, 130]),
+    bias=st.sampled_from([None, 0.1, 9.0]),
+    spread=st.sampled_from([0.0, 1.0, 50.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25)
+def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: float, seed: int) -> None:
+    """The same experts and rows; weights, loss and gradients but for rounding."""
+    experts, top_k = sizes
+    experts, aux = config.experts, config.aux_loss
+    torch.manual_seed(seed)
+    logits = torch.randn(tokens, experts) + torch.randn(experts) * spread
+    if spread == 50.0:  # otherwise scores of 0 and 1 tie, and ties may fall either way
+        logits = (torch.arange(experts) * 0.1).expand(tokens, experts) + logits * 1e-3
+    bias_E = None if bias is None else torch.randn(experts) * bias
+    given, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    probs, inverse, counts, balance = choose(given, bias_E, config, aux * 0.5)
+    expected, routing = route(exact, config, bias_E, aux_scale=0.5)
+    assert torch.equal(inverse, routing.inverse_R)
+    assert torch.equal(counts, routing.counts_E)
+    torch.testing.assert_close(probs, expected)
+    if routing.aux is not None:
+        torch.testing.assert_close(balance, routing.aux)
+    g = torch.randn_like(probs)
+    probs.backward(g)
+    expected.backward(g)
+    torch.testing.assert_close(given.grad, exact.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
+    """A run whose numbers have gone wrong must end with a loss that says so, not outside of a buffer."""
+    config = ModelConfig(experts=5, top_k=3)
+    logits = torch.zeros(7, 5)
+    logits[3], logits[4, 2], logits[5] = float("nan"), float("inf"), float("-inf")
+    for bias in (None, torch.full((5,), float("-inf"))):
+        _, inverse, counts, _ = choose(logits, bias, config, 0.0)
+        assert sorted(inverse.tolist()) == list(range(21))
+        assert int(counts.sum()) == 21
+        assert (counts <= 7).all()
+
+
+@given(
+    counts=st.integers(1, 5).flatmap(
+        lambda ranks: st.integers(1, 6).flatmap(
+            lambda local: st.lists(
+                st.lists(st.integers(0, 5) | st.just(1100), min_size=local, max_size=local),
+                min_size=ranks,
+                max_size=ranks,
+            )
+        )
+    )
+)
+@settings(max_examples=20)
+def test_regroup(counts: list[list[int]]) -> None:
+    recv = [sum(of_rank) for of_rank in counts]
+    splits = Splits(recv, recv, torch.tensor(counts))
+    ends, order, inverse = regroup(splits.counts_PL, sum(recv))
+    assert torch.equal(ends, splits.offsets_L)
+    if len(recv) > 1:
+        assert torch.equal(order, splits.order_R)
+        assert torch.equal(inverse, splits.inverse_R)
+
+
+@pytest.mark.parametrize("experts", [96, 256])
+def test_real_numbers_of_experts(experts: int) -> None:
+    config = ModelConfig(experts=experts, top_k=8)
+    logits = torch.randn(100, experts)
+    probs, inverse, counts, _ = choose(logits, None, config, 0.0)
+    expected, routing = route(logits, replace(config))
+    torch.testing.assert_close(probs, expected)
+    assert torch.equal(inverse, routing.inverse_R)
+    assert torch.equal(counts, routing.counts_E)
