@@ -33,7 +33,6 @@ CONFIGS = st.builds(
 @settings(max_examples=25)
 def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: float, seed: int) -> None:
     """The same experts and rows; weights, loss and gradients but for rounding."""
-    experts, top_k = sizes
     experts, aux = config.experts, config.aux_loss
     torch.manual_seed(seed)
     logits = torch.randn(tokens, experts) + torch.randn(experts) * spread
