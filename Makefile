@@ -13,6 +13,9 @@ READY := .venv/ready$(subst /,-,$(HOCKET_PYTHON))
 # Run a tool where it is installed, and say so where it is not.
 tool = if $(PY) -c "import $(1)" 2>/dev/null; then $(PY) -m $(1) $(2); else echo "skipped: $(1) is not installed here"; fi
 
+# Tests in several processes, where that is installed. ARGS="-n0" runs them in one, as -s and --pdb need it.
+parallel = $$($(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint types test-gpu parity bench-plan docs-tables lock clean
 
@@ -33,7 +36,7 @@ test: $(READY) ## Check format, style and types, and run all tests that need no 
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	$(MAKE) --no-print-directory types || status=1; \
-	$(PY) -m pytest -m "not gpu and not full" $(ARGS) || status=1; \
+	$(PY) -m pytest -m "not gpu and not full" $(parallel) $(ARGS) || status=1; \
 	exit $$status
 
 lint: $(READY) ## Check format and style
@@ -47,7 +50,7 @@ test-gpu: $(READY) ## Run the tests that need GPUs
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 0" takes all
-	@$(PY) -m pytest -m full $(ARGS)
+	@$(PY) -m pytest -m full $(parallel) $(ARGS)
 
 bench-plan: $(READY) ## Measure how long planning and checking take as plans grow
 	@$(PY) -m benchmarks.plan_scaling $(ARGS)

@@ -1,14 +1,18 @@
-"""What all tests share: seeds, the skipping of GPU tests, the profile of the property tests."""
+"""What all tests share: seeds, the skipping of GPU tests, the profile of the property tests, who runs beside whom."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests.helpers.turns import turn
 
 # Random examples are the same in every run of CI; elsewhere each run looks at new ones.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -32,9 +36,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that is marked `alone` wait for the others, and them for it, outside of its limit of time."""
+    if not hasattr(item.config, "workerinput"):  # pytest-xdist gives this to its workers
+        return (yield)
+    with turn(Path(item.config.getoption("basetemp")).parent, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more worker than cores: many tests wait for processes that they have started."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
 # Where there is no GPU, kernels are interpreted. Triton wants to know before it is first imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What is shown must not depend on the size of a terminal, which readline tells the processes that pytest starts.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 # Several threads split a product differently on different machines, and then its bits differ. Ranks have one each.
 torch.set_num_threads(1)

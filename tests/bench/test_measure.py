@@ -50,6 +50,7 @@ def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]], lis
     return LOG, seconds, [block.host_seconds for found in rounds for block in found.values()]
 
 
+@pytest.mark.alone
 def test_contenders_take_turns_and_the_slowest_rank_counts():
     (order, seconds, hosts), (_, others, _) = run_ranks(turns, 2)
     assert "".join(order) == "aaabbb" + "bbbaaa" + "aaabbb", "the order turns around; one step more than is timed"

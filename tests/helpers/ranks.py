@@ -37,6 +37,9 @@ from hocket.environment import MULTICAST_OFF
 
 ROOT = Path(__file__).resolve().parents[2]
 
+ECHO_SECONDS = 0.5
+"""How much later than the errors of its peers the death of a rank may be noticed."""
+
 DUMP_SECONDS = 0.25
 """How long ranks that hang get to write down where they are."""
 
@@ -47,6 +50,10 @@ class RanksTimeout(Exception):
 
 class RankDied(Exception):
     """A rank ended without returning or raising anything: killed, or crashed in native code."""
+
+
+_LOST = b"Connection closed by peer"
+"""In what gloo raises when a peer has died."""
 
 
 @dataclass
@@ -128,11 +135,19 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
         if not ready:
             raise RanksTimeout(f"no result after {timeout:g} s\n{_describe(ranks, list(waiting.values()))}")
         answers = [(rank, _read(rank)) for rank in ranks if rank.pipe in ready]
-        # A rank that died does fail the others, so it is looked at first.
+        # A rank that died does fail the others, so it is looked at first, also if that is noticed a moment later.
+        if any(answer and _LOST in answer for _, answer in answers):
+            answers += _deaths([rank for pipe, rank in waiting.items() if pipe not in ready])
         for rank, answer in sorted(answers, key=lambda pair: pair[1] is not None):
             results[rank.number] = _result(rank, answer)
             del waiting[rank.pipe]
     return [results[rank.number] for rank in ranks]
+
+
+def _deaths(ranks: Sequence[_Rank]) -> list[tuple[_Rank, None]]:
+    """The first of these ranks that dies within a moment, if one does."""
+    dead = wait([rank.process.sentinel for rank in ranks], ECHO_SECONDS)
+    return [(rank, None) for rank in ranks if rank.process.sentinel in dead]
 
 
 def _read(rank: _Rank) -> bytes | None:

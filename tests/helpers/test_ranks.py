@@ -158,6 +158,7 @@ def test_output_of_ranks_is_passed_on(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "[rank 1] about to wait on 1" in capsys.readouterr().out
 
 
+@pytest.mark.alone
 def test_four_ranks_start_in_half_a_second() -> None:
     run_ranks(describe, 1)  # the fork server itself starts once
     times = []

@@ -267,6 +267,7 @@ def _slow(rank):
     return issued, gathered, arrived
 
 
+@pytest.mark.alone
 def test_slow_delivers_late_and_in_order():
     for issued, gathered, arrived in run_ranks(_slow, 2):
         assert issued < 0.05
@@ -291,6 +292,7 @@ def _two_links(rank):
     return fast, slow
 
 
+@pytest.mark.alone
 def test_each_group_has_a_link_of_its_own():
     for fast, slow in run_ranks(_two_links, 2):
         assert fast < 0.05
