@@ -1,0 +1,98 @@
+"""An all-to-all of unequal parts that holds no SM: each rank's copy engine writes its rows where the peers want them.
+
+NCCL leaves an all-to-all to copy engines only if all parts are equal, which the rows of experts are not. But the host
+of every rank knows how many rows go from whom to whom, and all memory of one NVLink domain can be mapped into each
+process (torch's symmetric memory). So a rank copies its rows straight to where they belong in each peer's arrival
+buffer. Copies of a stream run in order, and a barrier behind them says that everybody's have arrived.
+
+Note: [Rounds]
+An arrival buffer has room for a fixed number of rows. If some rank gets more than that, the exchange takes as many
+rounds as that rank needs, so that nothing is ever lost or refused: all ranks see the same table and count the same
+rounds.
+
+Note: [Two arrival buffers, one barrier]
+Rounds take turns in two buffers. A rank writes to a peer's buffer again two rounds later, behind the barrier of the
+round between, which the peer has entered behind its own copying-out of the first. So one barrier a round is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+Table = Sequence[Sequence[int]]
+"""`table[s][d]` rows go from rank s to rank d of the group; all ranks have the same."""
+
+
+class PeerCopies:
+    """The arrival buffers of all ranks of a group, as this rank sees them."""
+
+    def __init__(self, rank: int, arrivals: Sequence[Tensor], barrier: Callable[[], object]) -> None:
+        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams."""
+        self.rank, self.arrivals, self._barrier = rank, tuple(arrivals), barrier
+        self._rounds = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one arrival buffer."""
+        return self.arrivals[0].shape[1]
+
+    def exchange(self, out: Tensor, rows: Tensor, table: Table) -> None:
+        """Send `rows` [R, D], those for rank 0 first; `out` [R', D] becomes what arrives, that of rank 0 first.
+
+        Runs on the current stream, on which all exchanges of the group are issued.
+        """
+        assert out.is_contiguous()
+        assert rows.is_contiguous()
+        me, world = self.rank, range(len(self.arrivals))
+        sent, received = [_edges(table[me]), _edges([line[me] for line in table])]
+        mine = out[received[me] : received[me + 1]]
+        mine.copy_(rows[sent[me] : sent[me + 1]])
+        width = rows.shape[1] * rows.itemsize
+        capacity = self.nbytes // max(1, width)
+        assert capacity, f"a row of {width} bytes does not fit into an arrival buffer of {self.nbytes}"
+        most = max(sum(line[d] for line in table) for d in world)
+        for low in range(0, most, capacity):
+            high = low + capacity
+            here = [buffer[self._rounds % 2] for buffer in self.arrivals]
+            self._rounds += 1
+            for step in world[1:]:  # each rank begins with another peer
+                peer = (me + step) % len(here)
+                first = sum(table[s][peer] for s in range(me))  # among the rows that the peer gets
+                a, b = max(low, first), min(high, first + table[me][peer])
+                if a < b:
+                    into = here[peer][(a - low) * width : (b - low) * width]
+                    into.copy_(_bytes(rows[sent[peer] + a - first : sent[peer] + b - first]))
+            self._barrier()
+            for a, b in ((low, min(high, received[me])), (max(low, received[me + 1]), min(high, received[-1]))):
+                if a < b:
+                    _bytes(out[a:b]).copy_(here[me][(a - low) * width : (b - low) * width])
+
+
+def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> PeerCopies:
+    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together.
+
+    NVLink multicast must be switched off before (`hocket/environment.py`): torch would make a multicast object.
+    """
+    mine = symm_mem.empty(2, nbytes, dtype=torch.uint8, device=device)
+    handle: Any = symm_mem.rendezvous(mine, group)
+    arrivals = [handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(handle.world_size)]
+    arrivals[handle.rank] = mine  # the others are views of memory that the handle keeps
+    return PeerCopies(handle.rank, arrivals, lambda: handle.barrier(channel=0))
+
+
+def _edges(counts: Sequence[int]) -> list[int]:
+    """Where each part begins, and the end."""
+    edges = [0]
+    for count in counts:
+        edges.append(edges[-1] + count)
+    return edges
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)
