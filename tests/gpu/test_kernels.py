@@ -1,0 +1,124 @@
+"""The kernels that choose experts and move rows, against their formulas on the same GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+from hocket.kernels.usable import formulas
+from hocket.parallel.expert import Routing, Splits, group_rows, permute, route, ungroup_rows, unpermute
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16]
+CONFIG = ModelConfig(experts=128, top_k=8, aux_loss=0.01)
+SIZES = [(1, 8, 2048), (300, 8, 2048), (33, 3, 100), (1000, 1, 4096), (5, 6, 7), (64, 8, 5120)]
+"""(tokens, top_k, width)."""
+
+
+def routed(tokens: int, top_k: int, spread: float = 1.0) -> tuple[Tensor, Routing]:
+    """Weights and routing of random logits; with a large spread most experts get nothing."""
+    logits = torch.randn(tokens, CONFIG.experts) + torch.randn(CONFIG.experts) * spread
+    return route(logits.cuda(), replace(CONFIG, top_k=top_k))
+
+
+def both_ways(run: Callable[..., Tensor], *inputs: Tensor) -> list[list[Tensor]]:
+    """Output and gradients by formulas, by kernels, and by kernels again."""
+    found = []
+    for by_formula in (True, False, False):
+        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+
+        def once(leaves: list[Tensor] = leaves) -> Tensor:
+            out = run(*leaves)
+            g = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+            out.backward(g.to(out.device, out.dtype))
+            return out.detach()
+
+        if by_formula:
+            with formulas():
+                out = once()
+        else:
+            out = once()
+        grads = [x.grad for x in leaves if x.grad is not None]
+        found.append([out, *grads])
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "width"), SIZES)
+def test_permute(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> None:
+    _, routing = routed(tokens, top_k)
+    formula, *kernels = both_ways(lambda x: permute(x, routing), torch.randn(tokens, width).to("cuda", dtype))
+    for kernel in kernels:
+        assert all(torch.equal(a, b) for a, b in zip(formula, kernel, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k", "width"), SIZES)
+def test_unpermute(tokens: int, top_k: int, width: int, has_shared: bool, dtype: torch.dtype) -> None:
+    """The same bits, but for the gradients of weights, which are sums over columns; those are always the same."""
+    probs, routing = routed(tokens, top_k)
+    rows, residual, shared = (torch.randn(n, width).to("cuda", dtype) for n in (tokens * top_k, tokens, tokens))
+
+    def run(rows: Tensor, probs: Tensor, residual: Tensor, shared: Tensor) -> Tensor:
+        return unpermute(rows, probs, residual, shared if has_shared else None, routing)
+
+    formula, first, again = both_ways(run, rows, probs, residual, shared)
+    for i, (a, b, c) in enumerate(zip(formula, first, again, strict=True)):
+        assert torch.equal(b, c)
+        if i == 2:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        else:
+            assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (4096, 128, 8), (1000, 32, 4), (777, 256, 8)])
+def test_route(tokens: int, experts: int, top_k: int, router: str) -> None:
+    config = replace(CONFIG, experts=experts, top_k=top_k, router=router)  # pyrefly: ignore
+    # No two of a token's scores are so close that rounding decides.
+    near = torch.stack([torch.randperm(experts) for _ in range(tokens)]) * (8.0 / experts)
+    logits = (near + torch.rand(experts) * 1e-3).cuda()
+    with formulas():
+        _, expected = route(logits, config)
+    _, routing = route(logits, config)
+    assert torch.equal(expected.inverse_R, routing.inverse_R)
+    assert torch.equal(expected.counts_E, routing.counts_E)
+    assert expected.aux is not None
+    assert routing.aux is not None
+    torch.testing.assert_close(expected.aux, routing.aux)
+    formula, *kernels = both_ways(lambda logits: route(logits, config)[0], logits)
+    for kernel in kernels:
+        torch.testing.assert_close(formula, kernel, rtol=1e-4, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(*kernels, strict=True))
+
+
+def test_all_tokens_choose_the_same_experts() -> None:
+    logits = torch.arange(128.0).expand(2000, 128).contiguous().cuda()
+    _, routing = route(logits, CONFIG)
+    assert routing.counts_E.tolist() == [0] * 120 + [2000] * 8
+    assert torch.equal(routing.inverse_R.sort().values.cpu(), torch.arange(16000, dtype=torch.int32))
+
+
+def test_numbers_gone_wrong_stay_inside() -> None:
+    _, routing = route(torch.full((999, 128), float("nan"), device="cuda"), CONFIG)
+    assert torch.equal(routing.inverse_R.sort().values.cpu(), torch.arange(999 * 8, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "counts", [[[3, 0], [0, 5], [7, 1]], [[0] * 4, [0] * 4], [[5000, 1, 0], [0, 0, 9000]]], ids=str
+)
+def test_grouping(counts: list[list[int]]) -> None:
+    recv = [sum(of_rank) for of_rank in counts]
+    by_formula, by_kernel = (Splits(recv, recv, torch.tensor(counts, device="cuda")) for _ in range(2))
+    with formulas():
+        expected = [by_formula.offsets_L, by_formula.order_R, by_formula.inverse_R]
+    found = [by_kernel.offsets_L, by_kernel.order_R, by_kernel.inverse_R]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    rows = torch.randn(sum(recv), 16, device="cuda")
+    assert torch.equal(ungroup_rows(group_rows(rows, by_kernel), by_kernel), rows)
