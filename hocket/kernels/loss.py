@@ -97,4 +97,4 @@ class _CrossEntropy(torch.autograd.Function):
             _cross_entropy_backward[grid](
                 logits_TV, targets_T, sums_T, factor, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
             )
-        return logits_TV, None
+        return logits_TV.detach(), None  # what was saved knows the graph that made it
