@@ -35,7 +35,7 @@ from hocket.model.layers import rotary_table, rotate, swiglu
 from hocket.model.transformer import cross_entropy
 from hocket.parallel.expert import Splits, group_rows, permute, route, unpermute
 from hocket.plan.cost import model_flops_per_token
-from hocket.runtime.functional import rms_norm
+from hocket.runtime.functional import linear, rms_norm
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""
@@ -129,6 +129,13 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
     yield Piece("norm", normed, [x], sizes.bytes(2 * hidden), sizes.bytes(3 * hidden), [p])
     yield Piece("norm of heads", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
     yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
+    w_router, scores = sizes.new(m.experts, m.hidden), 4 * tokens * m.experts
+    moved = sizes.bytes(hidden, w_router.numel()) + scores
+
+    def router(x: Tensor) -> Tensor:
+        return linear(x, w_router, dtype=torch.float32)
+
+    yield Piece("router", router, [x], moved, 2 * moved, [w_router])
     inner = sizes.rows * m.expert_ffn
     gate_up = sizes.new(sizes.rows, 2 * m.expert_ffn)
     yield Piece("swiglu", swiglu, [gate_up], sizes.bytes(3 * inner), sizes.bytes(5 * inner))

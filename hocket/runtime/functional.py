@@ -34,6 +34,8 @@ from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, wei
 def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ p.T`, of shape [..., F]; with `dtype`, both operands are first cast to it and so is the result."""
     weight = weight_of(p_FD)
+    if dtype is torch.float32 and _is_widened(x_TD, p_FD if weight is None else weight.tensor()):
+        return _WideLinear.apply(x_TD, p_FD, None) if weight is None else _apply(_WideLinear, x_TD, weight)
     if weight is None:
         return sunk.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
     return _apply(_Linear, x_TD, weight, dtype or x_TD.dtype)
@@ -109,6 +111,18 @@ def _has_norm_kernel(x_TD: Tensor, value_D: Tensor) -> bool:
     return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
 
 
+def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
+    """Whether tensor cores can take both operands as they are. No launch takes a matrix without rows."""
+    return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
+
+
+def _wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """The product of bf16 matrices in fp32."""
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return a_MK.float() @ b_KN.float()
+
+
 def _has_grouped_kernel(x_RD: Tensor) -> bool:
     """CUDA has a kernel for bf16 alone."""
     return x_RD.device.type == "cpu" or x_RD.dtype is torch.bfloat16
@@ -133,12 +147,43 @@ def _push(queue: WgradQueue | None, weight: Weight, write: Write) -> None:
     queue.push(weight, write)
 
 
+def _keep(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> Tensor:
+    """Keep what backward needs, and return the weight's value. An ordinary weight is saved, as autograd would."""
+    managed = isinstance(weight, Weight)
+    ctx.save_for_backward(*((x,) if managed else (x, weight)))
+    ctx.weight, ctx.queue = weight if managed else None, queue
+    return weight.tensor() if managed else weight
+
+
+def _kept(ctx: Any) -> tuple[Tensor, Tensor]:
+    """The input and the weight's value."""
+    refuse_graph()
+    x, *ordinary = ctx.saved_tensors
+    return x, ordinary[0] if ordinary else ctx.weight.tensor()
+
+
+def _contribute(ctx: Any, value: Tensor, write: Write) -> Tensor | None:
+    """Queue the gradient of a managed weight; return that of an ordinary one, if somebody wants it."""
+    if ctx.weight is not None:
+        _push(ctx.queue, ctx.weight, write)
+        return None
+    if not ctx.needs_input_grad[1]:
+        return None
+    gradient = torch.empty_like(value)
+    write(gradient)
+    return gradient
+
+
 def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor) -> None:
     g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
     if out_FD.dtype == dtype:
         torch.mm(g_TF.t(), x_TD, out=out_FD)
     else:
         out_FD.copy_(g_TF.t() @ x_TD)
+
+
+def _wide_wgrad(x_TD: Tensor, parts_TG: Tensor, out_FD: Tensor) -> None:
+    out_FD.copy_(_wide_mm(parts_TG.t(), x_TD).view(3, *out_FD.shape).sum(0))
 
 
 def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
@@ -167,6 +212,24 @@ class _Linear(torch.autograd.Function):
 
         _push(ctx.queue, ctx.weight, partial(_linear_wgrad, x.detach(), g, dtype))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
+
+
+class _WideLinear(torch.autograd.Function):
+    """A linear layer of bf16 operands with a result in fp32, whose gradient goes back to them in thirds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> Tensor:
+        w_FD = _keep(ctx, x, weight, queue)
+        return _wide_mm(x.flatten(0, -2), w_FD.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels.thirds import thirds
+
+        x, w_FD = _kept(ctx)
+        parts_TG = thirds(g.flatten(0, -2))
+        dx = (parts_TG @ w_FD.repeat(3, 1)).view(x.shape)
+        return dx, _contribute(ctx, w_FD, partial(_wide_wgrad, x.detach().flatten(0, -2), parts_TG)), None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -199,29 +262,22 @@ class _Scale(torch.autograd.Function):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel in each direction. An ordinary parameter is an input, whose gradient is returned."""
+    """One kernel in each direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float) -> Tensor:
         from hocket.kernels import norm
 
-        managed = isinstance(weight, Weight)
-        ctx.save_for_backward(*((x,) if managed else (x, weight)))
-        ctx.weight, ctx.queue, ctx.eps = weight if managed else None, queue, eps
-        return norm.forward(x, weight.tensor() if managed else weight, eps)
+        ctx.eps = eps
+        return norm.forward(x, _keep(ctx, x, weight, queue), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
-        refuse_graph()
-        x, *ordinary = ctx.saved_tensors
-        p_D: Tensor = ordinary[0] if ordinary else ctx.weight.tensor()
+        x, p_D = _kept(ctx)
         dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
-        if ordinary:
-            return dx, parts_PD.sum(0).to(p_D.dtype) if ctx.needs_input_grad[1] else None, None, None
-        _push(ctx.queue, ctx.weight, partial(_sum_parts, parts_PD))
-        return dx, None, None, None
+        return dx, _contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -69,17 +69,19 @@ def dense() -> None:
     from hocket.kernels.loss import cross_entropy
     from hocket.kernels.rotary import rotary
     from hocket.kernels.swiglu import swiglu
+    from hocket.kernels.thirds import thirds
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
     norm.backward(norm.forward(x, weight, 1e-6), x, weight, 1e-6)
     heads = of(BF16, 2, 16, 4, 128).requires_grad_()
     rotary(heads, of(torch.float32, 2, 16, 1, 64)).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
+    thirds(of(torch.float32, 7, 128))
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
 
 def sums() -> None:
-    from hocket.runtime.sum_kernel import launch
+    from hocket.kernels.sums import launch
 
     for world in (1, 4):
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
