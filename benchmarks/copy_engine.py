@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.ranks import join
 from benchmarks.record import write
+from hocket.kernels.sums import PROGRAMS, launch
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.copy_engine import CopyEngine
-from hocket.runtime.sum_kernel import PROGRAMS, launch
 
 HIDDEN, FFN, KV = 4096, 14336, 1024
 SHAPES = ((HIDDEN + 2 * KV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN))

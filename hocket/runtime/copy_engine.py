@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.lanes import drain, on_default_stream
-from hocket.runtime.transports import DONE, Nccl, Pending, Window, _all_gather, nccl_options
+from hocket.runtime.transports import DONE, Nccl, Pending, Window, _all_gather, local_sum, nccl_options
 
 NCCL_VERSION = (2, 28)
 """The first whose copy engine serves all-gathers and all-to-alls without multicast."""
@@ -222,26 +222,3 @@ class CopyEngine(Nccl):
             window.close()
         self.windows.clear()
         super().destroy()
-
-
-def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
-    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32.
-
-    On a GPU one kernel reads every part once; a CPU gets the same bits.
-    """
-    assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
-    assert parts_WS.is_contiguous()
-    assert into_S.is_contiguous()
-    if into_S.device.type == "cuda":
-        from hocket.runtime.sum_kernel import launch
-
-        launch(parts_WS, into_S, scale, add)
-        return
-    total = parts_WS[0].to(torch.float32, copy=True)
-    for part in parts_WS[1:]:
-        total.add_(part)
-    total.mul_(scale)
-    if add:
-        into_S.add_(total)
-    else:
-        into_S.copy_(total)

@@ -133,6 +133,29 @@ def write_scaled(total: Tensor, into: Tensor, scale: float) -> None:
         into.mul_(scale)
 
 
+def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
+    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32.
+
+    On a GPU one kernel reads every part once; a CPU gets the same bits.
+    """
+    assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
+    assert parts_WS.is_contiguous()
+    assert into_S.is_contiguous()
+    if into_S.is_cuda:
+        from hocket.kernels.sums import launch
+
+        launch(parts_WS, into_S, scale, add)
+        return
+    total = parts_WS[0].to(torch.float32, copy=True)
+    for part in parts_WS[1:]:
+        total.add_(part)
+    total.mul_(scale)
+    if add:
+        into_S.add_(total)
+    else:
+        into_S.copy_(total)
+
+
 class Local:
     """The transport of a group of one: exact, and no communication."""
 
@@ -142,12 +165,7 @@ class Local:
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        if not add:
-            write_scaled(full, into, scale)
-        elif full.is_cuda or scale == 1.0:
-            into.add_(full, alpha=scale)  # one kernel; it may round once where a CPU rounds twice
-        else:
-            into.add_(full.to(into.dtype, copy=True).mul_(scale))
+        local_sum(full.view(1, -1), into.view(-1), scale, add)
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
@@ -261,10 +279,7 @@ class Nccl:
         # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
         part = self.scratch.take(into.numel(), full.dtype)
         _reduce_scatter(part, full, group=self.group)
-        if add:
-            into.add_(part, alpha=scale)
-        else:
-            write_scaled(part, into, scale)
+        local_sum(part.view(1, -1), into.view(-1), scale, add)
         self.scratch.give(part)
         return DONE
 

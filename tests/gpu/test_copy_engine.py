@@ -20,8 +20,9 @@ from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, everyone, make_groups
-from hocket.runtime.copy_engine import CopyEngine, local_sum
+from hocket.runtime.copy_engine import CopyEngine
 from hocket.runtime.lanes import CudaLanes
+from hocket.runtime.transports import local_sum
 from hocket.testing import profile_overlap
 from tests.helpers.ranks import run_ranks
 
@@ -176,7 +177,7 @@ def steps(engine: Engine, batch: list[Microbatch], count: int = 3) -> list[Tenso
         state.exp_avg_sq.zero_()
     losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(count)]
     engine.assert_clean()
-    return [*losses, *(unit.main.clone() for unit in engine.sharded.units.values())]
+    return [*losses, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
 
 
 def equal(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.runtime.copy_engine import local_sum
-from hocket.runtime.sum_kernel import BLOCK, launch
+from hocket.kernels.sums import BLOCK, launch
+from hocket.runtime.transports import local_sum
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 

@@ -16,8 +16,8 @@ from hocket.parallel.mesh import Mesh
 from hocket.runtime import copy_engine
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, make_groups
-from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, local_sum, refuse
-from hocket.runtime.transports import Gloo
+from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, refuse
+from hocket.runtime.transports import Gloo, local_sum
 from tests.helpers.pools import CpuPool
 from tests.helpers.ranks import run_ranks
 
@@ -115,7 +115,7 @@ def test_the_kernel_gives_the_same_bits(monkeypatch):
     """In fp32: what interprets the kernel here rounds to bf16 otherwise than a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="triton is not installed, as beside a torch without its needs")
-    from hocket.runtime.sum_kernel import BLOCK, launch
+    from hocket.kernels.sums import BLOCK, launch
 
     for world, numel in ((1, 5), (2, BLOCK), (3, BLOCK + 1), (8, 4 * BLOCK + 64)):
         for dtype in (BF16, torch.float32):
@@ -200,7 +200,7 @@ def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list
     ids = [torch.randint(config.model.vocab, (1, 17), generator=generator) for _ in range(3)]
     batch = [Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
     losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(2)]
-    weights = [unit.main.clone() for unit in engine.sharded.units.values()]
+    weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
     engine.sharded.close()
     windows = [sum(isinstance(window, SymmetricWindow) for window in one.windows) for one in engines]
     assert not any(window.ranges for one in engines for window in one.windows)

@@ -1,4 +1,4 @@
-"""A Triton kernel, so a module that only GPU hosts can import: see `copy_engine.local_sum`."""
+"""Adding up what has arrived, in one pass: see `transports.local_sum`."""
 
 # pyrefly: ignore-errors
 from __future__ import annotations
