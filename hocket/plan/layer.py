@@ -39,6 +39,12 @@ def template(text: str) -> tuple[Token, ...]:
     return tuple(tokens)
 
 
+def spelt(tokens: tuple[Token, ...]) -> str:
+    """The text of a template: what `template` parses."""
+    verbs, parts = ({name: letter for letter, name in table.items()} for table in (_VERBS, _PARTS))
+    return " ".join(parts[part] + verbs[verb] for verb, part in tokens)
+
+
 MERGED: dict[str, tuple[Token, ...]] = {
     "literature": template("cB aF eB dF eW dB eF cF aB uB aW uF"),
     "early_release": template("cB aF eB dF eW dB aB uB eF cF aW uF"),

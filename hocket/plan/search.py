@@ -1,0 +1,238 @@
+"""Which settings make a step shortest under a memory cap: candidates, and the way from one to the next.
+
+Note: [How the search goes]
+One trial prices one plan: build its program, simulate it. All combinations would be tens of thousands of trials, each
+up to a tenth of a second. So settings are in groups that act on the same thing, and inside a group all combinations are
+tried. The first group says which microbatch runs when; from each of the best few plans that it gives, the other groups
+are gone through in turn, always on from the best plan so far, and from the winner all groups once more. What brought
+nothing goes back in the end. Plans that fit come before those that do not, and these by how little they lack: so the
+search also finds its way under the cap.
+
+Note: [Long steps are priced by their period]
+In the steady state of a pipeline every group of microbatches takes the same time. So the time of a step with many is
+that of one with a few, just enough to reach the steady state, and so many periods more; what a rank holds at most is
+reached there too. Trials of long steps are priced so, and what is shown in the end is simulated in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from typing import Any, Protocol
+
+from hocket.config import Config
+from hocket.leaves import leaf
+from hocket.plan.layer import MERGED
+from hocket.plan.ops import even_bounds
+from hocket.plan.pipeline import smallest_group
+from hocket.plan.schedule import Kind
+
+Changes = Mapping[str, Any]
+"""Settings, by dotted names, that a plan has otherwise than the one that the search began with."""
+
+BEAM = 2
+"""Orders of microbatches from which the other settings are tried."""
+WORTH = 1e-3
+"""What a setting must gain to be changed, as a share of the step."""
+_SAME = object()
+"""The value that a setting has had from the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A plan and what the simulator says of it."""
+
+    changes: Changes
+    seconds: float
+    """Of one step."""
+    exposed: Mapping[Kind, float] = field(default_factory=dict)
+    """Seconds in which communication of a kind is exposed, mean over ranks."""
+    idle: float = 0.0
+    """Seconds in which nothing runs, mean over ranks."""
+    peak_bytes: int
+    """The most that any rank holds at once."""
+
+
+class Price(Protocol):
+    """Tries a plan: builds it and asks the simulator."""
+
+    def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
+        """None if the rules refuse these settings, or one of them would have no effect.
+
+        Without `whole` a long step may be priced by its period: see Note: [Long steps are priced by their period].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the search may change, and the values worth trying for a configuration."""
+
+    setting: str
+    values: Callable[[Config], Sequence[Any]]
+
+
+def _chunks(c: Config) -> Sequence[int]:
+    """As many as can have equally many layers; all, if a rank's layers are not a whole number."""
+    per_rank, rest = divmod(c.model.layers, c.mesh.pp)
+    if c.mesh.pp == 1 or c.plan.layers_per_stage:
+        return ()
+    return [count for count in (1, 2, 3, 4, 6, 8) if count <= per_rank and (rest or per_rank % count == 0)]
+
+
+def _splits(c: Config) -> Sequence[tuple[int, ...]]:
+    """One layer from the last stage, which has the head too, to the first one of another rank, or the other way."""
+    bounds = even_bounds(c.model.layers, c.mesh.pp * c.plan.chunks)
+    sizes = c.plan.layers_per_stage or tuple(hi - lo for lo, hi in pairwise(bounds))
+    moved = [
+        (*sizes[:n], sizes[n] + count, *sizes[n + 1 : -1], sizes[-1] - count)
+        for n in range(c.mesh.pp - 1)
+        for count in (1, -1)
+    ]
+    return [split for split in moved if min(split) > 0]
+
+
+def _groups(c: Config) -> Sequence[int]:
+    """The smallest, and one so large that the hop around the ring has time."""
+    return [0, *sorted({smallest_group(c.mesh.pp, 3), 2 * c.mesh.pp})] if c.mesh.pp > 1 else ()
+
+
+GROUPS: tuple[tuple[Choice, ...], ...] = (
+    (
+        Choice("plan.order", lambda c: ("sequential",)),
+        Choice("plan.merge", lambda c: ("on", "off")),
+        Choice("plan.chunks", _chunks),
+        Choice("plan.stride", lambda c: (2, 3)),
+    ),
+    (Choice("plan.group", _groups),),
+    (Choice("plan.layers_per_stage", _splits),),
+    (Choice("plan.layer_order", lambda c: tuple(MERGED)),),
+    (
+        Choice("plan.defer_wgrad", lambda c: ("on", "off")),
+        Choice("plan.p2p_defer_layers", lambda c: (0, 1, 2, -1)),
+        Choice("plan.p2p_defer_parts", lambda c: ("attn", "all")),
+    ),
+    (Choice("plan.strategy", lambda c: ("optim_grads_params", "optim_grads")),),
+    (Choice("plan.prefetch", lambda c: (0, 1, 2, 4)),),
+)
+"""What is searched. See Note: [How the search goes]."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search."""
+
+    path: tuple[Trial, ...]
+    """From the plan that the search began with to the winner, each with one change more, all simulated in full."""
+    fits: bool
+    """Whether the winner keeps to the cap. If not, nothing did, and it is the plan that needs least."""
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """A configuration with some settings changed."""
+    for setting, value in changes.items():
+        section, name = setting.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+class Search:
+    """One search, from the settings of a run on. `cap` is in bytes, 0 for none; `fixed` settings stay as they are.
+
+    `orders` are orders of a merged layer step to try beside those that have names.
+    """
+
+    def __init__(
+        self, start: Config, price: Price, cap: int = 0, fixed: Container[str] = (), orders: Sequence[str] = ()
+    ) -> None:
+        self._price, self._cap = price, cap
+        self._start = start
+        self._groups = [[choice for choice in group if choice.setting not in fixed] for group in GROUPS]
+        self._orders = tuple(orders)
+        self._known: dict[tuple[bool, tuple[tuple[str, Any], ...]], Trial | None] = {}
+
+    def run(self) -> Found:
+        """Search. The same arguments find the same plan."""
+        first, *others = self._groups
+        shapes = sorted(self._around(self._tried({}), first), key=self._rank)[:BEAM]
+        best = min((self._swept(trial, others) for trial in shapes), key=self._rank)
+        path = self._path(self._pruned(self._swept(best, self._groups)))
+        end = min(range(len(path)), key=lambda n: self._rank(path[n]))
+        path = path[: end + 1] if self._better(path[end], path[0]) else path[:1]
+        return Found(path, self._lacks(path[-1]) == 0)
+
+    def _try(self, changes: Changes, whole: bool = False) -> Trial | None:
+        key = (whole, tuple(sorted(changes.items())))
+        if key not in self._known:
+            self._known[key] = self._price(changes, whole=whole)
+        return self._known[key]
+
+    def _tried(self, changes: Changes, whole: bool = False) -> Trial:
+        """A plan that is known to be possible."""
+        trial = self._try(changes, whole)
+        assert trial is not None, f"refused after all: {changes}"
+        return trial
+
+    def _lacks(self, trial: Trial) -> int:
+        """Bytes above the cap."""
+        return max(0, trial.peak_bytes - self._cap) if self._cap else 0
+
+    def _rank(self, trial: Trial) -> tuple[Any, ...]:
+        """The best plan has the smallest. Of equal ones it is the one that needs less, then that with fewer changes."""
+        changes = sorted(trial.changes.items())
+        return self._lacks(trial), trial.seconds, trial.peak_bytes, len(changes), str(changes)
+
+    def _better(self, trial: Trial, than: Trial) -> bool:
+        """Whether a plan is worth changing settings for."""
+        lacks, there = self._lacks(trial), self._lacks(than)
+        return lacks < there or (lacks == there and trial.seconds < than.seconds * (1 - WORTH))
+
+    def _swept(self, trial: Trial, groups: Sequence[Sequence[Choice]]) -> Trial:
+        """A plan after what every group in turn makes of it. A group is tried again as long as it helps."""
+        for group in groups:
+            best = min(self._around(trial, group), key=self._rank)
+            while self._better(best, trial):
+                trial, best = best, min(self._around(best, group), key=self._rank)
+        return trial
+
+    def _around(self, trial: Trial, group: Sequence[Choice]) -> Iterator[Trial]:
+        """A plan, and those with any combination of a group's values in place of its own."""
+        yield trial
+        names = [choice.setting for choice in group]
+        rest = {name: value for name, value in trial.changes.items() if name not in names}
+        for values in product(*(self._values(choice, trial.changes) for choice in group)):
+            wanted = {name: value for name, value in zip(names, values, strict=True) if value is not _SAME}
+            found = self._try({**rest, **wanted})
+            if found is not None:
+                yield found
+
+    def _values(self, choice: Choice, changes: Changes) -> Iterator[Any]:
+        """What a setting may become in a plan, and that it stays as it was at the start."""
+        yield _SAME
+        values = tuple(choice.values(changed(self._start, changes)))
+        for value in values + (self._orders if choice.setting == "plan.layer_order" else ()):
+            if value != leaf(self._start, choice.setting):
+                yield value
+
+    def _pruned(self, trial: Trial) -> Trial:
+        """A plan without the changes that bring nothing."""
+        for name in self._in_order(trial.changes):
+            without = self._try({other: value for other, value in trial.changes.items() if other != name})
+            if without is not None and not self._better(trial, without):
+                trial = without
+        return trial
+
+    def _in_order(self, changes: Changes) -> list[str]:
+        """The names of changes, in the order of the table."""
+        return [choice.setting for group in GROUPS for choice in group if choice.setting in changes]
+
+    def _path(self, winner: Trial) -> tuple[Trial, ...]:
+        """The way to the winner, a change at a time in the order of the table; those that need another come with it."""
+        path, changes = [self._tried({}, whole=True)], dict[str, Any]()
+        for name in self._in_order(winner.changes):
+            changes[name] = winner.changes[name]
+            step = self._try(dict(changes), whole=True)
+            if step is not None:
+                path.append(step)
+        return tuple(path)
