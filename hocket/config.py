@@ -116,9 +116,13 @@ class PlanConfig:
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
-    p2p_defer_layers: int = 1
-    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all."""
-    p2p_defer_parts: Literal["attn", "all"] = "attn"
+    p2p_backward_lane: Switch = "auto"
+    """Gradients arrive on a communication lane, and only what reads one waits; off: the compute lane waits for the
+    gradient of a merged step before it begins with the step."""
+    p2p_defer_layers: int | Literal["auto"] = "auto"
+    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all, auto
+    as few as hide the hop."""
+    p2p_defer_parts: Literal["auto", "attn", "all"] = "auto"
     """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
     strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What is sharded: optimizer state and gradients, or the weights too."""

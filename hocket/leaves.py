@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 
@@ -89,6 +90,8 @@ def is_a(value: object, hint: Any) -> bool:
     """Whether a value has the type of a setting. An int will do for a float; a bool is not a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(is_a(value, kind) for kind in get_args(hint))
     if get_origin(hint) is tuple:
         args = get_args(hint)
         if not isinstance(value, tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
@@ -102,7 +105,10 @@ def is_a(value: object, hint: Any) -> bool:
 def describe(hint: Any) -> str:
     """The type of a setting in words."""
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
+        names = get_args(hint)
+        return str(names[0]) if len(names) == 1 else "one of " + ", ".join(map(str, names))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(describe, get_args(hint)))
     if get_origin(hint) is tuple:
         args = get_args(hint)
         if get_origin(args[0]) is Literal:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 from hocket.leaves import describe, leaf, leaves
@@ -88,6 +89,8 @@ def _parses(words: Sequence[str], hint: Any) -> bool:
     if get_origin(hint) is tuple:
         args = get_args(hint)
         return (args[-1] is Ellipsis or len(words) == len(args)) and all(_parses([word], args[0]) for word in words)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_parses(words, kind) for kind in get_args(hint))
     if len(words) != 1:
         return False
     if get_origin(hint) is Literal:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.parallel.stages import layout_of, sharding_of
-from hocket.plan.cost import HARDWARE, Hardware, Measurement, op_costs
+from hocket.parallel.stages import costs_of, hardware_of, layout_of, sharding_of
+from hocket.plan.cost import Hardware, Measurement
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION
@@ -15,6 +15,8 @@ from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
 
+__all__ = ["as_json", "costs_as_json", "costs_of", "hardware_of", "predict", "program_of", "report"]
+
 
 def program_of(settings: Settings) -> Program:
     """The program of one optimizer step."""
@@ -22,27 +24,9 @@ def program_of(settings: Settings) -> Program:
     return build_program(layout_of(settings), microbatches, plan, sharding_of(settings))
 
 
-def hardware_of(settings: Settings, name: str = "auto") -> Hardware:
-    """The hardware to predict for: as named, or what fits the dtype of the run."""
-    if name == "auto":
-        name = "laptop" if settings.train.dtype == "fp32" else "h200"
-    return HARDWARE[name]
-
-
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
     """When every op of the program would run on that hardware, with what was measured there where it is given."""
-    length = settings.data.sequence_length
-    costs = op_costs(
-        settings.model,
-        program.layout,
-        settings.train.sequences * length,
-        length,
-        settings.mesh,
-        hardware,
-        2 if settings.train.dtype == "bf16" else 4,
-    )
-    if measured is not None:
-        costs = costs.measured(measured.seconds)
+    costs = costs_of(settings, hardware, measured)
     return simulate(program, costs, measured.friction if measured is not None else NO_FRICTION)
 
 

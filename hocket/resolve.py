@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.config import Config
+from hocket.hop_choice import choose_hops, stride_remark
 from hocket.leaves import leaf, out_of_bounds
+from hocket.parallel.stages import costs_of, hardware_of
+from hocket.plan.cost import CostTable
 from hocket.rules import RULES, Host, broken_rules, has_experts, merges, rule_text, stages
 
 
@@ -53,11 +56,22 @@ class Settings(Config):
         return self.mesh.dp * self.train.microbatches * self.train.sequences
 
 
-def resolve(config: Config, host: Host | None = None, origins: Mapping[str, str] | None = None) -> Settings:
+def model_costs(config: Config) -> CostTable:
+    """What ops cost by the cost model alone, on the hardware that fits the run."""
+    return costs_of(config, hardware_of(config))
+
+
+def resolve(
+    config: Config,
+    host: Host | None = None,
+    origins: Mapping[str, str] | None = None,
+    price: Callable[[Config], CostTable] = model_costs,
+) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
-    configuration itself, whose name is under the key "". Raises ValueError with one line per problem.
+    configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
+    Raises ValueError with one line per problem.
     """
     host, origins = host or Host(), dict(origins or {})
     stop_if(out_of_bounds(config, origins))
@@ -68,11 +82,17 @@ def resolve(config: Config, host: Host | None = None, origins: Mapping[str, str]
             config = replace_leaf(config, setting, value)
             decisions.append(Decision(setting, value, reason))
     stop_if(broken_rules(config, host, origins))
+    costs = price(config)
+    for setting, value, reason in choose_hops(config, costs):
+        config = replace_leaf(config, setting, value)
+        decisions.append(Decision(setting, value, reason))
+    decided = {decision.setting for decision in decisions}
     # What the rules let pass because the user did not ask for it is still worth a remark.
     for rule in RULES:
-        if rule.only_if_set and rule.broken(config, host):
-            setting = rule.settings[0]
+        setting = rule.settings[0]
+        if rule.only_if_set and setting not in decided and rule.broken(config, host):
             decisions.append(Decision(setting, leaf(config, setting), rule_text(rule.reason, config, host)))
+    decisions += [Decision(*remark) for remark in stride_remark(config, costs)]
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from hocket.config import Config
 from hocket.leaves import line
+from hocket.parallel.stages import layout_of
 from hocket.plan.layer import order_problem
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.rule import Host, Rule
@@ -34,6 +35,22 @@ def merges(c: Config, rank: int) -> bool:
     group = c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
     total = c.train.microbatches * c.plan.chunks
     return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group, rank, True, c.plan.stride) < total
+
+
+def separate_wgrads(c: Config) -> bool:
+    """Whether the order gives weight gradients steps of their own."""
+    return False
+
+
+def lane_matters(c: Config) -> bool:
+    """Whether some step that reads a received gradient begins with another op than its reader.
+
+    That is a merged one, whose backward begins with a dense layer: a MoE layer's first op heads the step.
+    """
+    if c.mesh.pp == 1 or c.plan.merge != "on":
+        return False
+    layout = layout_of(c)
+    return any(layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
 
 
 RULES: tuple[Rule, ...] = (
@@ -234,22 +251,48 @@ RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("plan.p2p_backward_lane", "mesh.pp"),
+        lambda c, h: c.plan.p2p_backward_lane != "auto" and c.mesh.pp == 1,
+        "no effect: with one pipeline rank nothing is sent",
+        "mesh.pp = 2 or more, or leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_backward_lane", "plan.merge"),
+        lambda c, h: c.plan.p2p_backward_lane == "off" and c.mesh.pp > 1 and c.plan.merge == "off",
+        "no effect: a step that is not merged begins with the op that reads its gradient",
+        "plan.merge = on, or leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_backward_lane", "model.dense_layers"),
+        lambda c, h: (
+            c.plan.p2p_backward_lane == "off" and c.plan.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
+        ),
+        "no effect: every stage that receives a gradient ends with a MoE layer, whose backward heads the merged step",
+        "leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
         ("plan.p2p_defer_layers", "mesh.pp"),
-        lambda c, h: c.plan.p2p_defer_layers != 0 and c.mesh.pp == 1,
+        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp == 1,
         "no effect: with one pipeline rank nothing is sent",
         "mesh.pp = 2 or more, or leave plan.p2p_defer_layers out",
         only_if_set=True,
     ),
     Rule(
         ("plan.p2p_defer_layers", "plan.defer_wgrad"),
-        lambda c, h: c.plan.p2p_defer_layers != 0 and c.mesh.pp > 1 and c.plan.defer_wgrad == "off",
+        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.plan.defer_wgrad == "off",
         "no effect: only deferred weight gradients can run after the send",
         "plan.defer_wgrad = on, or plan.p2p_defer_layers = 0",
         only_if_set=True,
     ),
     Rule(
         ("plan.p2p_defer_parts", "plan.p2p_defer_layers", "plan.defer_wgrad"),
-        lambda c, h: c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off",
+        lambda c, h: (
+            c.plan.p2p_defer_parts != "auto"
+            and (c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off")
+        ),
         "no effect: no weight gradient runs after a send",
         "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers not 0, or leave it out",
         only_if_set=True,

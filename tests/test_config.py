@@ -157,7 +157,7 @@ def test_resolving_is_pure_and_can_be_repeated():
 
 
 def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error():
-    alone = changed(TINY, mesh__pp=1)
+    alone = changed(TINY, mesh__pp=1, plan__p2p_defer_layers=1)
     assert any(d.setting == "plan.p2p_defer_layers" and "no effect" in d.reason for d in resolve(alone).decisions)
     assert "plan.p2p_defer_layers = 1 (command line" in refused(alone, plan__p2p_defer_layers=1)
 
@@ -203,6 +203,10 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"plan__layer_order": "cB eB aF dF eW dB eF cF aB uB aW uF"}, "plan.layer_order", "while the host waits"),
     (changed(TINY, plan__defer_wgrad="off"), {"plan__p2p_defer_layers": 2}, "plan.p2p_defer_layers", "only deferred"),
     (changed(TINY, plan__defer_wgrad="off"), {"plan__p2p_defer_parts": "all"}, "plan.p2p_defer_parts", "no effect"),
+    (changed(TINY, plan__p2p_defer_layers=0), {"plan__p2p_defer_parts": "all"}, "plan.p2p_defer_parts", "no effect"),
+    (TINY, {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "no effect: every stage that receives"),
+    (changed(TINY, plan__merge="off"), {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "is not merged"),
+    (changed(TINY, mesh__pp=1), {"plan__p2p_backward_lane": "on"}, "plan.p2p_backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
@@ -354,8 +358,9 @@ def configs(draw: st.DrawFn) -> Config:
             stride=draw(st.sampled_from([2, 2, 3])),
             layer_order=draw(st.sampled_from(["literature", "early_release", "wgrad_last"])),
             defer_wgrad=draw(st.sampled_from(["auto", "on", "off"])),
-            p2p_defer_layers=draw(st.integers(-1, 3)),
-            p2p_defer_parts=draw(st.sampled_from(["attn", "all"])),
+            p2p_backward_lane=draw(st.sampled_from(["auto", "on", "off"])),
+            p2p_defer_layers=draw(st.sampled_from(["auto", -1, 0, 1, 2, 3])),
+            p2p_defer_parts=draw(st.sampled_from(["auto", "attn", "all"])),
             strategy=draw(st.sampled_from(["optim_grads", "optim_grads_params"])),
             prefetch=draw(st.integers(0, 3)),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,9 +14,9 @@ from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.plan.check import assert_valid
-from hocket.plan.cost import Measurement
+from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
-from hocket.resolve import Settings, resolve
+from hocket.resolve import Settings, model_costs, resolve
 from hocket.rules import Host
 
 
@@ -47,9 +48,10 @@ def run(words: list[str]) -> int:
     if options.svg and options.svg == options.html:
         raise ValueError(f"svg = {options.svg} (command line, --svg): --html names it too; fix: two names")
     settings = resolve_for_plan(options.config, origins)
-    assert_valid(planning.program_of(settings))
     hardware = planning.hardware_of(settings, options.hardware)
     measured = costs_from(settings, options.from_, options.null_from, origins)
+    settings = resolve_for_plan(options.config, origins, lambda c: planning.costs_of(c, hardware, measured))
+    assert_valid(planning.program_of(settings))
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:
             program = planning.program_of(settings)
@@ -89,10 +91,12 @@ def costs_from(
     return calibrate(traces, load(null) if null else ())
 
 
-def resolve_for_plan(config: Config, origins: dict[str, str]) -> Settings:
+def resolve_for_plan(
+    config: Config, origins: dict[str, str], price: Callable[[Config], CostTable] = model_costs
+) -> Settings:
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
     """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.train.dtype == "bf16")
-    return resolve(config, Host(gpus=config.mesh.pp * config.mesh.dp if wants_gpus else 0), origins)
+    return resolve(config, Host(gpus=config.mesh.pp * config.mesh.dp if wants_gpus else 0), origins, price)

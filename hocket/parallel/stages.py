@@ -1,10 +1,14 @@
-"""From settings to what the planner asks for: the layout of layers over ranks, the sizes of sharding groups."""
+"""From settings to what the planner asks for: where layers live, how many ranks share a unit, what ops cost."""
 
 from __future__ import annotations
 
-from hocket.config import Config
+from dataclasses import replace
+
+from hocket.config import Config, Purpose
 from hocket.parallel.mesh import Mesh
+from hocket.plan.cost import HARDWARE, CostTable, Hardware, Measurement, op_costs
 from hocket.plan.ops import Layout
+from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
 
 
@@ -31,3 +35,47 @@ def layout_of(config: Config) -> Layout:
 def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread."""
     return Sharding(dense=config.mesh.dp, experts=config.mesh.dp // config.mesh.ep)
+
+
+def hardware_of(config: Config, name: str = "auto") -> Hardware:
+    """The hardware to predict for: as named, or what fits the dtype of the run."""
+    if name == "auto":
+        name = "laptop" if config.train.dtype == "fp32" else "h200"
+    return HARDWARE[name]
+
+
+def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:
+    """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
+
+    Measured seconds take the place of modelled ones.
+    """
+    length = config.data.sequence_length
+    tokens, width = config.train.sequences * length, 2 if config.train.dtype == "bf16" else 4
+    costs = op_costs(config.model, layout_of(config), tokens, length, config.mesh, hardware, width)
+    if config.train.transport == "slow":
+        links = config.train.slow_links()
+        late = {key: links[purpose] for key in costs.table if (purpose := _carried_by(key)) in links}
+        for key, (latency, bandwidth) in late.items():
+            cost = costs.table[key]
+            if cost.wire_bytes:
+                cost = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
+                costs = replace(costs, table={**costs.table, key: cost})
+    return costs if measured is None else costs.measured(measured.seconds)
+
+
+def _carried_by(key: CostKey) -> Purpose | None:
+    """What the group is for that an op communicates on; None for compute."""
+    verb, part, _ = key
+    match verb, part:
+        case "recv", "act":
+            return "pp_fwd"
+        case "recv", "grad":
+            return "pp_bwd"
+        case (("gather" | "reduce"), _):
+            experts, gather = part == "experts", verb == "gather"
+            if experts:
+                return "gather_experts" if gather else "reduce_experts"
+            return "gather_dense" if gather else "reduce_dense"
+        case _, ("dispatch" | "combine"):
+            return "a2a"
+    return None

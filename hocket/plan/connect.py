@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hocket.plan.ops import LANES, Key, Layout, Op
@@ -49,9 +50,18 @@ class _Rank:
         return [_latest_per_lane(self.ops, i, needed) for i, needed in enumerate(self.needs)]
 
 
-def connect(ranks: list[list[Op]], layout: Layout) -> tuple[tuple[Op, ...], ...]:
-    """The ops of all ranks with `deps` and `frees` filled in."""
+def connect(
+    ranks: list[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = ()
+) -> tuple[tuple[Op, ...], ...]:
+    """The ops of all ranks with `deps` and `frees` filled in.
+
+    `also` has, for every rank, ops that wait for another one whose value they don't read.
+    """
     connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
+    for rank, waits in zip(connected, also, strict=False):
+        where = {op.key: i for i, op in enumerate(rank.ops)}
+        for op, other in waits.items():
+            rank.needs[where[op]].append(where[other])
     if layout.pp > 1:
         _acknowledge(connected, layout)
     return tuple(map(_finish, connected))

@@ -20,9 +20,10 @@ from typing import Literal
 from hocket.config import PlanConfig
 from hocket.plan.connect import connect
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, parts_of
-from hocket.plan.ops import Lane, Layout, Op, Part, Program, Verb
+from hocket.plan.ops import Key, Lane, Layout, Op, Part, Program, Verb
 from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
+from hocket.plan.values import reads
 
 StepOps = list[Op]
 """The ops of one step, in host order."""
@@ -42,7 +43,8 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
         per_step = [expand(step, layout, rank, merged, alone) for step in steps]
         per_step = insert_p2p(per_step, steps, layout, rank)
         if plan.defer_wgrad != "off":
-            layers = len(layout.kinds) if plan.p2p_defer_layers < 0 else plan.p2p_defer_layers
+            layers = 1 if plan.p2p_defer_layers == "auto" else plan.p2p_defer_layers
+            layers = len(layout.kinds) if layers < 0 else layers
             per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
         ranks.append(per_step)
     return _finish(layout, microbatches, order, ranks, sharding, plan, tuple(notes))
@@ -77,11 +79,13 @@ def _finish(
 ) -> Program:
     """The last passes: shard, connect, free."""
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
+    on_compute = plan.p2p_backward_lane == "off"
+    held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
     sharded = shard(flat, layout, sharding, plan.strategy, plan.prefetch)
     return Program(
         layout=layout,
         microbatches=microbatches,
-        ranks=connect(sharded.ranks, layout),
+        ranks=connect(sharded.ranks, layout, held),
         weight_slots=sharded.weight_slots,
         grad_slots=sharded.grad_slots,
         in_flight=tuple(in_flight(steps) for steps in order),
@@ -231,12 +235,28 @@ def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
     return ops[: position + 1] + inserted + ops[position + 1 :]
 
 
+def compute_awaits(per_step: list[StepOps], layout: Layout, rank: int) -> dict[Key, Key]:
+    """First compute op of a step -> the received gradient that the step reads, wherever one is not the other's reader.
+
+    With gradients on the compute lane that op waits for the receive, and the whole step behind it, as if compute itself
+    received: also the forward that a backward is merged with, which has no use for the gradient.
+    """
+    held: dict[Key, Key] = {}
+    for ops in per_step:
+        received = {key for op in ops for key in reads(op, layout, rank) if key[:2] == ("recv", "grad")}
+        first = next((op for op in ops if op.lane == "compute"), None)
+        for key in received:
+            if first is not None and first.verb != "wgrad" and key not in reads(first, layout, rank):
+                held[first.key] = key
+    return held
+
+
 def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
     """Move the weight gradients of the last `layers` backward layers behind the step's sends.
 
-    `parts` is `attn`, or `all` for those of MLP and experts too. They then run while the gradient travels and
-    the next one is awaited; the head's forward stays behind them. A step that
-    sends nothing is left as it is; an activation alone is a hop to hide as well.
+    `parts` is `all` for those of MLP and experts too; else attention's alone. They then run while the gradient travels
+    and the next one is awaited; the head's forward stays behind them. A step that sends nothing is left as it is; an
+    activation alone is a hop to hide as well.
     """
     if layers == 0 or not any(op.verb == "send" for op in ops):
         return ops

@@ -17,6 +17,9 @@ from hocket.trace.data import RankTrace
 VERSION = 1
 """Of the metadata that this code understands."""
 
+_LATER: dict[str, dict[str, Any]] = {"settings.plan": {"p2p_backward_lane": "on"}}
+"""Settings that came after the first traces, and what runs did before there was a choice."""
+
 
 def settings_of(trace: RankTrace) -> Settings:
     """The settings of the run that a trace is of. Raises ValueError if it is not of a hocket run, or of another one."""
@@ -94,6 +97,7 @@ def _build(kind: type[Any], values: Any, source: str, where: str) -> Any:
         raise ValueError(f"{source}: its metadata has no {where}; fix: a trace written by hocket train --train.profile")
     hints = get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
+    values = {**_LATER.get(where, {}), **values}
     if strange := sorted(names ^ set(values)):
         missing = [name for name in strange if name in names]
         raise ValueError(

@@ -70,6 +70,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         stride=stride,
         layer_order=among(("literature", "early_release", "wgrad_last")),
         defer_wgrad=among(("auto", "off")),
+        p2p_backward_lane=among(("on", "off")),
         p2p_defer_layers=among((0, 1, 2, -1)),
         p2p_defer_parts=among(("attn", "all")),
         strategy=among(("optim_grads", "optim_grads_params")),

@@ -124,6 +124,7 @@ VALUES: dict[str, list[Any]] = {
     "dtype": ["fp32", "bf16"],
     "merge": ["off", "on"],
     "defer_wgrad": ["off", "on"],
+    "p2p_backward_lane": ["on", "off"],
     "p2p_defer_layers": [0, 1, 2, -1],
     "p2p_defer_parts": ["attn", "all"],
     "strategy": ["optim_grads", "optim_grads_params"],
@@ -155,9 +156,9 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    plan = {name: case[name] for name in ("merge", "defer_wgrad", "p2p_defer_layers", "p2p_defer_parts", "strategy")}
-    plan |= {"chunks": case["chunks"], "layers_per_stage": tuple(counts)}
-    plan |= {name: case[name] for name in ("layer_order", "order")}
+    names = ("merge", "defer_wgrad", "strategy", "layer_order", "order", "chunks")
+    plan = {name: case[name] for name in (*names, *(name for name in case if name.startswith("p2p_")))}
+    plan["layers_per_stage"] = tuple(counts)
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     return config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])

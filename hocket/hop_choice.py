@@ -1,0 +1,132 @@
+"""How the three settings of pipeline sends are chosen where they are `auto`, and what else could be had for memory.
+
+Note: [What hides a hop may uncover something else]
+A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. So the fewest weight
+gradients that cover the hop are only proposed; a step with them and one with as few as possible are simulated, and the
+shorter one is taken. A few microbatches show it: the steady state repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hocket.config import Config
+from hocket.parallel.stages import layout_of, sharding_of
+from hocket.plan.cost import CostTable
+from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
+from hocket.plan.lower import build_program
+from hocket.plan.pipeline import smallest_group
+from hocket.plan.simulate import simulate
+from hocket.plan.timeline import duration
+from hocket.rules import lane_matters, separate_wgrads
+
+Choice = tuple[str, object, str]
+"""Setting, value, reason."""
+
+_LAYERS, _PARTS, _LANE = "plan.p2p_defer_layers", "plan.p2p_defer_parts", "plan.p2p_backward_lane"
+_GROUPS = 3
+"""Groups of microbatches of a simulated step."""
+
+
+def choose_hops(c: Config, costs: CostTable) -> Iterator[Choice]:
+    """The settings of pipeline sends that are open in a configuration that is sound otherwise."""
+    if c.plan.p2p_backward_lane == "auto":
+        yield _LANE, *_lane(c)
+    layers_open, parts_open = c.plan.p2p_defer_layers == "auto", c.plan.p2p_defer_parts == "auto"
+    if not (layers_open or parts_open):
+        return
+    idle = nothing_to_put_behind(c)
+    if idle:
+        yield from ((_LAYERS, 0, idle),) if layers_open else ()
+        yield from ((_PARTS, "attn", idle),) if parts_open else ()
+        return
+    cover, reason = _best(c, costs)
+    if layers_open:
+        yield _LAYERS, cover.layers, reason
+    if parts_open:
+        yield _PARTS, cover.parts, f"goes with {_LAYERS}" if layers_open else reason
+
+
+def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
+    """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the hop.
+
+    `c` has nothing open.
+    """
+    if c.mesh.pp == 1 or c.plan.merge != "on" or c.plan.stride != 2:
+        return
+    cover = _covers(c, costs)[-1]
+    price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
+    if 2 * cover.exposed > cover.hop and price is not None:
+        reason = (
+            f"weight gradients behind the send leave {duration(cover.exposed)} of each hop of {duration(cover.hop)}; "
+            f"plan.stride = 3 with plan.group = {price.group} leaves none, for {price.chunks} more chunk activations "
+            f"in flight, {price.nbytes / 2**30:.2f} GiB"
+        )
+        yield "plan.stride", 2, reason
+
+
+def nothing_to_put_behind(c: Config) -> str:
+    """Why no weight gradient runs behind a send for the send's sake; empty if some can."""
+    if c.mesh.pp == 1:
+        return "with one pipeline rank nothing is sent"
+    if c.plan.defer_wgrad == "off":
+        return "weight gradients are not deferred (plan.defer_wgrad = off)"
+    if separate_wgrads(c):
+        return f"in the order {c.plan.order} all weight gradients have steps of their own"
+    if c.plan.p2p_defer_layers == 0:
+        return "plan.p2p_defer_layers = 0 moves none"
+    return ""
+
+
+def _covers(c: Config, costs: CostTable) -> list[Cover]:
+    """What may be put behind sends: as little as can be, and as much as hides the hop. One if that is the same."""
+    layers, parts = c.plan.p2p_defer_layers, c.plan.p2p_defer_parts
+    kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
+    if nothing_to_put_behind(c):
+        layers = 0
+    layout = layout_of(c)
+    least = smallest_cover(layout, costs, (1,) if layers == "auto" else (layers,), kinds[:1])
+    enough = smallest_cover(layout, costs, () if layers == "auto" else (layers,), kinds)
+    return [least] if least == enough else [least, enough]
+
+
+def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
+    """See Note: [What hides a hop may uncover something else]."""
+    least, *others = _covers(c, costs)
+    if not others:
+        return least, _describe(least)
+    enough = others[0]
+    short, long = _step(c, costs, least), _step(c, costs, enough)
+    if long < short:
+        return enough, _describe(enough)
+    count = min(c.train.microbatches, _GROUPS * _group(c))
+    return least, (
+        f"{_describe(least)}, and with more behind the send {count} microbatches would take {duration(long)} "
+        f"instead of {duration(short)}"
+    )
+
+
+def _step(c: Config, costs: CostTable, cover: Cover) -> float:
+    """Predicted seconds of a step of a few microbatches."""
+    plan = replace(c.plan, p2p_defer_layers=cover.layers, p2p_defer_parts=cover.parts)
+    microbatches = min(c.train.microbatches, _GROUPS * _group(c))
+    return float(simulate(build_program(layout_of(c), microbatches, plan, sharding_of(c)), costs).makespan)
+
+
+def _group(c: Config) -> int:
+    return c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
+
+
+def _lane(c: Config) -> tuple[str, str]:
+    if c.mesh.pp == 1:
+        return "off", "with one pipeline rank nothing is sent"
+    if lane_matters(c):
+        return "on", "the forward half of a merged step starts before the gradient for its backward half is there"
+    return "on", "it makes no difference here: every step begins with the op that reads its gradient"
+
+
+def _describe(cover: Cover) -> str:
+    what = "weight gradients" if cover.parts == "all" else "attention's weight gradients"
+    count = "all layers" if cover.layers < 0 else f"{cover.layers} layer{'s' if cover.layers > 1 else ''}"
+    return f"{what} of {count} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"

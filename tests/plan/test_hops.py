@@ -1,0 +1,233 @@
+"""What hides hops: where the three controls put things, the automatic choice, and the price of a stride of 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, Literal
+
+import pytest
+
+from hocket.config import PlanConfig
+from hocket.plan.check import check
+from hocket.plan.connect import clocks
+from hocket.plan.cost import CostTable, OpCost
+from hocket.plan.dryrun import dry_run
+from hocket.plan.hops import smallest_cover, stride_price
+from hocket.plan.lower import build_program
+from hocket.plan.ops import LANES, Layout, Op, Program
+from hocket.plan.pipeline import in_flight, one_f_one_b
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import simulate
+from hocket.recipes import recipe
+from hocket.resolve import Settings, replace_leaf, resolve
+
+DENSE = Layout(("dense",) * 8, pp=2, chunks=2)
+MERGED = PlanConfig(chunks=2, merge="on", defer_wgrad="on")
+
+
+def build(layout: Layout, microbatches: int = 6, **plan: Any) -> Program:
+    return build_program(layout, microbatches, replace(MERGED, **plan), Sharding(2, 2))
+
+
+def costs(layout: Layout, hop: float, attn: float = 1.0, mlp: float = 2.0) -> CostTable:
+    """Weight gradients take `attn` and `mlp` (or experts), everything else that computes 1, a gradient's hop `hop`."""
+    parts, kinds = ("attn", "mlp", "experts"), ("dense", "moe")
+    table = {(verb, *key): OpCost(1.0, saved_bytes=10) for verb in ("fwd", "bwd") for key in product(parts, kinds)}
+    for kind in ("dense", "moe"):
+        table["wgrad", "attn", kind] = OpCost(attn)
+        table["wgrad", "mlp", kind] = table["wgrad", "experts", kind] = OpCost(mlp)
+    table["recv", "grad", ""] = table["recv", "act", ""] = OpCost(hop)
+    return CostTable(layout.kinds, table)
+
+
+# ----------------------------------------------------------------------------------------- on the compute lane or not
+
+
+def forwards_that_wait_for_gradients(program: Program, rank: int) -> list[str]:
+    ops = program.ranks[rank]
+    gradients = {i for i, op in enumerate(ops) if (op.verb, op.part) == ("recv", "grad")}
+    return [str(op) for op in ops if op.verb == "fwd" and gradients & set(op.deps)]
+
+
+def test_on_the_compute_lane_the_forward_half_waits_for_the_gradient_too() -> None:
+    on, off = build(DENSE), build(DENSE, p2p_backward_lane="off")
+    assert forwards_that_wait_for_gradients(on, 0) == []
+    late = forwards_that_wait_for_gradients(off, 0)
+    received = sum((op.verb, op.part) == ("recv", "grad") for op in on.ranks[0])
+    assert (len(late), received) == (7, 12)  # the others come in the cool-down, whose steps begin with their reader
+    assert all(name.startswith(("fwd attn", "fwd embed")) for name in late)
+
+
+def test_a_late_gradient_holds_up_the_forward_half_only_on_the_compute_lane() -> None:
+    slow = costs(DENSE, hop=6.0)
+    on, off = (simulate(build(DENSE, p2p_backward_lane=lane), slow).makespan for lane in ("on", "off"))
+    assert off > on
+    fast = costs(DENSE, hop=0.0)
+    on, off = (simulate(build(DENSE, p2p_backward_lane=lane), fast).makespan for lane in ("on", "off"))
+    assert off == on
+
+
+def test_where_a_moe_layer_heads_the_step_the_lane_makes_no_difference() -> None:
+    layout = Layout(("moe",) * 8, pp=2, chunks=2, ep=2)
+    assert build(layout).ranks == build(layout, p2p_backward_lane="off").ranks
+
+
+LAYOUTS = (
+    Layout(("dense",) * 3, pp=3),
+    Layout(("moe", "dense") * 4, pp=2, chunks=2, ep=2, bounds=(0, 2, 5, 7, 8)),
+    Layout(("dense", "moe", "moe", "dense", "dense"), pp=2, ep=2),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{len(layout.kinds)} layers on {layout.pp}")
+def test_any_combination_is_valid_and_right(layout: Layout) -> None:
+    for merge, lane, layers, parts in product(("on", "off"), ("on", "off"), (0, 1, 2, -1), ("attn", "all")):
+        program = build(
+            layout, 4, merge=merge, p2p_backward_lane=lane, p2p_defer_layers=layers, p2p_defer_parts=parts, order="auto"
+        )
+        assert check(program) == [], (merge, lane, layers, parts)
+        for seed in (None, 1):
+            dry_run(program, seed)
+
+
+@pytest.mark.parametrize("lane", ["on", "off"])
+@pytest.mark.parametrize(("layers", "parts"), [(1, "attn"), (2, "all"), (-1, "attn")])
+def test_a_gradient_travels_beside_what_was_put_behind_it(lane: Literal["on", "off"], layers: int, parts: str) -> None:
+    """Neither the send nor the next receive is ordered against the weight gradients behind the send."""
+    program = build(DENSE, p2p_backward_lane=lane, p2p_defer_layers=layers, p2p_defer_parts=parts)
+    ops = list(program.ranks[1])
+    known = clocks(ops, [list(op.deps) for op in ops])
+    send = next(i for i, op in enumerate(ops) if str(op) == "send grad m1 c1")
+    behind = [i for i, op in enumerate(ops) if i > send and op.verb == "wgrad" and (op.microbatch, op.chunk) == (1, 1)]
+    assert len(behind) == {(1, "attn"): 1, (2, "all"): 4, (-1, "attn"): 2}[layers, parts]
+    compute = LANES.index("compute")
+    assert all(known[send][compute] < i for i in behind)
+    assert all(known[i][LANES.index("send_grad")] < send for i in behind)
+
+
+# ------------------------------------------------------------------------------------------------ the automatic choice
+
+
+@pytest.mark.parametrize(
+    ("hop", "expected"),
+    [(1.0, (1, "attn")), (1.5, (2, "attn")), (2.5, (1, "all")), (4.0, (2, "all")), (9.0, (2, "all"))],
+)  # fmt: skip
+def test_as_few_weight_gradients_as_cover_the_hop(hop: float, expected: tuple[int, str]) -> None:
+    cover = smallest_cover(DENSE, costs(DENSE, hop))
+    assert (cover.layers, cover.parts) == expected
+    assert cover.exposed == max(0.0, hop - cover.seconds)
+
+
+def test_the_chunk_with_the_least_to_put_behind_its_send_decides() -> None:
+    """Stage 0 sends no gradient, so that it has one layer does not matter; that stage 2 has one does."""
+    uneven = Layout(("dense",) * 7, pp=2, chunks=2, bounds=(0, 1, 4, 5, 7))
+    assert smallest_cover(uneven, costs(uneven, 2.0)).parts == "all"
+    first = Layout(("dense",) * 7, pp=2, chunks=2, bounds=(0, 1, 3, 5, 7))
+    assert (smallest_cover(first, costs(first, 2.0)).layers, smallest_cover(first, costs(first, 2.0)).parts) == (
+        2,
+        "attn",
+    )
+
+
+def test_what_is_chosen_hides_the_hop_in_the_simulator_and_less_does_not() -> None:
+    """The time in which only a gradient travels, on the rank that waits for it, with one pair less and as chosen."""
+    layout = Layout(("dense",) * 8, pp=2)
+    table = costs(layout, 3.5)
+    chosen = smallest_cover(layout, table)
+    assert (chosen.layers, chosen.parts) == (4, "attn")
+
+    def step(layers: int) -> float:
+        program = build(layout, 16, chunks=1, p2p_defer_layers=layers, p2p_defer_parts="attn")
+        return float(simulate(program, table).makespan)
+
+    most, best = step(1), step(-1)
+    assert step(chosen.layers) == best < most
+
+
+def test_stride_3_is_priced_by_what_its_order_holds() -> None:
+    layout = Layout(("dense",) * 16, pp=4, chunks=2)
+    price = stride_price(layout, 24, 4, costs(layout, 1.0))
+    assert price is not None
+    two = [in_flight(steps) for steps in one_f_one_b(4, 2, 24, group=4)]
+    three = [in_flight(steps) for steps in one_f_one_b(4, 2, 24, group=6, stride=3)]
+    assert (price.group, price.chunks) == (6, max(b - a for a, b in zip(two, three, strict=True))) == (6, 5)
+    assert price.nbytes == 5 * 2 * 2 * 10  # two layers of two parts
+    assert stride_price(layout, 5, 4, costs(layout, 1.0)) is None  # 1.5 groups of 4 need six microbatches
+
+
+def settings(**changes: Any) -> Settings:
+    """The tiny recipe with nothing but dense layers, whose weight gradients cover nothing else."""
+    changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, **changes}
+    config = recipe("tiny")
+    for name, value in changes.items():
+        config = replace_leaf(config, name.replace("__", "."), value)
+    return resolve(config)
+
+
+def said(found: Settings, setting: str) -> list[str]:
+    return [decision.reason for decision in found.decisions if decision.setting == setting]
+
+
+def test_auto_becomes_numbers_with_a_reason() -> None:
+    found = settings()
+    assert isinstance(found.plan.p2p_defer_layers, int)
+    assert found.plan.p2p_defer_parts in ("attn", "all")
+    (reason,) = said(found, "plan.p2p_defer_layers")
+    assert "a gradient's hop" in reason
+    assert "no difference" in said(resolve(recipe("tiny")), "plan.p2p_backward_lane")[0]
+    assert "the forward half" in said(found, "plan.p2p_backward_lane")[0]
+    assert "weight gradients are not deferred" in said(settings(plan__defer_wgrad="off"), "plan.p2p_defer_layers")[0]
+    alone = settings(mesh__pp=1)
+    assert (alone.plan.p2p_defer_layers, alone.plan.p2p_backward_lane) == (0, "off")
+
+
+def test_what_is_set_is_kept_and_the_rest_chosen_to_fit() -> None:
+    fixed = settings(plan__p2p_defer_layers=1)
+    assert (fixed.plan.p2p_defer_layers, fixed.plan.p2p_defer_parts) == (1, "all")  # attention's of one would not do
+    assert settings(plan__p2p_defer_parts="all").plan.p2p_defer_layers == 1
+
+
+def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_stride() -> None:
+    slow: dict[str, Any] = dict(train__transport="slow", train__slow_groups=("pp_bwd",), train__slow_bandwidth=(0.0,))
+    late = settings(train__slow_latency=(0.006,), **slow)
+    assert (late.plan.p2p_defer_layers, late.plan.p2p_defer_parts) != (
+        settings().plan.p2p_defer_layers, settings().plan.p2p_defer_parts,
+    )  # fmt: skip
+    assert said(settings(), "plan.stride") == []
+    (reason,) = said(settings(train__slow_latency=(0.5,), **slow), "plan.stride")
+    assert "plan.stride = 3 with plan.group = 3" in reason
+    assert "GiB" in reason
+
+
+def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
+    """In a MoE, weight gradients hide all-to-alls where they stand."""
+    found = resolve(recipe("tiny"))
+    assert (found.plan.p2p_defer_layers, found.plan.p2p_defer_parts) == (1, "attn")
+    assert "with more behind the send 4 microbatches would take" in said(found, "plan.p2p_defer_layers")[0]
+
+
+def test_costs_that_were_measured_take_the_place_of_modelled_ones() -> None:
+    config = settings()
+    config = replace(config, plan=replace(config.plan, p2p_defer_layers="auto", p2p_defer_parts="auto"))
+    cheap = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), hop=0.1))
+    dear = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), hop=5.9))
+    assert (cheap.plan.p2p_defer_layers, cheap.plan.p2p_defer_parts) == (1, "attn")
+    assert (dear.plan.p2p_defer_layers, dear.plan.p2p_defer_parts) == (2, "all")
+
+
+def test_an_op_that_waits_for_what_it_does_not_read_is_no_reader() -> None:
+    """The value stays until its reader has run: the wait alone is no reason to drop it."""
+    program = build(DENSE, p2p_backward_lane="off")
+    for ops in program.ranks:
+        dropped = {p: i for i, op in enumerate(ops) for p in op.frees}
+        readers = {op.key: i for i, op in enumerate(ops) if op.verb == "bwd"}
+        for p, op in enumerate(ops):
+            if op.verb == "recv" and op.part == "grad":
+                layers = DENSE.layers(program.ranks.index(ops), op.chunk)
+                assert dropped[p] > readers["bwd", "mlp", op.microbatch, op.chunk, layers.stop - 1]
+
+
+def test_ops_have_the_cost_of_their_kind() -> None:
+    table = costs(DENSE, 1.0)
+    assert table.seconds(0, Op("wgrad", "mlp", layer=0)) == 2.0
