@@ -42,7 +42,7 @@ def _scores(logits, token, column, tokens, experts: tl.constexpr, sigmoid: tl.co
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _choose(
+def _route_topk(
     logits,
     bias,
     probs,
@@ -95,7 +95,7 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens"])
-def _add_up(
+def _route_scan(
     block_counts,
     block_scores,
     counts,
@@ -125,7 +125,7 @@ def _add_up(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _place(
+def _route_index(
     chosen,
     before,
     counts,
@@ -152,7 +152,7 @@ def _place(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _backward(
+def _route_softmax_backward(
     logits,
     chosen,
     counts,
@@ -196,7 +196,7 @@ def _backward(
 
 
 @triton.jit
-def _regroup(
+def _regroup_index(
     counts,
     ends,
     order,
@@ -250,10 +250,10 @@ class _Choose(torch.autograd.Function):
 
         bias = logits_TE if bias_E is None else bias_E
         given = (logits_TE, bias, probs_TK, chosen_TK, counts_NE, scores_NE, tokens, config.route_scale)
-        _choose[blocks,](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k), biased=bias_E is not None)
+        _route_topk[blocks,](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k), biased=bias_E is not None)
         summed = (counts_NE, scores_NE, counts_E, balance_E, blocks, tokens, experts, top_k)
-        _add_up[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
-        _place[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
+        _route_scan[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
+        _route_index[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
 
         balance = balance_E.sum()
         ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
@@ -268,7 +268,7 @@ class _Choose(torch.autograd.Function):
         block, sizes, flags = _shape(ctx.config)
         g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
         given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
-        _backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
+        _route_softmax_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
         return g_TE, None, None, None
 
 
@@ -289,5 +289,5 @@ def regroup(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     ints = {"device": counts_PL.device, "dtype": torch.int32}
     ends_L, order_R, inverse_R = torch.empty(local, **ints), torch.empty(rows, **ints), torch.empty(rows, **ints)
     sizes = (ranks, local, triton.next_power_of_2(ranks * local), 1024)
-    _regroup[ranks * local,](counts_PL.contiguous(), ends_L, order_R, inverse_R, *sizes)
+    _regroup_index[ranks * local,](counts_PL.contiguous(), ends_L, order_R, inverse_R, *sizes)
     return ends_L, order_R, inverse_R

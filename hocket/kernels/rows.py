@@ -22,7 +22,7 @@ PAIRS = 8192
 
 
 @triton.jit
-def _spread(x, inverse, rows, width, top_k: tl.constexpr, block: tl.constexpr):
+def _permute(x, inverse, rows, width, top_k: tl.constexpr, block: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     value = tl.load(x + token * width + column, mask=inside)
@@ -32,7 +32,7 @@ def _spread(x, inverse, rows, width, top_k: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _collect(rows, inverse, x, width, top_k: tl.constexpr, block: tl.constexpr):
+def _permute_backward(rows, inverse, x, width, top_k: tl.constexpr, block: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     total = tl.zeros([block], tl.float32)
@@ -43,7 +43,7 @@ def _collect(rows, inverse, x, width, top_k: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _combine(
+def _unpermute(
     rows,
     probs,
     inverse,
@@ -69,7 +69,7 @@ def _combine(
 
 
 @triton.jit
-def _combine_backward(
+def _unpermute_backward(
     g,
     rows,
     probs,
@@ -105,27 +105,27 @@ def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
     return (tokens, triton.cdiv(width, block)), block
 
 
-def spread(x_TD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
+def permute(x_TD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
     """Every token's columns at the rows of its choices: [R, D]."""
     tokens, width = x_TD.shape
     rows_RD = x_TD.new_empty(tokens * top_k, width)
     if rows_RD.numel():
         grid, block = _tiles(tokens, width)
-        _spread[grid](x_TD.contiguous(), inverse_R, rows_RD, width, top_k, block, num_warps=4)
+        _permute[grid](x_TD.contiguous(), inverse_R, rows_RD, width, top_k, block, num_warps=4)
     return rows_RD
 
 
-def collect(rows_RD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
+def permute_backward(rows_RD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
     """The sum of every token's rows: [T, D]."""
     tokens, width = rows_RD.shape[0] // top_k, rows_RD.shape[1]
     x_TD = rows_RD.new_empty(tokens, width)
     if x_TD.numel():
         grid, block = _tiles(tokens, width)
-        _collect[grid](rows_RD.contiguous(), inverse_R, x_TD, width, top_k, block, num_warps=4)
+        _permute_backward[grid](rows_RD.contiguous(), inverse_R, x_TD, width, top_k, block, num_warps=4)
     return x_TD
 
 
-def combine(
+def unpermute(
     rows_RD: Tensor, probs_TK: Tensor, inverse_R: Tensor, residual_TD: Tensor, shared_TD: Tensor | None
 ) -> Tensor:
     """The sum of every token's rows times their fp32 weights, plus `shared`, plus `residual`: [T, D]."""
@@ -135,12 +135,14 @@ def combine(
         grid, block = _tiles(tokens, width)
         extra = residual_TD if shared_TD is None else shared_TD
         given = (t.contiguous() for t in (rows_RD, probs_TK, inverse_R, residual_TD, extra))
-        _combine[grid](*given, out_TD, width, top_k, shared_TD is not None, block, num_warps=4, enable_fp_fusion=False)
+        _unpermute[grid](
+            *given, out_TD, width, top_k, shared_TD is not None, block, num_warps=4, enable_fp_fusion=False
+        )
     return out_TD
 
 
-def combine_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine`'s rows, [R, D], and weights, fp32 [T, K]."""
+def unpermute_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `unpermute`'s rows, [R, D], and weights, fp32 [T, K]."""
     (tokens, top_k), width = probs_TK.shape, rows_RD.shape[1]
     g_rows_RD, g_probs_TK = torch.empty_like(rows_RD, memory_format=torch.contiguous_format), torch.empty_like(probs_TK)
     if not g_rows_RD.numel():
@@ -148,7 +150,7 @@ def combine_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_R:
     choices = triton.next_power_of_2(top_k)
     block = min(triton.next_power_of_2(width), max(PAIRS // choices, 32))
     given = (t.contiguous() for t in (g_TD, rows_RD, probs_TK, inverse_R))
-    _combine_backward[tokens,](
+    _unpermute_backward[tokens,](
         *given,
         g_rows_RD,
         g_probs_TK,

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.runtime.transports import RowTable
 
 
 class CountExchange(Protocol):
@@ -35,8 +36,8 @@ class CountExchange(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        """Send row p to rank p; return the rows received, by source rank."""
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
         ...
 
 
@@ -63,10 +64,7 @@ class Routing:
 class Splits:
     """How many rows go where, after the ranks have exchanged their counts."""
 
-    send: list[int]
-    """Rows sent to every rank of the group."""
-    recv: list[int]
-    """Rows received from every rank of the group."""
+    table: RowTable
     counts_PL: Tensor
     """Rows received by source rank and local expert, int64, on the device."""
 
@@ -91,8 +89,8 @@ class Splits:
         if self.counts_PL.is_cuda and usable():
             from hocket.kernels.routing import regroup
 
-            return regroup(self.counts_PL, sum(self.recv))
-        order_R = _block_order(self.counts_PL, sum(self.recv))
+            return regroup(self.counts_PL, sum(self.table.receive))
+        order_R = _block_order(self.counts_PL, sum(self.table.receive))
         return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, _inverse(order_R)
 
 
@@ -165,29 +163,27 @@ def unpermute(rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tenso
 
 
 def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
-    """Tell every rank how many rows it will get. Stops the host until the counts are known.
+    """Tell every rank how many rows go from whom to whom. Stops the host until the counts are known.
 
     Without a group, or in a group of one, all rows stay here and nothing waits.
     """
     if group is None or group.size == 1:
-        rows = [routing.tokens * routing.top_k]
-        return Splits(rows, rows, routing.counts_E.view(1, -1))
-    sent_PL = routing.counts_E.view(group.size, -1)
-    received_PL = group.all_to_all_counts(sent_PL)
-    send, recv = torch.stack([sent_PL.sum(1), received_PL.sum(1)]).tolist()
-    return Splits(send, recv, received_PL)
+        return Splits(RowTable([[routing.tokens * routing.top_k]], 0), routing.counts_E.view(1, -1))
+    every_PPL = group.all_counts(routing.counts_E.view(group.size, -1))
+    rows: list[list[int]] = every_PPL.sum(-1).tolist()
+    return Splits(RowTable(rows, group.rank), every_PPL[:, group.rank].contiguous())
 
 
 def group_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
     """Rows in received order to grouped order."""
-    if len(splits.recv) == 1:
+    if len(splits.table.rows) == 1:
         return rows_RD
     return _Gather.apply(rows_RD, splits.order_R, splits.inverse_R)
 
 
 def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
     """Rows in grouped order to received order."""
-    if len(splits.recv) == 1:
+    if len(splits.table.rows) == 1:
         return rows_RD
     return _Gather.apply(rows_RD, splits.inverse_R, splits.order_R)
 
@@ -255,9 +251,9 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         if usable(x_TD):
-            from hocket.kernels.rows import spread
+            from hocket.kernels import rows
 
-            return spread(x_TD, routing.inverse_R, routing.top_k)
+            return rows.permute(x_TD, routing.inverse_R, routing.top_k)
         return x_TD.index_select(0, routing.order_R // routing.top_k)
 
     @staticmethod
@@ -265,9 +261,9 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         routing: Routing = ctx.routing
         if usable(g_RD):
-            from hocket.kernels.rows import collect
+            from hocket.kernels import rows
 
-            return collect(g_RD, routing.inverse_R, routing.top_k), None
+            return rows.permute_backward(g_RD, routing.inverse_R, routing.top_k), None
         return _sum_in_order(_by_token(g_RD, routing).float()).to(g_RD.dtype), None
 
 
@@ -281,9 +277,9 @@ class _Unpermute(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, probs_TK)
         ctx.routing, ctx.has_shared = routing, shared is not None
         if usable(rows_RD, probs_TK):
-            from hocket.kernels.rows import combine
+            from hocket.kernels import rows
 
-            return combine(rows_RD, probs_TK, routing.inverse_R, residual, shared)
+            return rows.unpermute(rows_RD, probs_TK, routing.inverse_R, residual, shared)
         total_TD = _sum_in_order(_by_token(rows_RD, routing).float() * probs_TK.unsqueeze(-1))
         if shared is not None:
             total_TD = total_TD + shared.view_as(total_TD)
@@ -296,9 +292,9 @@ class _Unpermute(torch.autograd.Function):
         routing: Routing = ctx.routing
         g_TD = g.reshape(-1, g.shape[-1])
         if usable(rows_RD, probs_TK):
-            from hocket.kernels.rows import combine_backward
+            from hocket.kernels import rows
 
-            g_rows_RD, g_probs_TK = combine_backward(g_TD, rows_RD, probs_TK, routing.inverse_R)
+            g_rows_RD, g_probs_TK = rows.unpermute_backward(g_TD, rows_RD, probs_TK, routing.inverse_R)
         else:
             prob_R = probs_TK.reshape(-1).index_select(0, routing.order_R)
             g_rows_RD = g_TD.index_select(0, routing.order_R // routing.top_k) * prob_R.unsqueeze(-1)

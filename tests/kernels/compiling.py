@@ -42,15 +42,15 @@ def only_compile() -> list[str]:
 
 
 def rows() -> None:
-    from hocket.kernels.rows import collect, combine, combine_backward, spread
+    from hocket.kernels import rows as kernels
 
     for top_k, width in ((8, 2048), (3, 100)):
         x, probs, inverse = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4 * top_k)
-        sent = spread(x, inverse, top_k)
-        collect(sent, inverse, top_k)
-        combine(sent, probs, inverse, x, None)
-        combine(sent, probs, inverse, x, x)
-        combine_backward(x, sent, probs, inverse)
+        sent = kernels.permute(x, inverse, top_k)
+        kernels.permute_backward(sent, inverse, top_k)
+        kernels.unpermute(sent, probs, inverse, x, None)
+        kernels.unpermute(sent, probs, inverse, x, x)
+        kernels.unpermute_backward(x, sent, probs, inverse)
 
 
 def routing() -> None:
@@ -72,7 +72,9 @@ def dense() -> None:
     from hocket.kernels.thirds import thirds
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
-    norm.backward(norm.forward(x, weight, 1e-6), x, weight, 1e-6)
+    for more in (None, x):
+        norm.forward(x, weight, 1e-6, more)
+        norm.backward(x, x, weight, 1e-6, more)
     heads = of(BF16, 2, 16, 4, 128).requires_grad_()
     rotary(heads, of(torch.float32, 2, 16, 1, 64)).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.kernels.rows import BLOCK, PAIRS, collect, combine, combine_backward, spread
+from hocket.kernels import rows as kernels
+from hocket.kernels.rows import BLOCK, PAIRS
 from hocket.parallel.expert import Routing, permute, route, unpermute
 
 CONFIG = ModelConfig(experts=8, top_k=3)
@@ -41,11 +42,11 @@ def test_permute(tokens, top_k, width, dtype, spread_of_experts, seed) -> None:
     _, routing = routed(tokens, top_k, spread_of_experts, seed)
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
     rows = permute(x, routing)
-    assert torch.equal(spread(x.detach(), routing.inverse_R, top_k), rows)
+    assert torch.equal(kernels.permute(x.detach(), routing.inverse_R, top_k), rows)
     g = torch.randn(rows.shape).to(dtype)
     rows.backward(g)
     assert x.grad is not None
-    assert torch.equal(collect(g, routing.inverse_R, top_k), x.grad)
+    assert torch.equal(kernels.permute_backward(g, routing.inverse_R, top_k), x.grad)
 
 
 @given(**CASES, has_shared=st.booleans())
@@ -58,9 +59,9 @@ def test_unpermute(tokens, top_k, width, dtype, spread_of_experts, seed, has_sha
     extra = shared if has_shared else None
     probs.requires_grad_()
     out = unpermute(rows, probs, residual, extra, routing)
-    assert torch.equal(combine(rows.detach(), probs.detach(), routing.inverse_R, residual, extra), out)
+    assert torch.equal(kernels.unpermute(rows.detach(), probs.detach(), routing.inverse_R, residual, extra), out)
     out.backward(g)
-    g_rows, g_probs = combine_backward(g, rows.detach(), probs.detach(), routing.inverse_R)
+    g_rows, g_probs = kernels.unpermute_backward(g, rows.detach(), probs.detach(), routing.inverse_R)
     assert rows.grad is not None
     assert torch.equal(g_rows, rows.grad)
     torch.testing.assert_close(g_probs, probs.grad, rtol=1e-5, atol=1e-4)
@@ -71,17 +72,22 @@ def test_other_strides(dtype: torch.dtype) -> None:
     """Gradients come as autograd made them: transposed, or one number for all."""
     probs, routing = routed(5, 3, 1.0, 0)
     rows, x = torch.randn(8, 15).to(dtype).t(), torch.randn(16, 5).to(dtype).t()[:, ::2]
-    assert torch.equal(collect(rows, routing.inverse_R, 3), collect(rows.contiguous(), routing.inverse_R, 3))
-    assert torch.equal(spread(x, routing.inverse_R, 3), spread(x.contiguous(), routing.inverse_R, 3))
+    assert torch.equal(
+        kernels.permute_backward(rows, routing.inverse_R, 3),
+        kernels.permute_backward(rows.contiguous(), routing.inverse_R, 3),
+    )
+    assert torch.equal(kernels.permute(x, routing.inverse_R, 3), kernels.permute(x.contiguous(), routing.inverse_R, 3))
     one = torch.ones((), dtype=dtype).expand(5, 8)
     for a, b in zip(
-        combine_backward(one, rows, probs, routing.inverse_R),
-        combine_backward(one.contiguous(), rows.contiguous(), probs, routing.inverse_R),
+        kernels.unpermute_backward(one, rows, probs, routing.inverse_R),
+        kernels.unpermute_backward(one.contiguous(), rows.contiguous(), probs, routing.inverse_R),
         strict=True,
     ):
         assert torch.equal(a, b)
-    out = combine(rows, probs, routing.inverse_R, x, one)
-    assert torch.equal(out, combine(rows.contiguous(), probs, routing.inverse_R, x.contiguous(), one.contiguous()))
+    out = kernels.unpermute(rows, probs, routing.inverse_R, x, one)
+    assert torch.equal(
+        out, kernels.unpermute(rows.contiguous(), probs, routing.inverse_R, x.contiguous(), one.contiguous())
+    )
 
 
 def test_a_sum_is_rounded_once() -> None:
@@ -89,4 +95,4 @@ def test_a_sum_is_rounded_once() -> None:
     _, routing = routed(1, 8, 1.0, 0)
     g = torch.full((8, 5), 2.0**-9, dtype=torch.bfloat16)
     g[routing.inverse_R[0]] = 1.0
-    assert collect(g, routing.inverse_R, 8)[0, 0].item() == 1.0 + 2.0**-6  # 1 + 7 * 2^-9, rounded once
+    assert kernels.permute_backward(g, routing.inverse_R, 8)[0, 0].item() == 1.0 + 2.0**-6  # 1 + 7 * 2^-9, rounded once
