@@ -35,7 +35,7 @@ from hocket.model.layers import rotary_table, rotate, swiglu
 from hocket.model.transformer import cross_entropy
 from hocket.parallel.expert import Splits, group_rows, permute, route, unpermute
 from hocket.plan.cost import model_flops_per_token
-from hocket.runtime.functional import linear, rms_norm
+from hocket.runtime.functional import add_rms_norm, linear, rms_norm
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""
@@ -71,7 +71,7 @@ class Piece:
     """A function, and the bytes that it has to read and write at the least."""
 
     name: str
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor | Sequence[Tensor]]
     inputs: Sequence[Tensor]
     forward_bytes: int
     backward_bytes: int
@@ -104,7 +104,8 @@ def row_pieces(sizes: Sizes) -> Iterator[Piece]:
         sizes.bytes(2 * rows, tokens),
     )
     counts_PL = routing.counts_E.view(RANKS, -1)
-    kept = Splits(counts_PL.sum(1).tolist(), counts_PL.sum(1).tolist(), counts_PL)
+    table = RowTable([[rows] + [0] * (RANKS - 1) for rows in counts_PL.sum(1).tolist()], 0)
+    kept = Splits(table, counts_PL)
 
     def group(x: Tensor) -> Tensor:
         return group_rows(x, replace(kept))  # a new value, whose order is not known yet
@@ -127,6 +128,9 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
         return rms_norm(q, p_q, m.norm_eps)
 
     yield Piece("norm", normed, [x], sizes.bytes(2 * hidden), sizes.bytes(3 * hidden), [p])
+    more = sizes.new(1, tokens, m.hidden)
+    stream = sizes.bytes(4 * hidden)
+    yield Piece("add norm", lambda x, more: add_rms_norm(x, more, p, m.norm_eps), [x, more], stream, stream, [p])
     yield Piece("norm of heads", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
     yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
     w_router, scores = sizes.new(m.experts, m.hidden), 4 * tokens * m.experts
@@ -177,14 +181,14 @@ def measure(piece: Piece, sizes: Sizes, repeats: int) -> dict[str, Any]:
     results: dict[str, list[Tensor]] = {}
     for way, within in WAYS.items():
         with within():
-            out = piece.run(*piece.inputs)
-            g = torch.randn(out.shape, device=out.device, generator=_generator(out.device)).to(out.dtype)
+            out = _several(piece.run(*piece.inputs))
+            g = [torch.randn(t.shape, device=t.device, generator=_generator(t.device)).to(t.dtype) for t in out]
 
-            def backward(out: Tensor = out, g: Tensor = g) -> Sequence[Tensor]:
-                made = piece.run(*piece.inputs) if piece.consumes else out
+            def backward(out: Sequence[Tensor] = out, g: Sequence[Tensor] = g) -> Sequence[Tensor]:
+                made = _several(piece.run(*piece.inputs)) if piece.consumes else out
                 return torch.autograd.grad(made, wanted, g, retain_graph=True)
 
-            results[way] = [t.clone() for t in (out.detach(), *backward())]
+            results[way] = [t.detach().clone() for t in (*out, *backward())]
             with torch.no_grad():
                 forward_s = seconds(lambda: piece.run(*piece.inputs), sizes.device, repeats)
             backward_s = seconds(backward, sizes.device, repeats) - piece.consumes * forward_s
@@ -196,6 +200,10 @@ def measure(piece: Piece, sizes: Sizes, repeats: int) -> dict[str, Any]:
     found["largest_difference"] = max(float((a - b).abs().max() / a.abs().max().clamp(1e-9)) for a, b in pairs)
     found["least_bytes"] = {"forward": piece.forward_bytes, "backward": piece.backward_bytes}
     return found
+
+
+def _several(out: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return (out,) if isinstance(out, Tensor) else out
 
 
 def _generator(device: torch.device) -> torch.Generator:

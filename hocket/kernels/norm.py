@@ -1,5 +1,8 @@
 """Root-mean-square norm with its weight: one pass forward, one backward, and no tensor between norm and weight.
 
+The pass forward also adds what the row is the sum of; the one backward adds the row's other gradient, that of the
+residual stream which goes on beside the norm.
+
 Backward meets everything that the weight gradient needs, so it also sums that over the rows of each program: [P, D] in
 fp32, a few megabytes in place of two activations, to be added up when weight gradients are due. Which rows a program
 takes and in what order depends on shapes alone, so the sums have the same bits in every run.
@@ -31,19 +34,28 @@ def _tile(start, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_forward(x, weight, y, rows, eps, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+def _rms_norm_forward(
+    x, more, weight, total, y, rows, eps, width: tl.constexpr, add: tl.constexpr, tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
     at, inside = _tile(tl.program_id(0) * tile_rows, rows, width, tile_rows, block)
     column = tl.arange(0, block)
     w = tl.load(weight + column, mask=column < width).to(tl.float32)[None, :]
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if add:
+        value += tl.load(more + at, mask=inside, other=0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)  # what backward will read
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
     tl.store(y + at, value * scale * w, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
-    g, x, weight, g_x, partial, rows, eps, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
-):
+    g, more, x, weight, g_x, partial, rows, eps, width: tl.constexpr, add: tl.constexpr, tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, block)
     w = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)[None, :]
     total = tl.zeros((tile_rows, block), tl.float32)
@@ -56,7 +68,10 @@ def _rms_norm_backward(
         normed, g_normed = value * scale, up * w
         total += up * normed
         mean = (tl.sum(g_normed * normed, 1) / width)[:, None]
-        tl.store(g_x + at, (g_normed - normed * mean) * scale, mask=inside)
+        result = (g_normed - normed * mean) * scale
+        if add:
+            result += tl.load(more + at, mask=inside, other=0).to(tl.float32)
+        tl.store(g_x + at, result, mask=inside)
         start += tl.num_programs(0) * tile_rows
     tl.store(partial + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
 
@@ -68,22 +83,22 @@ def _sizes(width: int) -> tuple[int, int, int]:
     return rows, block, min(max(rows * block // 512, 4), 32)
 
 
-def forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension."""
+def forward(x: Tensor, weight_D: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`t = x + more`, or `x`, and `t / sqrt(mean(t ** 2) + eps) * weight`, the mean over the last dimension."""
     x, width = x.contiguous(), x.shape[-1]
-    y = torch.empty_like(x)
+    y, total = torch.empty_like(x), x if more is None else torch.empty_like(x)
     if y.numel():
         rows = y.numel() // width
         tile_rows, block, warps = _sizes(width)
+        tensors = (x, x if more is None else more.contiguous(), weight_D.contiguous(), total, y)
+        sizes = (rows, eps, width, more is not None, tile_rows, block)
         grid = (triton.cdiv(rows, tile_rows),)
-        _rms_norm_forward[grid](
-            x, weight_D.contiguous(), y, rows, eps, width, tile_rows, block, num_warps=warps, enable_fp_fusion=False
-        )
-    return y
+        _rms_norm_forward[grid](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
+    return total, y
 
 
-def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradient of `x`, and what the weight gradient is the sum of: fp32 [P, D]."""
+def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradient of `x`, plus `more`; and what the weight gradient is the sum of: fp32 [P, D]."""
     g, x, width = g.contiguous(), x.contiguous(), x.shape[-1]
     g_x = torch.empty_like(x)
     if not g_x.numel():
@@ -92,8 +107,7 @@ def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor
     tile_rows, block, warps = _sizes(width)
     programs = min(triton.cdiv(rows, tile_rows), PROGRAMS)
     partial_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    sizes = (rows, eps, width, tile_rows, block)
-    _rms_norm_backward[programs,](
-        g, x, weight_D.contiguous(), g_x, partial_PD, *sizes, num_warps=warps, enable_fp_fusion=False
-    )
+    tensors = (g, g if more is None else more.contiguous(), x, weight_D.contiguous(), g_x, partial_PD)
+    sizes = (rows, eps, width, more is not None, tile_rows, block)
+    _rms_norm_backward[programs,](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
     return g_x, partial_PD

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.runtime.functional import linear, rms_norm
+from hocket.runtime.functional import add_rms_norm, linear, rms_norm
 
 
 def new_weight(*shape: int) -> nn.Parameter:
@@ -116,11 +116,13 @@ class DenseLayer(nn.Module):
 
     def forward_attn(self, x_BSD: Tensor) -> Tensor:
         """`x + attention(norm(x))`."""
-        return x_BSD + self.attn(rms_norm(x_BSD, self.attn_norm, self.eps))
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.eps)
+        return x_BSD + self.attn(h_BSD)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """`x + mlp(norm(x))`."""
-        return x_BSD + self.mlp(rms_norm(x_BSD, self.ffn_norm, self.eps))
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, self.eps)
+        return x_BSD + self.mlp(h_BSD)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.forward_mlp(self.forward_attn(x_BSD))

@@ -21,7 +21,7 @@ from hocket.parallel.expert import (
     ungroup_rows,
     unpermute,
 )
-from hocket.runtime.functional import grouped_linear, linear, rms_norm
+from hocket.runtime.functional import add_rms_norm, grouped_linear, linear
 
 
 class Router(nn.Module):
@@ -82,8 +82,8 @@ class MoELayer(nn.Module):
         shared expert, router, permutation.
         """
         c = self.config
-        x1_BSD = x_BSD + self.attn(rms_norm(x_BSD, self.attn_norm, c.norm_eps))
-        h_BSD = rms_norm(x1_BSD, self.ffn_norm, c.norm_eps)
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, c.norm_eps)
+        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD), self.ffn_norm, c.norm_eps)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD = h_BSD.flatten(0, 1)
         probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)

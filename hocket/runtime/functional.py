@@ -69,6 +69,21 @@ def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x_TD, p_D, None, eps) if weight is None else _apply(_RmsNorm, x_TD, weight, eps)
 
 
+def add_rms_norm(x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream `x + more`, or just `x`, and its `rms_norm`.
+
+    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the norm's.
+    """
+    weight = weight_of(p_D)
+    same = more_TD is None or (more_TD.dtype == x_TD.dtype and more_TD.shape == x_TD.shape and usable(more_TD))
+    if same and _has_norm_kernel(x_TD, p_D if weight is None else weight.tensor()):
+        if weight is None:
+            return _AddNorm.apply(x_TD, p_D, None, eps, more_TD)
+        return _apply(_AddNorm, x_TD, weight, eps, more_TD)
+    total_TD = x_TD if more_TD is None else x_TD + more_TD
+    return total_TD, rms_norm(total_TD, p_D, eps)
+
+
 def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
     """Rows `p[ids]`, of shape [..., D]."""
     weight = weight_of(p_VD)
@@ -134,7 +149,7 @@ def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _apply(function: Any, x: Tensor, weight: Weight, *args: Any) -> Tensor:
+def _apply(function: Any, x: Tensor, weight: Weight, *args: Any) -> Any:
     """Apply a managed function; refuses an input through which its weight gradient could never be reached."""
     queue = current_queue()
     if queue is not None and torch.is_grad_enabled():
@@ -269,7 +284,7 @@ class _RmsNorm(torch.autograd.Function):
         from hocket.kernels import norm
 
         ctx.eps = eps
-        return norm.forward(x, _keep(ctx, x, weight, queue), eps)
+        return norm.forward(x, _keep(ctx, x, weight, queue), eps)[1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -278,6 +293,30 @@ class _RmsNorm(torch.autograd.Function):
         x, p_D = _kept(ctx)
         dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
         return dx, _contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """One kernel in each direction. What is kept is the sum, not what is added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from hocket.kernels import norm
+
+        value_D = weight.tensor() if isinstance(weight, Weight) else weight
+        total, y = norm.forward(x, value_D, eps, more)
+        _keep(ctx, total, weight, queue)
+        ctx.eps, ctx.added = eps, more is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, g_total: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels import norm
+
+        total, p_D = _kept(ctx)
+        dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
+        return dx, _contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None, dx if ctx.added else None
 
 
 class _Embedding(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hocket.kernels.usable import formulas
 from hocket.model.layers import rotary_table, rotate, swiglu
 from hocket.model.transformer import cross_entropy
-from hocket.runtime.functional import linear, rms_norm
+from hocket.runtime.functional import add_rms_norm, linear, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +52,19 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x += x.sign()
     with_sums = 1 if dtype is torch.float32 else 4  # weight gradients: sums of thousands, rounded at their end
     compare(lambda x, p: rms_norm(x, p, 1e-6), [x, new(shape[-1], dtype=dtype)], with_sums * TOLERANCE[dtype], 3e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_residual_stream(added: bool, dtype: torch.dtype) -> None:
+    x, p = 4 * new(2, 300, 2048, dtype=dtype), new(2048, dtype=dtype)
+
+    def stream(x: Tensor, p: Tensor, *more: Tensor) -> Tensor:
+        return torch.cat(add_rms_norm(x, more[0] if more else None, p, 1e-6), -1)
+
+    more = [new(2, 300, 2048, dtype=dtype)] if added else []
+    # The sum is rounded before it is normed, which in float64 it is not.
+    compare(stream, [x, p, *more], 4 * TOLERANCE[dtype], 3e-3 if dtype is torch.float32 else 0.5)
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 4096])

@@ -44,7 +44,8 @@ def test_against_float64(shape: tuple[int, ...], width: int, dtype: torch.dtype)
     x, g, p = (torch.randn(n).to(dtype) for n in ((*shape, width), (*shape, width), (width,)))
     x = x + x.sign()
     y, dx, dp = exact(x, p, g)
-    found = norm.forward(x, p, EPS)
+    total, found = norm.forward(x, p, EPS)
+    assert total is x
     assert found.dtype == dtype
     close(found, y, TOLERANCE[dtype])
     found, parts = norm.backward(g, x, p, EPS)
@@ -69,7 +70,7 @@ def test_programs_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_strides() -> None:
     x, g, p = torch.randn(6, 5, 8).transpose(0, 1), torch.randn(6, 5, 1).expand(6, 5, 8).transpose(0, 1), torch.randn(8)
     y, dx, dp = exact(x, p, g)
-    close(norm.forward(x, p, EPS), y, 1e-5)
+    close(norm.forward(x, p, EPS)[1], y, 1e-5)
     found, parts = norm.backward(g, x, p, EPS)
     close(found, dx, 1e-5)
     close(parts.sum(0), dp, 1e-5)
@@ -90,6 +91,41 @@ def test_managed_equals_ordinary(shape: tuple[int, ...], dtype: torch.dtype, mon
         assert torch.equal(a, b)
         assert a.dtype == dtype
         torch.testing.assert_close(a, c, rtol=4 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_residual_stream(added: bool, managed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that goes on beside the norm, with gradients of its own, and what is added to it."""
+    x, more, value = (torch.randn(n).to(dtype) for n in ((2, 5, 16), (2, 5, 16), (16,)))
+
+    def run() -> list[Tensor]:
+        leaf, nodes = more.clone().requires_grad_(), []
+
+        def stream(x: Tensor, p: Tensor) -> Tensor:
+            total, y = functional.add_rms_norm(x, leaf if added else None, p, EPS)
+            nodes.append(str(y.grad_fn))
+            return torch.cat([total, y], -1)
+
+        found = [*gradients(stream, x, value, managed)]
+        assert ("_AddNorm" in nodes[0]) == fused
+        return [*found, leaf.grad] if leaf.grad is not None else found
+
+    fused = False
+    formula = run()
+    fused = True
+    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    for a, b in zip(run(), formula, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=4 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+
+
+def test_the_sum_is_what_torch_adds() -> None:
+    x, more = torch.randn(9, 33).bfloat16(), torch.randn(9, 33).bfloat16()
+    total, y = norm.forward(x, torch.ones(33).bfloat16(), EPS, more)
+    assert torch.equal(total, x + more)
+    assert torch.equal(y, norm.forward(x + more, torch.ones(33).bfloat16(), EPS)[1])
 
 
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
