@@ -85,9 +85,11 @@ class Engine:
         self._validation: Executor | None = None
 
     def _comm_options(self) -> CommOptions:
-        train = self.config.train
+        train, model = self.config.train, self.config.model
+        rows = train.sequences * self.config.data.sequence_length * model.top_k
+        arrival = rows * model.hidden * self.dtype.itemsize  # of one microbatch, when all experts get as much
         if train.transport != "slow":
-            return CommOptions(timeout=train.hang_timeout + MARGIN)
+            return CommOptions(timeout=train.hang_timeout + MARGIN, arrival=arrival)
         links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
         spin = spinner(self.device) if self.device.type == "cuda" else None
         return CommOptions(timeout=train.hang_timeout + MARGIN, links=links, spin=spin)
@@ -142,9 +144,9 @@ class Engine:
         return {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
 
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
-        """One optimizer step over this rank's microbatches."""
+        """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt."""
         assert len(microbatches) == self.program.microbatches
-        self._lr = lr
+        self._lr = 0.0 if self.config.train.transport == "null" else lr
         losses = self.executor.run(microbatches)
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
         return StepResult(loss, self._grad_norm, self._loads)
@@ -152,7 +154,7 @@ class Engine:
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
         if self._optimizer is None:
-            self.sharded.drop_grads()
+            self.sharded.forget_grads()
             self.executor.actions.loads.clear()
             return
         self._grad_norm = self._optimizer.step(self._lr)
@@ -223,10 +225,10 @@ class Engine:
 
     def abort(self) -> None:
         """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
+        self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
         for executor in self._executors:
             executor.abort()
         self.sharded.abort()
-        self.lanes.abort()
 
     def close(self) -> None:
         """Give memory and process groups back."""

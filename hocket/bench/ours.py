@@ -42,7 +42,7 @@ class Planned:
         self.settings: Mapping[str, str] = {
             "plan": plan,
             "transport": transport,
-            "weights": "fp32 shards, cast once after an update",
+            "weights": "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
             "reduce": f"{config.train.dtype}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
             "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",

@@ -9,15 +9,18 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.layout import FlatLayout
+from hocket.fsdp.connect import ShardGroups
+from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.precision import Precision
 from hocket.fsdp.storage import Slots
-from hocket.fsdp.unit import ShardedUnit, UnitSharding
+from hocket.fsdp.unit import ShardedUnit
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName
 from hocket.runtime.comm import Group, Groups, Window
-from hocket.runtime.weights import Weight, manage
+from hocket.runtime.transports import Local
+from hocket.runtime.weights import Weight
 
 
 def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
@@ -43,6 +46,7 @@ class Stats:
     weight_slot_bytes: int
     grad_slot_bytes: int
     shard_bytes: int
+    """Of main weights, copies of those held whole, and gradients while there are any."""
 
 
 class _Numbers(TypedDict):
@@ -73,55 +77,43 @@ class ShardedModel:
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, ShardedUnit] = {}
         members = _members(chunks, program.layout.tied)
-        experts = {name: weights for name, weights in members.items() if name[0] == "experts"}
-        dense = {name: weights for name, weights in members.items() if name not in experts}
-        for units, gather, reduce in (
-            (dense, groups.gather_dense, groups.reduce_dense),
-            (experts, groups.gather_experts, groups.reduce_experts),
+        experts = {name: group for name, group in members.items() if name[0] == "experts"}
+        dense = {name: group for name, group in members.items() if name not in experts}
+        alone = Group("outer", (0,), 0, Local())
+        for units, gather, reduce, part in (
+            (dense, groups.gather_dense, groups.reduce_dense, (0, 1)),
+            (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
-            layouts = {name: _layout(weights, gather.size) for name, weights in units.items()}
-            shards = self._allocate(layouts, gather, reduce, program)
-            for name, weights in units.items():
-                sharding = UnitSharding(
-                    gather=gather,
-                    reduce=reduce,
-                    weight_slots=self.weight_slots.get(name[0]),
-                    grad_slots=self.grad_slots[name[0]],
-                    divide=mesh.dp,
-                    expert_parallel=(groups.a2a.rank, mesh.ep) if units is experts else (0, 1),
-                )
-                made[name] = ShardedUnit(name[0], name[2], weights, layouts[name], shards[name], sharding)
+            where = ShardGroups(gather, reduce, alone, alone, mesh.dp, outer_shards=False, part=part)
+            stored = {
+                name: ParamGroup(m, where, Precision(compute=dtype), "element", device) for name, m in units.items()
+            }
+            self._allocate(stored, gather, reduce, program)
+            for name, group in stored.items():
+                kind, _, layer = name
+                made[name] = ShardedUnit(kind, layer, group, self.weight_slots.get(kind), self.grad_slots[kind])
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
         self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
-    def _allocate(
-        self, layouts: Mapping[UnitName, FlatLayout], gather: Group, reduce: Group, program: Program
-    ) -> dict[UnitName, Tensor]:
-        """Allocate all that two groups communicate: slots as long as the largest unit of a class, and the shards.
-
-        Returns the shards that are gathered, zeros.
-        """
+    def _allocate(self, stored: Mapping[UnitName, ParamGroup], gather: Group, reduce: Group, program: Program) -> None:
+        """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
         lengths: dict[UnitKind, int] = {}
-        for (kind, *_), layout in layouts.items():
-            lengths[kind] = max(lengths.get(kind, 0), layout.total)
+        for (kind, *_), group in stored.items():
+            lengths[kind] = max(lengths.get(kind, 0), group.layout.total)
         if not lengths:
-            return {}
-        with gather.window() as window:
-            # In one piece: what shows a window to other ranks has a fixed price for every piece of memory.
-            sizes = [layout.shard for layout in layouts.values()]
-            shards = dict(zip(layouts, torch.zeros(sum(sizes), **self._numbers).split(sizes), strict=True))
-            for kind, length in lengths.items():
-                count = program.weight_slots.get(kind, 0)
-                if gather.size > 1:
+            return
+        if gather.size > 1:
+            with gather.window() as window:
+                for kind, length in lengths.items():
+                    count = program.weight_slots.get(kind, 0)
                     assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
                     self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
-        self._windows.append(window)
+            self._windows.append(window)
         with reduce.window(max(lengths.values()) * self._numbers["dtype"].itemsize) as window:
             for kind, length in lengths.items():
                 count = program.grad_slots.get(kind, 0)
                 self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, **self._numbers)
         self._windows.append(window)
-        return shards
 
     def close(self) -> None:
         """Take the memory back from the groups, so that it can be freed: all ranks, after their last step."""
@@ -144,13 +136,14 @@ class ShardedModel:
             unit.load(find)
 
     def refresh(self) -> None:
-        """After the optimizer: cast all weights to the compute dtype; their version grows."""
+        """After the optimizer: the version of all weights grows."""
         for unit in self.units.values():
             unit.refresh()
 
-    def drop_grads(self) -> None:
-        """Zero the reduced gradients that the optimizer would have read."""
-        torch._foreach_zero_([unit.main_grad for unit in self.units.values()])
+    def forget_grads(self) -> None:
+        """At the end of a step: give up the reduced gradients, and their memory."""
+        for unit in self.units.values():
+            unit.forget_grads()
 
     def stats(self) -> Stats:
         """What was communicated since the start, and what is allocated."""
@@ -163,11 +156,11 @@ class ShardedModel:
             reduced_bytes=sum(group.sent_bytes for group in reduce),
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
-            shard_bytes=sum(unit.nbytes for unit in self.units.values()),
+            shard_bytes=sum(unit.group.nbytes for unit in self.units.values()),
         )
 
     def assert_clean(self) -> None:
-        """Assert that a step left nothing behind: no slot in use, nothing under way."""
+        """Assert that a step left nothing behind: no slot in use, no gradient, nothing under way."""
         for unit in self.units.values():
             unit.assert_idle()
         for slots in (*self.weight_slots.values(), *self.grad_slots.values()):
@@ -185,14 +178,10 @@ class ShardedModel:
             slots.holders = [None] * len(slots)
 
 
-def _layout(weights: Sequence[Weight], world: int) -> FlatLayout:
-    return FlatLayout.build([(weight.name, tuple(weight.shape)) for weight in weights], world)
-
-
-def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Weight]]:
-    """The weights of every unit, in the order of the modules' parameters."""
-    members: dict[UnitName, list[Weight]] = {}
+def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Member]]:
+    """The parameters of every unit, in the order of the modules' parameters."""
+    members: dict[UnitName, list[Member]] = {}
     for chunk, module in enumerate(chunks):
         for name, param in module.named_parameters():  # once each, also where two modules share one
-            members.setdefault(unit_of(name, chunk, tied), []).append(manage(param, name))
+            members.setdefault(unit_of(name, chunk, tied), []).append(Member(name, param, ()))
     return members

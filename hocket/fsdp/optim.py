@@ -1,7 +1,8 @@
 """AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
 
-The optimizer sees one 1-D tensor per parameter and rank, a view of the unit's shard; AdamW is elementwise, so this is
-the same as updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter.
+The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
+updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter. Gradients are there
+from the reduces of a step until the optimizer has read them.
 """
 
 from __future__ import annotations
@@ -45,15 +46,10 @@ class ShardedAdamW:
     def __init__(self, model: ShardedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
-        self._grads = [unit.main_grad for unit in model.units.values()]
-        self._params: dict[str, Tensor] = {}
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for piece in self._pieces.values():
-            param = piece.main.detach().requires_grad_()
-            param.grad = piece.grad
-            self._params[piece.name] = param
-            groups[len(piece.shape) >= 2].append(param)
+            groups[len(piece.shape) >= 2].append(piece.shard)
         self._adamw = torch.optim.AdamW(
             [
                 {"params": groups[True], "weight_decay": options.weight_decay},
@@ -64,11 +60,11 @@ class ShardedAdamW:
             eps=options.eps,
             foreach=True,
         )
-        for param in self._params.values():  # now rather than in the first step: memory is fixed, loading is simple
-            self._adamw.state[param] = {
+        for piece in self._pieces.values():  # now rather than in the first step: memory is fixed, loading is simple
+            self._adamw.state[piece.shard] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(param, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
+                "exp_avg": torch.zeros_like(piece.main),
+                "exp_avg_sq": torch.zeros_like(piece.main),
             }
 
     @property
@@ -86,10 +82,14 @@ class ShardedAdamW:
     def state(self) -> Mapping[str, PieceState]:
         """The optimizer's state by parameter name, for what this rank keeps."""
         found = {}
-        for name, param in self._params.items():
-            state = self._adamw.state[param]
-            found[name] = PieceState(self._pieces[name], state["exp_avg"], state["exp_avg_sq"])
+        for name, piece in self._pieces.items():
+            state = self._adamw.state[piece.shard]
+            found[name] = PieceState(piece, state["exp_avg"], state["exp_avg_sq"])
         return found
+
+    def _grads(self) -> list[Tensor]:
+        """The gradients of this rank, one flat tensor per unit."""
+        return [unit.group.main_grad for unit in self.model.units.values()]
 
     def grad_norm(self) -> Tensor:
         """Norm of the gradients of the whole model, fp64, on the device. Every rank calls this.
@@ -97,23 +97,23 @@ class ShardedAdamW:
         Every element of every gradient is kept by exactly one rank of the world, so the squares simply add up. In
         fp64 the order in which they do makes no difference that would survive rounding the clip factor to fp32.
         """
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads()]
         square = torch.stack(norms).square().sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)
 
     @torch.no_grad()
     def step(self, lr: float | None = None) -> Tensor:
-        """Clip, update the weights of this rank, cast them, zero the gradients. Returns the norm before clipping."""
+        """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping."""
         norm = self.grad_norm()
         if self.options.clip:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
-            torch._foreach_mul_(self._grads, factor)
+            torch._foreach_mul_(self._grads(), factor)
         if lr is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
         self._adamw.step()
         self._steps += 1
         self.model.refresh()
-        torch._foreach_zero_(self._grads)
+        self.model.forget_grads()
         return norm

@@ -1,41 +1,40 @@
-"""A sharded unit: the parameters that are gathered and reduced as one.
+"""A unit under a plan: which slots hold its full weights and gradients, and who still reads them.
 
-A unit owns three shards of its flat layout: `main` (fp32, what the optimizer updates), `weight` (compute dtype, what
-is gathered; the same tensor if compute is fp32) and `main_grad` (fp32). Its full weights and gradients exist only in
-slots, for as long as the plan says. There are no phases: the state of a unit is how many leases readers hold on its
-gathered weights, at which version they were gathered, and which gradient slots it writes. So any number of
-microbatches may be inside, and weights of before the last optimizer step cannot be read by mistake.
+Its bytes are a `ParamGroup`, as without a plan. What a plan adds is here: slots by number, leases, `Weight`s that point
+to where values lie at this moment, and views by slot for weight gradients to be written to. There are no phases: the
+state of a unit is how many leases readers hold on its gathered weights, at which version they were gathered, and which
+gradient slots it writes. So any number of microbatches may be inside, and weights of before the last optimizer step
+cannot be read by mistake.
+
+Note: [Gradients at rest belong to the compute lane]
+The memory of a unit's reduced gradients is made by the step's first wgrad op of the unit and goes with the step op.
+Both are on the compute lane, and so are activations, which have that memory in between; nobody calls `record_stream`.
+For the allocator hands memory on in the order of the stream that made it, as soon as the host has let go of it, and
+what the reduce lane does to it lies in between in that order too:
+
+- A reduce comes after the wgrads of its microbatch (invariant 5), so after the unit's first one of the step, and so
+  after all that the compute lane did in that memory before it was the gradients'. What other lanes read there is over
+  as well: a value is dropped by the lane that made it, behind all readers (invariant 6).
+- The step comes after all reduces (invariant 5), and is on the compute lane. So what the compute lane does there next
+  comes after the last reduce and after the optimizer.
+
+After an exception no op says so. Then the caller's stream waits for all lanes, and the next step's lanes for that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from hocket.fsdp.layout import FlatLayout
+from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.storage import Slots
 from hocket.plan.ops import Unit as UnitKind
-from hocket.runtime.comm import Group, Pending
-from hocket.runtime.weights import Weight
-
-
-@dataclass(frozen=True)
-class UnitSharding:
-    """What all units of one class share."""
-
-    gather: Group
-    reduce: Group
-    weight_slots: Slots | None
-    """None if the group has one member."""
-    grad_slots: Slots
-    divide: int
-    """Gradients are summed over the reduce group and divided by this."""
-    expert_parallel: tuple[int, int] = (0, 1)
-    """(position, size) of this rank among the ranks that split the experts; dimension 0 of experts' weights."""
+from hocket.runtime.comm import Pending
+from hocket.runtime.weights import Weight, manage
 
 
 @dataclass(frozen=True)
@@ -47,30 +46,31 @@ class Piece:
     """Shape of the parameter in the whole model; for experts, with the experts of all ranks."""
     lo: int
     hi: int
-    main: Tensor
-    """fp32, 1-D, a view of the unit's shard; so is `grad`."""
-    grad: Tensor
+    shard: ShardedParameter
+
+    @property
+    def main(self) -> Tensor:
+        """What the optimizer updates: fp32, 1-D, the unit's own memory."""
+        return self.shard.detach()
+
+    @property
+    def grad(self) -> Tensor:
+        """Its reduced gradient, fp32, 1-D; there is one between a reduce and the step."""
+        grad = self.shard.grad
+        assert grad is not None, f"{self.name} has no gradient"
+        return grad
 
 
 class ShardedUnit:
     """One unit of one layer on one rank."""
 
     def __init__(
-        self,
-        kind: UnitKind,
-        layer: int,
-        weights: Sequence[Weight],
-        layout: FlatLayout,
-        weight: Tensor,
-        sharding: UnitSharding,
+        self, kind: UnitKind, layer: int, group: ParamGroup, weight_slots: Slots | None, grad_slots: Slots
     ) -> None:
-        """`weight` are `layout.shard` zeros in the compute dtype, in memory that the gather group can communicate."""
-        self.kind, self.layer, self.weights, self.sharding = kind, layer, tuple(weights), sharding
-        self.rank = sharding.gather.rank
-        self.layout = layout
-        self.weight = weight
-        self.main = weight if weight.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
-        self.main_grad = torch.zeros_like(self.main)
+        """`weight_slots` are None where the unit's group has one member."""
+        self.kind, self.layer, self.group = kind, layer, group
+        self.weights = tuple(manage(member.param, member.name) for member in group.members)
+        self._weight_slots, self._grad_slots = weight_slots, grad_slots
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.leases = 0
@@ -80,58 +80,53 @@ class ShardedUnit:
         self.gathered_version = -1
         self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
-        self._weight_views: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._weight_views: dict[int, list[Tensor]] = {}
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
         if self.whole:
-            for w, view in zip(self.weights, self._views(self.weight), strict=True):
-                w.value = view
+            self._show(group.layout.views(group.weight))
 
     def __str__(self) -> str:
         return self.kind if self.layer < 0 else f"{self.kind} of layer {self.layer}"
 
     @property
     def whole(self) -> bool:
-        """Whether this rank holds the unit whole: its group has one member, and its values lie in `weight` for good."""
-        return self.layout.world == 1
+        """Whether this rank holds the unit whole: its group has one member, and its values stay where they are."""
+        return self.group.whole
 
-    def _views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return tuple(flat[e.offset : e.end].view(e.shape) for e in self.layout.entries)
+    def _show(self, values: list[Tensor]) -> None:
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.value = value
 
     # Weights
 
     def load(self, source: Callable[[str], Tensor]) -> None:
         """Take the initial weights: `source(name)` has the parameter's local shape, or that of the whole model."""
-        for weight in self.weights:
+        for i, weight in enumerate(self.weights):
             value = source(weight.name)
-            kept = self.layout.local(weight.name, self.rank)
             if value.shape != weight.shape:
-                position, size = self.sharding.expert_parallel
+                position, size = self.group.groups.part
                 assert value.shape == (weight.shape[0] * size, *weight.shape[1:]), (
                     f"{weight.name} has shape {tuple(weight.shape)}, its initial value {tuple(value.shape)}"
                 )
                 value = value.chunk(size)[position]
-            self.main[kept.offset : kept.offset + len(kept)].copy_(value.reshape(-1)[kept.lo : kept.hi])
+            self.group.load(i, value)
         self.refresh()
 
     def refresh(self) -> None:
-        """Cast the optimizer's weights to the compute dtype. What is gathered from now on has a new version."""
-        if self.weight is not self.main:
-            self.weight.copy_(self.main)
+        """After the optimizer: what is gathered from now on has a new version, and what is held whole has one now."""
+        self.group.refresh()
         self.version += 1
 
     def gather(self, slot: int) -> Pending:
         """Gather the weights into a slot and take the first lease. The values may be read after the wait."""
-        slots = self.sharding.weight_slots
+        slots = self._weight_slots
         assert slots is not None, f"{self} is held whole and never gathered"
         assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
         slots.claim(slot, self)
         if slot not in self._weight_views:
-            flat = slots.buffers[slot][: self.layout.total]
-            self._weight_views[slot] = flat, self._views(flat)
-        flat, views = self._weight_views[slot]
-        self.gathering = self.sharding.gather.all_gather(flat, self.weight)
-        for weight, view in zip(self.weights, views, strict=True):
-            weight.value = view
+            self._weight_views[slot] = self.group.layout.views(slots.buffers[slot])
+        self.gathering = self.group.gather(slots.buffers[slot])
+        self._show(self._weight_views[slot])
         self.slot, self.leases, self.gathered_version = slot, 1, self.version
         return self.gathering
 
@@ -155,8 +150,8 @@ class ShardedUnit:
         self.leases -= 1
         if self.leases:
             return
-        assert self.sharding.weight_slots is not None
-        self.sharding.weight_slots.free(self.slot)
+        assert self._weight_slots is not None
+        self._weight_slots.free(self.slot)
         self.slot = -1
         for weight in self.weights:
             weight.value = None
@@ -164,68 +159,67 @@ class ShardedUnit:
     # Gradients
 
     def grad_views(self, slot: int) -> dict[Weight, Tensor]:
-        """Where to write the gradient of each weight. The slot is taken until its reduce is done."""
-        self.sharding.grad_slots.claim(slot, self)
+        """Where to write the gradient of each weight. The slot is taken until its reduce is done.
+
+        The first call after `forget_grads` is the compute lane's: Note: [Gradients at rest belong to the compute lane].
+        """
+        self._grad_slots.claim(slot, self)
+        self.group.make_grads()
         if slot not in self._grad_views:
-            flat = self.sharding.grad_slots.buffers[slot][: self.layout.total]
-            self._grad_views[slot] = dict(zip(self.weights, self._views(flat), strict=True))
+            views = self.group.layout.views(self._grad_slots.buffers[slot])
+            self._grad_views[slot] = dict(zip(self.weights, views, strict=True))
         return self._grad_views[slot]
 
     def zero_missing(self, slot: int, written: Collection[Weight]) -> None:
         """Zero what nobody wrote: gradients of weights that are not in `written`, and padding. Call before `reduce`."""
-        flat = self.sharding.grad_slots.buffers[slot]
-        for lo, hi in self.layout.gaps:
+        flat = self._grad_slots.buffers[slot]
+        for lo, hi in self.group.layout.gaps:
             flat[lo:hi].zero_()
         for weight, view in self.grad_views(slot).items():
             if weight not in written:
                 view.zero_()
 
     def reduce(self, slot: int) -> Pending:
-        """Add the sum of all ranks' gradients in a slot, divided, to `main_grad`. The slot is free after the wait."""
-        slots = self.sharding.grad_slots
+        """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait."""
+        slots = self._grad_slots
         assert slots.holders[slot] is self, f"{self} reduces gradient slot {slot}, which it does not hold"
         assert slot not in self.reducing, f"{self} reduces gradient slot {slot} twice"
-        full = slots.buffers[slot][: self.layout.total]
 
         def finish() -> None:
             slots.free(slot)
             self.reducing.pop(slot, None)
 
-        pending = self.sharding.reduce.reduce_sum(full, self.main_grad, 1.0 / self.sharding.divide)
+        pending = self.group.reduce(slots.buffers[slot])
         if not pending.done:
             self.reducing[slot] = pending
         return pending.then(finish)
+
+    def forget_grads(self) -> None:
+        """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
+        self.group.forget_gradients()
 
     # The whole
 
     def pieces(self) -> list[Piece]:
         """What this rank keeps, parameter by parameter; parameters of which it keeps nothing are left out."""
-        position, size = self.sharding.expert_parallel
+        position, size = self.group.groups.part
         found = []
-        for entry in self.layout.entries:
-            kept = self.layout.local(entry.name, self.rank)
-            if not len(kept):
-                continue
-            here = slice(kept.offset, kept.offset + len(kept))
-            shape = (entry.shape[0] * size, *entry.shape[1:]) if size > 1 else entry.shape
-            before = position * math.prod(entry.shape)
-            piece = Piece(entry.name, shape, before + kept.lo, before + kept.hi, self.main[here], self.main_grad[here])
-            found.append(piece)
+        for shard in self.group.shards:
+            if shard.numel():
+                local = tuple(shard.full_shape)
+                shape = (local[0] * size, *local[1:]) if size > 1 else local
+                before = position * math.prod(local)
+                found.append(Piece(shard.full_name, shape, before + shard.lo, before + shard.hi, shard))
         return found
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the shards that this rank keeps for good."""
-        shared = self.weight is self.main
-        return self.main.nbytes + self.main_grad.nbytes + (0 if shared else self.weight.nbytes)
-
     def assert_idle(self) -> None:
-        """Assert that no slot and no collective of this unit is left."""
+        """Assert that no slot, no collective and no gradient of this unit is left."""
         assert self.slot < 0, f"{self} was never released from slot {self.slot}"
         assert self.gathering.done, f"the gather of {self} was never waited for"
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"
-        held = [i for i, holder in enumerate(self.sharding.grad_slots.holders) if holder is self]
+        held = [i for i, holder in enumerate(self._grad_slots.holders) if holder is self]
         assert not held, f"{self} wrote gradients into slots {held} that were never reduced"
+        assert not self.group.has_grad, f"{self} has gradients that no step has taken"
 
     def abort(self) -> None:
         """Forget gathered weights and gradients of an interrupted step."""
@@ -234,4 +228,4 @@ class ShardedUnit:
         if self.leases:
             self.leases = 1
             self.release()
-        self.main_grad.zero_()
+        self.forget_grads()

@@ -46,7 +46,7 @@ def run(engine: Engine, batches: list[list[Microbatch]]) -> list[Tensor]:
     restart(engine)
     losses = [engine.train_step(batch, 1e-2).loss.clone() for batch in batches]
     engine.assert_clean()
-    return [*losses, *(unit.main.clone() for unit in engine.sharded.units.values())]
+    return [*losses, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
 
 
 def compare(rank: int, config: Config) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
     engine.optimizer.step = keep  # type: ignore[method-assign]
     mine = [Microbatch(*(half.to(device) for half in batch[engine.where.dp])) for batch in batches]
     for _ in range(2):  # the rehearsal, and a step whose lanes overlap
-        for unit in engine.sharded.units.values():
-            unit.main_grad.zero_()
+        engine.sharded.forget_grads()
         for bias in engine.biases().values():  # every step moves them
             bias.zero_()
         engine.train_step(mine, 0.0)

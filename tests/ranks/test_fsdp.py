@@ -29,7 +29,7 @@ def _gather(rank, mesh, dtype):
             for weight in unit.weights:
                 expected = local_of(whole[weight.name], weight, model).to(dtype)
                 assert torch.equal(weight.tensor(), expected), weight.name
-                holder = unit.weight if unit.whole else model.weight_slots[place[0]].buffers[slot]
+                holder = unit.group.weight if unit.whole else model.weight_slots[place[0]].buffers[slot]
                 assert weight.tensor().untyped_storage().data_ptr() == holder.untyped_storage().data_ptr()
             if not unit.whole:
                 unit.release()
@@ -79,12 +79,13 @@ def _reduce(rank, mesh, dtype):
             unit.zero_missing(0, written)
             unit.reduce(0).wait()
     for unit in model.units.values():
-        assert unit.main_grad.dtype == torch.float32
-        members = unit.sharding.reduce.ranks
-        covered = torch.zeros_like(unit.main_grad, dtype=torch.bool)
+        main_grad = unit.group.main_grad
+        assert main_grad.dtype == torch.float32
+        members = unit.group.groups.reduce.ranks
+        covered = torch.zeros_like(main_grad, dtype=torch.bool)
         for weight in unit.weights:
-            kept = unit.layout.local(weight.name, unit.rank)
-            mine = unit.main_grad[kept.offset :][: len(kept)]
+            kept = unit.group.layout.local(weight.name, unit.group.position)
+            mine = main_grad[kept.offset :][: len(kept)]
             covered[kept.offset :][: len(kept)] = True
             expected = torch.zeros(weight.shape)
             for i in range(rounds if not weight.name.endswith("norm") else 0):
@@ -94,7 +95,8 @@ def _reduce(rank, mesh, dtype):
                     total = total + part
                 expected = expected + local_of(total, weight, model) * (1 / mesh.dp)
             assert torch.equal(mine, expected.flatten()[kept.lo : kept.hi]), weight.name
-        assert not unit.main_grad[~covered].any()  # padding
+        assert not main_grad[~covered].any()  # padding
+    model.forget_grads()
     model.assert_clean()
 
 
@@ -112,11 +114,11 @@ def test_group_of_one_accumulates_exactly():
         add_grads(model, grads)
     for unit in model.units.values():
         for weight in unit.weights:
-            kept = unit.layout.local(weight.name, 0)
+            kept = unit.group.layout.local(weight.name, 0)
             expected = torch.zeros(weight.shape)
             for _ in range(16):
                 expected += grads[weight.name]
-            assert torch.equal(unit.main_grad[kept.offset :][: len(kept)], expected.flatten())
+            assert torch.equal(unit.group.main_grad[kept.offset :][: len(kept)], expected.flatten())
     assert model.stats().reduced_bytes == 0
 
 
@@ -152,11 +154,13 @@ def _mistakes(rank):
         b.reduce(0)
     with pytest.raises(AssertionError, match=r"wrote gradients into slots \[0\]"):
         model.assert_clean()
-    a.main_grad.fill_(1)
+    a.reduce(0).wait()
+    with pytest.raises(AssertionError, match="dense of layer 0 has gradients that no step has taken"):
+        model.assert_clean()
     b.gather(1).wait()
     model.abort()
     model.assert_clean()
-    assert not a.main_grad.any()
+    assert a.group.grads.nbytes == 0
     b.gather(0).wait()
     b.release()
     a.grad_views(1)
@@ -164,6 +168,7 @@ def _mistakes(rank):
     with pytest.raises(AssertionError, match=r"reduces of dense of layer 0 in slots \[1\] were never waited for"):
         model.assert_clean()
     pending.wait()
+    model.forget_grads()
     model.assert_clean()
 
 
@@ -213,12 +218,12 @@ def _memory(rank):
     model, _ = build(rank, Mesh(dp=2), torch.bfloat16)
     longest = {}
     for place, unit in model.units.items():
-        longest[place[0]] = max(longest.get(place[0], 0), unit.layout.total)
+        longest[place[0]] = max(longest.get(place[0], 0), unit.group.layout.total)
     stats = model.stats()
     bound = sum(SLOTS[kind] * length * 2 for kind, length in longest.items())
     assert stats.weight_slot_bytes == stats.grad_slot_bytes == bound
-    total = sum(unit.layout.total for unit in model.units.values())
-    assert stats.shard_bytes == total // 2 * (4 + 4 + 2)
+    total = sum(unit.group.layout.total for unit in model.units.values())
+    assert stats.shard_bytes == total // 2 * 4
     full = sum(math.prod(shape) for shape in SHAPES.values())
     assert total < full + 64 * (len(SHAPES) + 2 * len(PLACES))
     model.load(tensors(1))
@@ -226,7 +231,11 @@ def _memory(rank):
     unit.gather(0).wait()
     unit.release()
     assert model.stats().gathers == 1
-    assert model.stats().gathered_bytes == unit.layout.shard * 2
+    assert model.stats().gathered_bytes == unit.group.layout.shard * 2
+    add_grads(model, tensors(2))
+    assert model.stats().shard_bytes == total // 2 * (4 + 4)
+    model.forget_grads()
+    assert model.stats().shard_bytes == total // 2 * 4
 
 
 def test_memory_is_the_slots_and_the_shards():

@@ -57,7 +57,7 @@ def train_in_many_orders(rank: int, c: Config) -> tuple[list[int], int]:
             state.exp_avg_sq.zero_()
         loss = engine.train_step(batch, 1e-2).loss
         engine.assert_clean()
-        got = [loss, *(unit.main.clone() for unit in engine.sharded.units.values())]
+        got = [loss, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
         if not expected:
             expected = got
         elif not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
@@ -162,7 +162,7 @@ def interrupted(rank: int, c: Config) -> bool:
     engine.init_weights()
     result = engine.train_step(batch, 1e-2)
     expected, loads = result.loss.clone(), {n: load.tolist() for n, load in result.loads.items()}
-    weights = [unit.main.clone() for unit in engine.sharded.units.values()]
+    weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
     engine.init_weights()
     engine.optimizer.steps = 0
     for state in engine.optimizer.state.values():
@@ -178,7 +178,7 @@ def interrupted(rank: int, c: Config) -> bool:
     result = engine.train_step(batch, 1e-2)
     engine.assert_clean()
     assert {n: load.tolist() for n, load in result.loads.items()} == loads
-    again = [unit.main for unit in engine.sharded.units.values()]
+    again = [unit.group.main for unit in engine.sharded.units.values()]
     return torch.equal(result.loss, expected) and all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
 
 
