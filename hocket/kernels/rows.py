@@ -17,8 +17,20 @@ from torch import Tensor
 
 BLOCK = 2048
 """Columns of a tile at most; with 128 threads, each holds 32 bytes of every bf16 row."""
+GATHERED = 4
+"""Rows of a program that only copies."""
 PAIRS = 8192
 """Elements of a tile of all choices at most."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _group_gather(x, order, y, rows, width, block_r: tl.constexpr, block: tl.constexpr):
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    for i in tl.static_range(block_r):
+        row = tl.program_id(0).to(tl.int64) * block_r + i
+        inside = (column < width) & (row < rows)
+        source = tl.load(order + row, mask=row < rows, other=0).to(tl.int64)
+        tl.store(y + row * width + column, tl.load(x + source * width + column, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -103,6 +115,17 @@ def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
     """The grid, and the columns of a tile."""
     block = min(BLOCK, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
+
+
+def gather(x_RD: Tensor, order_R: Tensor) -> Tensor:
+    """Rows `x[order]`."""
+    rows, width = order_R.numel(), x_RD.shape[1]
+    y_RD = x_RD.new_empty(rows, width)
+    if y_RD.numel():
+        (_, columns), block = _tiles(rows, width)
+        grid = (triton.cdiv(rows, GATHERED), columns)
+        _group_gather[grid](x_RD.contiguous(), order_R, y_RD, rows, width, GATHERED, block, num_warps=4)
+    return y_RD
 
 
 def permute(x_TD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:

@@ -239,11 +239,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_R)
-        return x_RD.index_select(0, order_R)
+        return _gathered(x_RD, order_R)
 
     @staticmethod
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return g_RD.index_select(0, ctx.saved_tensors[0]), None, None
+        return _gathered(g_RD, ctx.saved_tensors[0]), None, None
+
+
+def _gathered(x_RD: Tensor, order_R: Tensor) -> Tensor:
+    if usable(x_RD):
+        from hocket.kernels import rows
+
+        return rows.gather(x_RD, order_R)
+    return x_RD.index_select(0, order_R)
 
 
 class _Permute(torch.autograd.Function):

@@ -47,7 +47,7 @@ def rows() -> None:
     for top_k, width in ((8, 2048), (3, 100)):
         x, probs, inverse = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4 * top_k)
         sent = kernels.permute(x, inverse, top_k)
-        kernels.permute_backward(sent, inverse, top_k)
+        kernels.permute_backward(kernels.gather(sent, inverse), inverse, top_k)
         kernels.unpermute(sent, probs, inverse, x, None)
         kernels.unpermute(sent, probs, inverse, x, x)
         kernels.unpermute_backward(x, sent, probs, inverse)

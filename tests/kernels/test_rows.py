@@ -67,6 +67,14 @@ def test_unpermute(tokens, top_k, width, dtype, spread_of_experts, seed, has_sha
     torch.testing.assert_close(g_probs, probs.grad, rtol=1e-5, atol=1e-4)
 
 
+@given(rows=st.integers(0, 9), width=CASES["width"], dtype=CASES["dtype"], seed=CASES["seed"])
+@settings(max_examples=20)
+def test_gather(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, order = torch.randn(rows, width).to(dtype), torch.randperm(rows).to(torch.int32)
+    assert torch.equal(kernels.gather(x, order), x[order])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_strides(dtype: torch.dtype) -> None:
     """Gradients come as autograd made them: transposed, or one number for all."""
