@@ -36,6 +36,7 @@ from hocket.model.transformer import cross_entropy
 from hocket.parallel.expert import Splits, group_rows, permute, route, unpermute
 from hocket.plan.cost import model_flops_per_token
 from hocket.runtime.functional import add_rms_norm, linear, rms_norm
+from hocket.runtime.transports import RowTable
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""

@@ -23,8 +23,8 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.comm import make_groups
-from hocket.runtime.peer_copies import PeerCopies, Table, peer_copies
-from hocket.runtime.transports import Nccl
+from hocket.runtime.peer_copies import PeerCopies, peer_copies
+from hocket.runtime.transports import Nccl, RowTable
 
 HIDDEN, TOP_K = 2048, 8
 
@@ -45,16 +45,15 @@ def tables(rows: int, world: int) -> dict[str, list[list[int]]]:
 class Exchange:
     """Rows to send, room for those that arrive, and both ways to get them there."""
 
-    def __init__(self, table: Table, rank: int, nccl: Nccl, copies: PeerCopies, device: torch.device) -> None:
+    def __init__(self, table: RowTable, nccl: Nccl, copies: PeerCopies, device: torch.device) -> None:
         self.table, self.nccl, self.copies = table, nccl, copies
-        self.send, self.receive = list(table[rank]), [line[rank] for line in table]
         numbers: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        self.rows = torch.randn(sum(self.send), HIDDEN, **numbers)
-        self.out = torch.empty(sum(self.receive), HIDDEN, **numbers)
-        self.leaving = (sum(self.send) - self.send[rank]) * HIDDEN * 2
+        self.rows = torch.randn(sum(table.send), HIDDEN, **numbers)
+        self.out = torch.empty(sum(table.receive), HIDDEN, **numbers)
+        self.leaving = (sum(table.send) - table.send[table.rank]) * HIDDEN * 2
 
     def by_nccl(self) -> None:
-        self.nccl.all_to_all(self.out, self.rows, self.receive, self.send)
+        self.nccl.all_to_all(self.out, self.rows, self.table)
 
     def by_copies(self) -> None:
         self.copies.exchange(self.out, self.rows, self.table)
@@ -86,7 +85,7 @@ def main() -> None:
     cases: dict[str, Call] = {}
     alone: dict[str, Any] = {}
     for name, table in tables(rows, world).items():
-        exchange = Exchange(table, rank, nccl, copies, device)
+        exchange = Exchange(RowTable(table, rank), nccl, copies, device)
         with torch.cuda.stream(clock.lanes[0]):
             exchange.check()
         for way, call in (("nccl", exchange.by_nccl), ("copies", exchange.by_copies)):

@@ -20,6 +20,7 @@ from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.expert import Splits, balance_bias
+from hocket.runtime.transports import RowTable
 
 Batch = tuple[Tensor, Tensor]
 """Token ids and targets of one microbatch of one data-parallel rank, both [B, S]."""
@@ -144,7 +145,7 @@ def moe_layer(layers: list[MoELayer], xs: list[Tensor]) -> tuple[list[Tensor], T
     for rank, layer in enumerate(layers):
         received = torch.cat([sent[source][rank] for source in range(ep)])
         recv = [sizes[source][rank] for source in range(ep)]
-        out = layer.forward_experts(received, Splits(sizes[rank], recv, counts[:, rank]))
+        out = layer.forward_experts(received, Splits(RowTable(sizes, rank), counts[:, rank]))
         returned.append(out.split(recv))
     outputs = []
     for source, layer in enumerate(layers):

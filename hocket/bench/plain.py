@@ -30,13 +30,14 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
         self.group, self.size, self.rank = group, size, rank
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        """Row p of the result is what rank p sends here; of `counts` [P, L], what is sent to p."""
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's `counts` [P, L] of what it sends to each: [P, P, L]."""
+        every = counts.new_zeros(self.size, *counts.shape)
         if self.group is None:
-            return counts
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=self.group)
-        return received
+            every[:, self.rank] = every[self.rank] = counts
+            return every
+        dist.all_gather_into_tensor(every.view(-1), counts.contiguous().view(-1), group=self.group)
+        return every
 
     def move(self, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
         """Rows [R, D] to where they belong; backward moves their gradients back."""
@@ -69,9 +70,9 @@ class SyncMoELayer(MoELayer):
     def forward(self, x_BSD: Tensor) -> Tensor:
         rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
         splits: Splits = exchange_counts(routing, self.exchange)
-        rows_RD = self.exchange.move(rows_RD, splits.recv, splits.send)
+        rows_RD = self.exchange.move(rows_RD, splits.table.receive, splits.table.send)
         rows_RD = self.forward_experts(rows_RD, splits)
-        rows_RD = self.exchange.move(rows_RD, splits.send, splits.recv)
+        rows_RD = self.exchange.move(rows_RD, splits.table.send, splits.table.receive)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
 
 

@@ -20,7 +20,7 @@ from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Routing, Splits, exchange_counts
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
-from hocket.runtime.comm import Groups, Pending
+from hocket.runtime.comm import Groups, Pending, RowTable
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
 
@@ -135,7 +135,7 @@ class Actions:
 
     def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
         splits = self._exchange(op)
-        return self._all_to_all(sides[0], splits.recv, splits.send)
+        return self._all_to_all(sides[0], splits.table)
 
     def _exchange(self, op: Op) -> Splits:
         splits = self._splits[_place(op)] = exchange_counts(self._routings[_place(op)], self._groups.a2a)
@@ -149,7 +149,7 @@ class Actions:
 
     def fwd_combine(self, op: Op, rows: Tensor) -> CommResult:
         splits = self._splits[_place(op)]
-        return self._all_to_all(rows, splits.send, splits.recv)
+        return self._all_to_all(rows, splits.table.back)
 
     def fwd_unpermute(self, op: Op, rows: Tensor, sides: list[Tensor | None]) -> Tensor:
         _, residual, shared, probs = sides
@@ -185,14 +185,14 @@ class Actions:
 
     def bwd_combine(self, op: Op, grads: tuple[Tensor, ...]) -> CommResult:
         splits = self._splits[_place(op)]
-        return self._all_to_all(grads[0], splits.recv, splits.send)
+        return self._all_to_all(grads[0], splits.table)
 
     def bwd_experts(self, op: Op, g: Any) -> Tensor | None:
         return self._backward(op, g[0] if self._layout.ep == 1 else g)[0]
 
     def bwd_dispatch(self, op: Op, g: Tensor) -> CommResult:
         splits = self._splits[_place(op)]
-        return self._all_to_all(g, splits.send, splits.recv)
+        return self._all_to_all(g, splits.table.back)
 
     def bwd_attn(self, op: Op, g: Tensor, *others: Any) -> Tensor | None:
         if self._layout.kinds[op.layer] == "dense":
@@ -241,10 +241,10 @@ class Actions:
 
     # -- communication of rows and activations ---------------------------------------------------------------
 
-    def _all_to_all(self, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> CommResult:
-        """Exchange rows [R, D]: `send[p]` rows go to expert-parallel rank p, `receive[p]` come from it."""
-        out = rows.new_empty((sum(receive), rows.shape[1]))
-        return out, self._groups.a2a.all_to_all(out, rows, receive, send)
+    def _all_to_all(self, rows: Tensor, table: RowTable) -> CommResult:
+        """Exchange rows [R, D] between expert-parallel ranks."""
+        out = rows.new_empty((sum(table.receive), rows.shape[1]))
+        return out, self._groups.a2a.all_to_all(out, rows, table)
 
     def send(self, op: Op, x: Tensor, *_kept: Any) -> CommResult:
         group = self._groups.send_act if op.part == "act" else self._groups.send_grad

@@ -8,7 +8,7 @@ warmed in one order on all ranks before the first step, so that no collective cr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -20,8 +20,9 @@ from torch import Tensor
 from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
+from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
-from hocket.runtime.transports import Gloo, Local, Nccl, Pending, Reduction, Transport, Window, nccl_options
+from hocket.runtime.transports import Gloo, Local, Nccl, Pending, Reduction, RowTable, Transport, Window, nccl_options
 
 __all__ = [
     "CommOptions",
@@ -29,6 +30,7 @@ __all__ = [
     "Groups",
     "Link",
     "Pending",
+    "RowTable",
     "TransportName",
     "Window",
     "everyone",
@@ -89,6 +91,8 @@ class CommOptions:
     """SMs of one collective on NCCL."""
     p2p_ctas: int = 4
     """SMs of one pipeline send or receive on NCCL."""
+    arrival: int = 64 << 20
+    """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
     """The emulated network of the slow transport; purposes that are missing are not slowed."""
     spin: Callable[[float], None] | None = None
@@ -148,22 +152,22 @@ class Group:
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
         return self.transport.reduce_sum(full, into, scale, add)
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        """Exchange rows (dimension 0): `in_splits[p]` of `rows` go to p, `out_splits[p]` of `out` come from p."""
-        assert rows.shape[0] == sum(in_splits), f"{self.name}: {rows.shape[0]} rows, splits {list(in_splits)}"
-        assert out.shape[0] == sum(out_splits), f"{self.name}: {out.shape[0]} rows, splits {list(out_splits)}"
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
+        """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0."""
+        assert rows.shape[0] == sum(table.send), f"{self.name}: {rows.shape[0]} rows to send, {table}"
+        assert out.shape[0] == sum(table.receive), f"{self.name}: {out.shape[0]} rows to receive, {table}"
         row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
-        self._count("all_to_all", (rows.shape[0] - in_splits[self.rank]) * row)
-        return self.transport.all_to_all(out, rows, out_splits, in_splits)
+        self._count("all_to_all", (rows.shape[0] - table.send[self.rank]) * row)
+        return self.transport.all_to_all(out, rows, table)
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        """Row p of the result is what p holds in row `rank` of its `counts` (size, ...).
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's `counts` (size, ...), which say what it sends to each: (size, size, ...), from rank 0 first.
 
         Waits on a CPU; stream-ordered on a GPU.
         """
         assert counts.shape[0] == self.size, f"{self.name}: counts of shape {tuple(counts.shape)} for {self.size} ranks"
-        self._count("all_to_all_counts", counts.nbytes)
-        return self.transport.all_to_all_counts(counts)
+        self._count("all_counts", (self.size - 1) * counts.nbytes)
+        return self.transport.all_counts(counts)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Send a contiguous tensor. The n-th send to a rank meets its n-th receive from this one."""
@@ -293,13 +297,15 @@ def _connect(
     timeout = timedelta(seconds=options.timeout)
     if on_gpu:
         ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
-        pg_options = (copy_engine_options if copied else nccl_options)(ctas, timeout)
+        pg_options = (copy_engine_options if copied and purpose != "a2a" else nccl_options)(ctas, timeout)
         made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     else:
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
     if not member:
         return None
     assert isinstance(made, dist.ProcessGroup)
+    if copied and purpose == "a2a":
+        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device))
     if copied:
         return CopyEngine(made, ranks, device)
     real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
@@ -340,8 +346,8 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
         for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
     elif group.name == "a2a":
-        ones = [1] * group.size
-        group.all_to_all(torch.empty_like(rows), rows, ones, ones).wait()
-        group.all_to_all_counts(rows[:, :1].long())
+        table = RowTable([[1] * group.size] * group.size, group.rank)
+        group.all_to_all(torch.empty_like(rows), rows, table).wait()
+        group.all_counts(rows[:, :1].long())
     else:
         group.all_reduce(rows).wait()

@@ -18,6 +18,7 @@ round between, which the peer has entered behind its own copying-out of the firs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-Table = Sequence[Sequence[int]]
-"""`table[s][d]` rows go from rank s to rank d of the group; all ranks have the same."""
+from hocket.runtime.transports import DONE, Nccl, Pending, RowTable
 
 
 class PeerCopies:
@@ -42,7 +42,7 @@ class PeerCopies:
         """Bytes of one arrival buffer."""
         return self.arrivals[0].shape[1]
 
-    def exchange(self, out: Tensor, rows: Tensor, table: Table) -> None:
+    def exchange(self, out: Tensor, rows: Tensor, table: RowTable) -> None:
         """Send `rows` [R, D], those for rank 0 first; `out` [R', D] becomes what arrives, that of rank 0 first.
 
         Runs on the current stream, on which all exchanges of the group are issued.
@@ -50,21 +50,21 @@ class PeerCopies:
         assert out.is_contiguous()
         assert rows.is_contiguous()
         me, world = self.rank, range(len(self.arrivals))
-        sent, received = [_edges(table[me]), _edges([line[me] for line in table])]
+        sent, received = _edges(table.send), _edges(table.receive)
         mine = out[received[me] : received[me + 1]]
         mine.copy_(rows[sent[me] : sent[me + 1]])
         width = rows.shape[1] * rows.itemsize
         capacity = self.nbytes // max(1, width)
         assert capacity, f"a row of {width} bytes does not fit into an arrival buffer of {self.nbytes}"
-        most = max(sum(line[d] for line in table) for d in world)
+        most = max(sum(line[d] for line in table.rows) for d in world)
         for low in range(0, most, capacity):
             high = low + capacity
             here = [buffer[self._rounds % 2] for buffer in self.arrivals]
             self._rounds += 1
             for step in world[1:]:  # each rank begins with another peer
                 peer = (me + step) % len(here)
-                first = sum(table[s][peer] for s in range(me))  # among the rows that the peer gets
-                a, b = max(low, first), min(high, first + table[me][peer])
+                first = sum(line[peer] for line in table.rows[:me])  # among the rows that the peer gets
+                a, b = max(low, first), min(high, first + table.send[peer])
                 if a < b:
                     into = here[peer][(a - low) * width : (b - low) * width]
                     into.copy_(_bytes(rows[sent[peer] + a - first : sent[peer] + b - first]))
@@ -72,6 +72,17 @@ class PeerCopies:
             for a, b in ((low, min(high, received[me])), (max(low, received[me + 1]), min(high, received[-1]))):
                 if a < b:
                     _bytes(out[a:b]).copy_(here[me][(a - low) * width : (b - low) * width])
+
+
+@dataclass
+class CopiedRows(Nccl):
+    """Exchanges rows by copies; whatever else is asked of the group runs on NCCL's kernels."""
+
+    copies: PeerCopies
+
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
+        self.copies.exchange(out, rows, table)
+        return DONE
 
 
 def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> PeerCopies:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hocket.runtime.transports import DONE, Pending, Reduction, Transport, write_scaled
+from hocket.runtime.transports import DONE, Pending, Reduction, RowTable, Transport, write_scaled
 
 
 @dataclass
@@ -58,13 +58,16 @@ class Null:
             write_scaled(mine, into, scale)
         return DONE
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         self._fill(out)
         return DONE
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        """Every peer sends what this rank would keep for itself."""
-        return counts[self.rank].expand_as(counts).contiguous()
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every peer sends what this rank would keep for itself, and nobody anything to others."""
+        every = counts.new_zeros(self.size, *counts.shape)
+        every[:, self.rank] = counts[self.rank]
+        every[self.rank] = counts
+        return every
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         return DONE
@@ -132,16 +135,16 @@ class Slow:
         nbytes = full.nbytes - into.numel() * full.itemsize
         return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add))
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        foreign = sum(in_splits) - in_splits[self.rank]
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
+        foreign = sum(table.send) - table.send[self.rank]
         nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
-        return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, out_splits, in_splits))
+        return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, table))
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+    def all_counts(self, counts: Tensor) -> Tensor:
         received: list[Tensor] = []
 
         def start() -> Pending:
-            received.append(self.inner.all_to_all_counts(counts))
+            received.append(self.inner.all_counts(counts))
             return DONE
 
         self._late(counts.nbytes, start).wait()

@@ -30,6 +30,30 @@ from torch import Tensor
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+@dataclass(frozen=True)
+class RowTable:
+    """How many rows an exchange moves: `rows[s][d]` from rank s to rank d of the group. All ranks know all of it."""
+
+    rows: list[list[int]]
+    rank: int
+
+    @property
+    def send(self) -> list[int]:
+        """Rows that this rank sends to each."""
+        return self.rows[self.rank]
+
+    @property
+    def receive(self) -> list[int]:
+        """Rows that this rank gets from each."""
+        return [line[self.rank] for line in self.rows]
+
+    @property
+    def back(self) -> RowTable:
+        """The exchange that brings all rows back."""
+        return RowTable([list(column) for column in zip(*self.rows, strict=True)], self.rank)
+
+
 Reduction = Literal["sum", "max", "min"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -109,8 +133,8 @@ class Transport(Protocol):
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending: ...
-    def all_to_all_counts(self, counts: Tensor) -> Tensor: ...
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending: ...
+    def all_counts(self, counts: Tensor) -> Tensor: ...
     def send(self, tensor: Tensor, to: int) -> Pending: ...
     def recv(self, tensor: Tensor, source: int) -> Pending: ...
     def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending: ...
@@ -168,12 +192,12 @@ class Local:
         local_sum(full.view(1, -1), into.view(-1), scale, add)
         return DONE
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         out.copy_(rows)
         return DONE
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        return counts.clone()
+    def all_counts(self, counts: Tensor) -> Tensor:
+        return counts.clone().unsqueeze(0)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         raise AssertionError("a group of one has nobody to send to")
@@ -226,16 +250,16 @@ class Gloo:
 
         return Pending(work.wait).then(accumulate)
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         work = dist.all_to_all_single(
-            _bytes(out), _bytes(rows), list(out_splits), list(in_splits), group=self.group, async_op=True
+            _bytes(out), _bytes(rows), table.receive, table.send, group=self.group, async_op=True
         )
         assert work is not None
         return Pending(work.wait)
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        out = torch.empty_like(counts)
-        dist.all_to_all_single(out, counts, group=self.group)
+    def all_counts(self, counts: Tensor) -> Tensor:
+        out = counts.new_empty(len(self.ranks), *counts.shape)
+        _all_gather(out.view(-1), counts.contiguous().view(-1), group=self.group)
         return out
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -283,13 +307,13 @@ class Nccl:
         self.scratch.give(part)
         return DONE
 
-    def all_to_all(self, out: Tensor, rows: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Pending:
-        dist.all_to_all_single(out, rows, list(out_splits), list(in_splits), group=self.group)
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
+        dist.all_to_all_single(out, rows, table.receive, table.send, group=self.group)
         return DONE
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
-        out = torch.empty_like(counts)
-        dist.all_to_all_single(out, counts, group=self.group)
+    def all_counts(self, counts: Tensor) -> Tensor:
+        out = counts.new_empty(len(self.ranks), *counts.shape)
+        _all_gather(out.view(-1), counts.contiguous().view(-1), group=self.group)
         return out
 
     def send(self, tensor: Tensor, to: int) -> Pending:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.parallel.expert import Routing, Splits, group_rows, permute, route, ungroup_rows, unpermute
+from hocket.runtime.transports import RowTable
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]
@@ -114,11 +115,11 @@ def test_numbers_gone_wrong_stay_inside() -> None:
     "counts", [[[3, 0], [0, 5], [7, 1]], [[0] * 4, [0] * 4], [[5000, 1, 0], [0, 0, 9000]]], ids=str
 )
 def test_grouping(counts: list[list[int]]) -> None:
-    recv = [sum(of_rank) for of_rank in counts]
-    by_formula, by_kernel = (Splits(recv, recv, torch.tensor(counts, device="cuda")) for _ in range(2))
+    table = RowTable([[sum(of_rank)] + [0] * (len(counts) - 1) for of_rank in counts], 0)
+    by_formula, by_kernel = (Splits(table, torch.tensor(counts, device="cuda")) for _ in range(2))
     with formulas():
         expected = [by_formula.offsets_L, by_formula.order_R, by_formula.inverse_R]
     found = [by_kernel.offsets_L, by_kernel.order_R, by_kernel.inverse_R]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    rows = torch.randn(sum(recv), 16, device="cuda")
+    rows = torch.randn(sum(table.receive), 16, device="cuda")
     assert torch.equal(ungroup_rows(group_rows(rows, by_kernel), by_kernel), rows)

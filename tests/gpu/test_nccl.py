@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hocket.parallel.mesh import Mesh
-from hocket.runtime.comm import CommOptions, Group, Link, make_groups
+from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [
@@ -31,16 +31,16 @@ def _collectives(rank):
     shard = torch.full((N,), rank + 1.0, device=device, dtype=torch.bfloat16)
     into, norm = torch.zeros(N, device=device), torch.zeros(1, device=device, dtype=torch.float64)
     rows = torch.arange(4 * (8 + 2 * rank), device=device).view(-1, 4).bfloat16() + rank
-    mine, theirs = [3 + rank, 5 + rank], [3, 4] if rank == 0 else [5, 6]
-    got = torch.empty(sum(theirs), 4, device=device, dtype=torch.bfloat16)
+    table = RowTable([[3, 5], [4, 6]], rank)
+    got = torch.empty(sum(table.receive), 4, device=device, dtype=torch.bfloat16)
 
     def work():
         into.fill_(1)
         norm.fill_(rank + 1.0)
         assert groups.gather_dense.all_gather(out, shard).done
         assert groups.reduce_dense.reduce_sum(out, into, 0.5).done
-        received = groups.a2a.all_to_all_counts(counts + rank)
-        groups.a2a.all_to_all(got, rows, theirs, mine)
+        received = groups.a2a.all_counts(counts + rank)
+        groups.a2a.all_to_all(got, rows, table)
         groups.control.all_reduce(norm)
         return received
 
@@ -59,7 +59,7 @@ def _collectives(rank):
     assert out[N:].eq(2).all()
     # Both ranks hold the same gathered buffer, ones then twos; each adds half of twice its own part.
     assert into.eq(1 + (rank + 1)).all()
-    assert received.flatten().tolist() == theirs
+    assert received.squeeze(-1).tolist() == table.rows
     first = torch.arange(32, device=device).view(-1, 4).bfloat16()
     second = torch.arange(40, device=device).view(-1, 4).bfloat16() + 1
     assert torch.equal(got, torch.cat([first[:3], second[:4]] if rank == 0 else [first[3:], second[4:]]))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hocket.config import ModelConfig
 from hocket.kernels.routing import choose, regroup
 from hocket.parallel.expert import Splits, route
+from hocket.runtime.transports import RowTable
 
 CONFIGS = st.builds(
     lambda sizes, **others: ModelConfig(experts=sizes[0], top_k=sizes[1], **others),
@@ -79,7 +80,7 @@ def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
 @settings(max_examples=20)
 def test_regroup(counts: list[list[int]]) -> None:
     recv = [sum(of_rank) for of_rank in counts]
-    splits = Splits(recv, recv, torch.tensor(counts))
+    splits = Splits(RowTable([[rows] + [0] * (len(recv) - 1) for rows in recv], 0), torch.tensor(counts))
     ends, order, inverse = regroup(splits.counts_PL, sum(recv))
     assert torch.equal(ends, splits.offsets_L)
     if len(recv) > 1:

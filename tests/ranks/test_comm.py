@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hocket.parallel.mesh import PURPOSES, Mesh
-from hocket.runtime.comm import CommOptions, Group, Link, make_groups
+from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks
 
@@ -148,19 +148,20 @@ def _all_to_all(rank, world, splits, dtype):
     """splits[p][q]: rows that p sends to q."""
     groups = make_groups(Mesh(dp=world, ep=world), rank, CPU, "gloo")
     counts = torch.tensor(splits[rank]).view(world, 1)
-    received = groups.a2a.all_to_all_counts(counts)
-    assert received.flatten().tolist() == [splits[p][rank] for p in range(world)]
+    every = groups.a2a.all_counts(counts)
+    assert every.shape == (world, world, 1)
+    assert every.squeeze(-1).tolist() == splits
+    table = RowTable(splits, rank)
 
     def rows(p, q):
         return (torch.arange(splits[p][q] * 3).view(-1, 3) + 10 * p + 100 * q).to(dtype)
 
     sent = torch.cat([rows(rank, q) for q in range(world)])
-    out = torch.empty(int(received.sum()), 3, dtype=dtype)
-    out_splits = received.flatten().tolist()
-    groups.a2a.all_to_all(out, sent, out_splits, splits[rank]).wait()
+    out = torch.empty(sum(table.receive), 3, dtype=dtype)
+    groups.a2a.all_to_all(out, sent, table).wait()
     assert torch.equal(out, torch.cat([rows(p, rank) for p in range(world)]))
     back = torch.empty_like(sent)
-    groups.a2a.all_to_all(back, out, splits[rank], out_splits).wait()
+    groups.a2a.all_to_all(back, out, table.back).wait()
     assert torch.equal(back, sent)
 
 
@@ -225,10 +226,11 @@ def test_null_needs_no_peers_and_keeps_shapes():
     assert groups.gather_dense.all_gather(slot, torch.zeros(4)).done
     assert torch.equal(slot, torch.arange(16.0))
     counts = torch.arange(8).view(4, 2)
-    received = groups.a2a.all_to_all_counts(counts)
-    assert received.tolist() == [[2, 3]] * 4
+    table = RowTable(groups.a2a.all_counts(counts).sum(-1).tolist(), 1)
+    assert table.receive == [5] * 4
+    assert table.send == counts.sum(1).tolist()
     sent, out = torch.zeros(28, 5, dtype=BF16), torch.full((20, 5), float("nan"), dtype=BF16)
-    groups.a2a.all_to_all(out, sent, received.sum(1).tolist(), counts.sum(1).tolist()).wait()
+    groups.a2a.all_to_all(out, sent, table).wait()
     assert out.isfinite().all()
     assert 0.5 < out.float().std() < 2
     into = torch.zeros(4)
@@ -286,7 +288,7 @@ def _two_links(rank):
         start().wait()
         return time.monotonic() - begin
 
-    fast = min(seconds(lambda: groups.a2a.all_to_all(out, rows, [1, 1], [1, 1])) for _ in range(3))
+    fast = min(seconds(lambda: groups.a2a.all_to_all(out, rows, RowTable([[1, 1], [1, 1]], rank))) for _ in range(3))
     slow = min(seconds(lambda: groups.gather_dense.all_gather(full, shard)) for _ in range(3))
     groups.destroy()
     return fast, slow
@@ -303,5 +305,7 @@ def test_sizes_that_do_not_fit_are_our_own_mistake():
     group = make_groups(Mesh(), 0, CPU, "gloo").gather_dense
     with pytest.raises(AssertionError, match="gather_dense"):
         group.all_gather(torch.empty(5), torch.empty(4))
-    with pytest.raises(AssertionError, match="splits"):
-        group.all_to_all(torch.empty(2, 1), torch.empty(3, 1), [2], [2])
+    with pytest.raises(AssertionError, match="3 rows to send"):
+        group.all_to_all(torch.empty(2, 1), torch.empty(3, 1), RowTable([[2]], 0))
+    with pytest.raises(AssertionError, match="3 rows to receive"):
+        group.all_to_all(torch.empty(3, 1), torch.empty(2, 1), RowTable([[2]], 0))

@@ -22,6 +22,7 @@ from hocket.parallel.expert import (
     ungroup_rows,
     unpermute,
 )
+from hocket.runtime.transports import RowTable
 
 CONFIG = ModelConfig(hidden=8, experts=8, top_k=3)
 
@@ -203,9 +204,9 @@ class FakeGroup:
     def size(self) -> int:
         return len(self.sent)
 
-    def all_to_all_counts(self, counts: Tensor) -> Tensor:
+    def all_counts(self, counts: Tensor) -> Tensor:
         assert torch.equal(counts, self.sent[self.rank])
-        return torch.stack([sent[self.rank] for sent in self.sent])
+        return torch.stack(self.sent)
 
 
 @settings(max_examples=40)
@@ -222,9 +223,11 @@ def test_every_row_reaches_its_expert_and_comes_back(ranks: int, local: int, tok
         for r, routing in enumerate(routings)
         for e in [expert.repeat_interleave(routing.counts_E)]
     ]
-    parts = [rows[r].split(splits[r].send) for r in range(ranks)]
+    parts = [rows[r].split(splits[r].table.send) for r in range(ranks)]
     for r in range(ranks):
-        assert splits[r].recv == [splits[s].send[r] for s in range(ranks)]
+        assert splits[r].table.receive == [splits[s].table.send[r] for s in range(ranks)]
+        assert splits[r].table.back.send == splits[r].table.receive
+        assert splits[r].table.back.receive == splits[r].table.send
         received = torch.cat([parts[s][r] for s in range(ranks)])
         grouped = group_rows(received, splits[r])
         assert splits[r].offsets_L.dtype is torch.int32
@@ -239,7 +242,7 @@ def test_every_row_reaches_its_expert_and_comes_back(ranks: int, local: int, tok
 
 
 def test_grouping_is_differentiable_by_gathers() -> None:
-    splits = Splits([3, 4], [3, 4], torch.tensor([[1, 2], [4, 0]]))
+    splits = Splits(RowTable([[3, 4], [4, 0]], 0), torch.tensor([[1, 2], [4, 0]]))
     rows = torch.randn(7, 4, requires_grad=True)
     grouped = group_rows(rows, splits)
     assert torch.equal(grouped, rows[torch.tensor([0, 3, 4, 5, 6, 1, 2])])
@@ -257,14 +260,14 @@ def test_without_a_group_nothing_moves() -> None:
     _, routing = random_route(5)
     splits = exchange_counts(routing, None)
     rows = torch.randn(15, 4)
-    assert splits.send == splits.recv == [15]
+    assert splits.table.send == splits.table.receive == [15]
     assert group_rows(rows, splits) is rows
     assert ungroup_rows(rows, splits) is rows
     assert splits.offsets_L.tolist() == routing.counts_E.cumsum(0).tolist()
 
 
 def test_a_rank_that_receives_nothing() -> None:
-    splits = Splits([2, 0], [0, 0], torch.zeros(2, 3, dtype=torch.int64))
+    splits = Splits(RowTable([[0, 2], [0, 0]], 0), torch.zeros(2, 3, dtype=torch.int64))
     rows = torch.empty(0, 4, requires_grad=True)
     assert ungroup_rows(group_rows(rows, splits), splits).shape == (0, 4)
     assert splits.offsets_L.tolist() == [0, 0, 0]

@@ -15,6 +15,7 @@ from hocket.plan.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.actions import Actions, Microbatch
+from hocket.runtime.comm import RowTable
 from tests.helpers.ranks import run_ranks
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -39,10 +40,10 @@ class Watched(Actions):
 
     rows: dict[str, tuple[int, int, list[int], list[int]]]
 
-    def _all_to_all(self, rows: torch.Tensor, receive: Any, send: Any) -> Any:
-        out, pending = super()._all_to_all(rows, receive, send)
+    def _all_to_all(self, rows: torch.Tensor, table: RowTable) -> Any:
+        out, pending = super()._all_to_all(rows, table)
         assert out is not None
-        self.rows[self.current] = (len(rows), len(out), list(send), list(receive))
+        self.rows[self.current] = (len(rows), len(out), table.send, table.receive)
         return out, pending
 
     def find(self, op: Op) -> Any:

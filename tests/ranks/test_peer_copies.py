@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.runtime.peer_copies import PeerCopies
+from hocket.runtime.transports import RowTable
 
 
 def exchange(tables, width, capacity, dtype=torch.bfloat16):
@@ -24,7 +25,7 @@ def exchange(tables, width, capacity, dtype=torch.bfloat16):
         for i, table in enumerate(tables):
             parts = [rows(i, me, d, table[me][d], width, dtype) for d in range(world)]
             out = torch.full((sum(line[me] for line in table), width), float("nan"), dtype=dtype)
-            copies.exchange(out, torch.cat(parts), table)
+            copies.exchange(out, torch.cat(parts), RowTable(table, me))
             found.append(out)
         return found
 
@@ -67,6 +68,4 @@ def test_any_table(data):
 def test_a_row_must_fit():
     copies = PeerCopies(0, [torch.zeros(2, 4, dtype=torch.uint8)] * 2, lambda: None)
     with pytest.raises(AssertionError, match="a row of 8 bytes does not fit into an arrival buffer of 4"):
-        copies.exchange(
-            torch.empty(0, 4, dtype=torch.bfloat16), torch.empty(1, 4, dtype=torch.bfloat16), [[0, 1], [0, 0]]
-        )
+        copies.exchange(torch.empty(0, 4).bfloat16(), torch.empty(1, 4).bfloat16(), RowTable([[0, 1], [0, 0]], 0))

@@ -37,6 +37,7 @@ from hocket.model.layers import DenseLayer
 from hocket.model.moe import MoELayer
 from hocket.parallel.expert import Routing, Splits
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.transports import RowTable
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage
 
 
@@ -217,7 +218,7 @@ class MoEParts(DenseParts):
 
     def dispatch(self, node: Any, rows_RD: Tensor) -> Tensor:
         splits = node.layer_state.splits = node.layer_state.counts.read()
-        return self.part.experts.rows.move(rows_RD, splits.recv, splits.send)
+        return self.part.experts.rows.move(rows_RD, splits.table.receive, splits.table.send)
 
     def inside(self, node: Any, x: Tensor) -> Tensor:
         with gathering(self.late_inside):
@@ -225,7 +226,8 @@ class MoEParts(DenseParts):
 
     def combine(self, node: Any, rows_RD: Tensor) -> Tensor:
         state = node.layer_state
-        rows_RD = self.part.experts.rows.move(rows_RD, state.splits.send, state.splits.recv)
+        table = state.splits.table
+        rows_RD = self.part.experts.rows.move(rows_RD, table.send, table.receive)
         return self.layer.forward_unpermute(  # pyrefly: ignore[not-callable]
             rows_RD, state.residual, state.shared, state.probs, state.routing
         )
@@ -235,9 +237,9 @@ class Counts:
     """How many rows go where: asked for on the device now, read by the host when the rows are sent."""
 
     def __init__(self, routing: Routing, exchange: Exchange) -> None:
-        sent_PL = routing.counts_E.view(exchange.size, -1)
-        self.received_PL = exchange.all_to_all_counts(sent_PL)
-        sizes = torch.stack([sent_PL.sum(1), self.received_PL.sum(1)])
+        every_PPL, self.rank = exchange.all_counts(routing.counts_E.view(exchange.size, -1)), exchange.rank
+        self.received_PL = every_PPL[:, self.rank].contiguous()
+        sizes = every_PPL.sum(-1)
         self.host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=sizes.is_cuda)
         self.host.copy_(sizes, non_blocking=True)
         self.copied = torch.Event(sizes.device)
@@ -245,8 +247,7 @@ class Counts:
 
     def read(self) -> Splits:
         self.copied.synchronize()
-        send, recv = self.host.tolist()
-        return Splits(send, recv, self.received_PL)
+        return Splits(RowTable(self.host.tolist(), self.rank), self.received_PL)
 
 
 class EmbedNode(PreProcessNode):

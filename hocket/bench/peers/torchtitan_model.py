@@ -22,6 +22,7 @@ from hocket.model.moe import Experts, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Splits, group_rows, ungroup_rows
 from hocket.runtime.functional import grouped_linear
+from hocket.runtime.transports import RowTable
 
 
 class TitanModel(nn.Module):
@@ -91,16 +92,17 @@ class GatheringExpertParallel(ExpertParallel):
         rows_RD, counts_E = inputs
         group, size = device_mesh.get_group(), device_mesh.size()
         with torch.no_grad():
-            sent_PL = counts_E.view(size, -1)
-            received_PL = Exchange(group, size, device_mesh.get_local_rank()).all_to_all_counts(sent_PL)
-            send, recv = torch.stack([sent_PL.sum(1), received_PL.sum(1)]).tolist()
-        self.splits = Splits(send, recv, received_PL)
-        rows_RD = all_to_all_single_autograd(rows_RD, recv, send, group)
+            rank = device_mesh.get_local_rank()
+            every_PPL = Exchange(group, size, rank).all_counts(counts_E.view(size, -1))
+            table, received_PL = RowTable(every_PPL.sum(-1).tolist(), rank), every_PPL[:, rank].contiguous()
+        self.splits = Splits(table, received_PL)
+        rows_RD = all_to_all_single_autograd(rows_RD, table.receive, table.send, group)
         return group_rows(rows_RD, self.splits), received_PL.sum(0)
 
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
         splits, group = self.splits, device_mesh.get_group()
-        return all_to_all_single_autograd(ungroup_rows(routed_output, splits), splits.send, splits.recv, group)
+        rows_RD, table = ungroup_rows(routed_output, splits), splits.table
+        return all_to_all_single_autograd(rows_RD, table.send, table.receive, group)
 
 
 def titan_model(workload: Workload, layers: range, first: bool, last: bool, *, compiled: bool) -> TitanModel:
