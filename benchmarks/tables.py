@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.contender_tables import contenders, gates, host_cost, settings
+from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -236,6 +237,9 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "weight_grads": ("weight_grads", weight_grads),
+    "kernels": ("kernels", pieces),
+    "kernels_layer": ("kernels", layers),
+    "kernels_of_layer": ("kernels", layer_kernels),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),

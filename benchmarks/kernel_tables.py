@@ -1,0 +1,42 @@
+"""Tables of `benchmarks.kernels`: each kernel beside its formula, and a MoE layer with and without kernels."""
+
+from __future__ import annotations
+
+from benchmarks.markdown import Result, table, us
+
+
+def pieces(result: Result) -> str:
+    """Forward and backward of every piece, both ways, and how near the kernels come to a copy's speed."""
+    rows = []
+    for piece in result["pieces"]:
+        cells = [f"{piece['name']}, {piece['tokens']:,} tokens"]
+        for what in ("forward", "backward"):
+            formula, kernel = piece["formula"][what], piece["kernel"][what]
+            share = kernel["bytes_per_second"] / result["copy_bytes_per_second"]
+            times = formula["seconds"] / kernel["seconds"]
+            cells += [us(formula["seconds"]), us(kernel["seconds"]), f"{times:.1f}", f"{share:.0%}"]
+        rows.append(cells)
+    head = [
+        f"{what}: {column}" for what in ("forward", "backward") for column in ("torch", "kernel", "times", "of copy")
+    ]
+    return table(["", *head], rows)
+
+
+def layers(result: Result) -> str:
+    """Forward and backward of a MoE layer."""
+    rows = []
+    for layer in result["layers"]:
+        formula, kernel = layer["formula"], layer["kernel"]
+        cells = [f"{way['seconds'] * 1e3:.2f} ms, {way['tflop_per_s']:.0f} TFLOP/s" for way in (formula, kernel)]
+        rows.append([f"{layer['tokens']:,} tokens", *cells, f"{formula['seconds'] / kernel['seconds']:.2f}"])
+    return table(["a MoE layer, forward and backward", "torch", "kernels", "times as fast"], rows)
+
+
+def layer_kernels(result: Result) -> str:
+    """What the layer's time goes to, with kernels, at most tokens."""
+    layer = result["layers"][-1]["kernel"]
+    rows = [
+        [f"`{kernel['name'][:60]}`", f"{kernel['count']:.0f}", f"{kernel['microseconds']:,.0f} µs"]
+        for kernel in layer["kernels"][:20]
+    ]
+    return table(["kernel", "launches", "in all"], rows)
