@@ -20,11 +20,12 @@ class Null:
     Note: [The bound does the same work]
     Gathered slots hold this rank's part of the weights and keep what they have for others, normal numbers, since
     products of zeros draw less power and run faster. Received rows are overwritten with normal numbers, which costs the
-    memory writes that a real arrival costs too. Local work (casting weights, adding up gradients) is still done. An exchange of rows has splits like a real one: each rank sends the rows that
-    its own router chose, and gets from every peer as many as it keeps for itself, `size` times its own share; backward
-    uses the forward's splits, as always. A planned step updates with a learning rate of 0, so every step routes the same
-    way: nearly evenly, like an untrained router. So where a real run's load is uneven, what that costs
-    counts as cost of communication; the load that both report says how much of it there is.
+    memory writes that a real arrival costs too. Local work (casting weights, adding up gradients) is still done. An
+    exchange of rows has splits like a real one: each rank sends the rows that its own router chose, and gets from every
+    peer as many as it keeps for itself, `size` times its own share; backward uses the forward's splits, as always. A
+    planned step updates with a learning rate of 0, so every step routes the same way: nearly evenly, like an untrained
+    router. So where a real run's load is uneven, what that costs counts as cost of communication; the load that both
+    report says how much of it there is.
     """
 
     size: int

@@ -17,7 +17,7 @@ and the kernel that sums what has arrived waits for nobody. So they need no plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
