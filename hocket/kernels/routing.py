@@ -257,6 +257,7 @@ class _Choose(torch.autograd.Function):
 
         balance = balance_E.sum()
         ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
+        ctx.set_materialize_grads(False)
         ctx.config, ctx.aux = config, aux
         ctx.mark_non_differentiable(inverse_R, counts_E, balance)
         return probs_TK, inverse_R, counts_E, balance

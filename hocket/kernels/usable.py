@@ -38,11 +38,16 @@ def refuse_graph() -> None:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels may read these tensors, and nobody has to see or change each of torch's operations."""
+    """Whether kernels may read these tensors, and nobody has to see or change each of torch's operations.
+
+    A kernel runs on the current device, so that has to be theirs.
+    """
     if torch.compiler.is_compiling() or _refused:  # compiling first, for the rest cannot be traced
         return False
     return (
-        all(t.is_cuda and t.dtype in _DTYPES and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        all(t.is_cuda and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        and all(t.dtype in _DTYPES or not t.is_floating_point() for t in tensors)
+        and all(t.get_device() == torch.cuda.current_device() for t in tensors)
         and not torch.is_autocast_enabled("cuda")
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0

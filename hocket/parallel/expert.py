@@ -86,7 +86,7 @@ class Splits:
     @cached_property
     def _grouping(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computed at first use, on the lane that uses it."""
-        if self.counts_PL.is_cuda and usable():
+        if usable(self.counts_PL):
             from hocket.kernels.routing import regroup
 
             return regroup(self.counts_PL, sum(self.table.receive))
