@@ -7,6 +7,7 @@ benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fai
 
     <!-- table:step_time --> ... <!-- /table -->                      a table of results, with where it comes from
     <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
+    <!-- search:tiny --> ... <!-- /search -->                        what `hocket plan tiny --search` prints
     <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
     <!-- trace:tests/trace/fixtures --> ... <!-- /trace -->           what `hocket trace tests/trace/fixtures` prints
     <!-- step:--microbatches 2 --> ... <!-- /step -->                 what `benchmarks.shard_step` draws for such a step
@@ -27,6 +28,7 @@ from pathlib import Path
 from benchmarks.contender_tables import contenders, gates, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
+from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
     aims,
@@ -38,8 +40,9 @@ from benchmarks.sharding_tables import (
     parts_settings,
     weight_grads,
 )
+from hocket import searching
 from hocket.commands.options import parse
-from hocket.commands.plan import Plan, resolve_for_plan
+from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
 from hocket.plan.cost import HARDWARE
 from hocket.plan.ops import Program
@@ -246,6 +249,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "prediction": ("prediction", calibration),
     "calibration": ("calibration", calibration),
     "calibration_rest": ("calibration", calibration_rest),
+    "gains": ("calibration prediction", gains),
     "dense_peers": ("dense_peers", contenders),
     "dense_peers_settings": ("dense_peers", settings),
     "fsdp_headline": ("fsdp fsdp_long", headline),
@@ -309,6 +313,13 @@ def make_plan(words: str) -> str:
     return f"```\n$ hocket plan {words}\n{planned(words)[2]}\n```"
 
 
+def make_search(words: str) -> str:
+    """What `hocket plan WORDS --search` prints, without the time that it took."""
+    task = task_of(*parse(Plan, "plan", [*shlex.split(words), "--search"]))
+    found = searching.report(task, dataclasses.replace(searching.search(task), seconds=0.0))
+    return f"```\n$ hocket plan {words} --search\n{found}\n```"
+
+
 def make_ops(words: str) -> str:
     """The lines of one rank from one op to another. Raises ValueError if there are no such ops."""
     rank, first, last, command = (word.strip() for word in words.split(";"))
@@ -334,7 +345,10 @@ def make_step(words: str) -> str:
     return f"```\n{drawn(words)}\n```"
 
 
-MAKERS = {"table": make_table, "plan": make_plan, "ops": make_ops, "trace": make_trace, "step": make_step}
+MAKERS = {
+    "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
+    "step": make_step,
+}  # fmt: skip
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 

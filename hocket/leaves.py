@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 
 ANY = float("inf")
+
+type_hints = cache(get_type_hints)
+"""Types of a section's settings, by name; looking them up anew takes longer than all checks together."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.ffn"), (1, ANY)),
@@ -55,7 +59,7 @@ def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
     lines = []
     for setting in leaves(config):
         section, name = setting.split(".")
-        hint = get_type_hints(type(getattr(config, section)))[name]
+        hint = type_hints(type(getattr(config, section)))[name]
         value = leaf(config, setting)
         low, high = BOUNDS.get(setting, (-ANY, ANY))
         if not is_a(value, hint):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hocket import planning
+from hocket import planning, searching
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.plan.check import assert_valid
@@ -38,6 +38,10 @@ class Plan(RecipeOptions):
     """Traces of a run of the same sizes, one per rank, to take the costs of ops and contention from."""
     null_from: tuple[str, ...] = ()
     """Traces of that run with the null transport: contention is found more safely with them."""
+    search: bool = False
+    """Look for the settings of the plan that make the step shortest; what is set on the command line stays."""
+    memory: str = ""
+    """What a rank may hold at most in a plan that --search finds, such as 80GiB; empty is what the hardware has."""
 
 
 def run(words: list[str]) -> int:
@@ -47,6 +51,11 @@ def run(words: list[str]) -> int:
         raise ValueError(f"ops = {options.ops} (command line, --ops): out of range; fix: 0 or more, or -1 for all")
     if options.svg and options.svg == options.html:
         raise ValueError(f"svg = {options.svg} (command line, --svg): --html names it too; fix: two names")
+    if options.memory and not options.search:
+        raise ValueError("memory (command line, --memory): there is no --search; fix: add --search, or leave it out")
+    if options.search:
+        print(search(options, origins))
+        return 0
     settings = resolve_for_plan(options.config, origins)
     hardware = planning.hardware_of(settings, options.hardware)
     measured = costs_from(settings, options.from_, options.null_from, origins)
@@ -62,6 +71,31 @@ def run(words: list[str]) -> int:
         width = shutil.get_terminal_size((120, 40)).columns
         print(planning.report(settings, hardware, width, options.ops, measured))
     return 0
+
+
+def task_of(options: Plan, origins: dict[str, str]) -> searching.Task:
+    """What `--search` looks for."""
+    settings = resolve_for_plan(options.config, origins)
+    hardware = planning.hardware_of(settings, options.hardware)
+    return searching.Task(
+        config=options.config,
+        origins=origins,
+        resolve=resolve_for_plan,
+        hardware=hardware,
+        measured=costs_from(settings, options.from_, options.null_from, origins),
+        cap=searching.bytes_of(options.memory) if options.memory else hardware.memory,
+    )
+
+
+def search(options: Plan, origins: dict[str, str]) -> str:
+    """The best plan under the cap, as text or JSON."""
+    if options.svg or options.html:
+        raise ValueError("search (command line): draws nothing; fix: leave out --svg and --html, or --search")
+    task = task_of(options, origins)
+    result = searching.search(task)
+    if options.json:
+        return json_module.dumps(searching.as_json(task, result), indent=1)
+    return searching.report(task, result)
 
 
 def costs_from(

@@ -113,6 +113,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("plan.p2p_defer_layers", lambda c: (0, 1, 2, -1)),
         Choice("plan.p2p_defer_parts", lambda c: ("attn", "all")),
     ),
+    (Choice("plan.p2p_backward_lane", lambda c: ("on", "off")),),
     (Choice("plan.strategy", lambda c: ("optim_grads_params", "optim_grads")),),
     (Choice("plan.prefetch", lambda c: (0, 1, 2, 4)),),
 )

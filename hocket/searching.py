@@ -1,0 +1,276 @@
+"""From a recipe to the best plan that the search finds for it, and how that is told. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from hocket.config import Config
+from hocket.leaves import leaf, leaves, show
+from hocket.parallel.stages import layout_of
+from hocket.plan.check import assert_valid
+from hocket.plan.cost import CostTable, Hardware, Measurement
+from hocket.plan.pipeline import smallest_group, warmup
+from hocket.plan.search import WORTH, Changes, Found, Search, Trial, changed
+from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
+from hocket.plan.simulate import KINDS
+from hocket.plan.timeline import duration
+from hocket.planning import costs_of, predict, program_of
+from hocket.resolve import Settings
+
+DOUBT = 0.07
+"""Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""
+_ORDERS = 3
+"""Orders of a merged layer step that are tried beside those with names."""
+
+_BY_SIMULATION = ("plan.p2p_defer_layers", "plan.p2p_defer_parts")
+"""Settings that `auto` chooses by simulating steps: too slow to do it for every plan that is tried."""
+
+
+class Resolve(Protocol):
+    """From a configuration, and where its settings come from, to settings."""
+
+    def __call__(self, config: Config, origins: dict[str, str], price: Callable[[Config], CostTable], /) -> Settings:
+        """Raises ValueError for what the rules refuse."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to search for: the best plan of a recipe."""
+
+    config: Config
+    """As the user gave it, automatic settings still open."""
+    origins: Mapping[str, str]
+    """Where settings come from. What the user set on the command line stays as it is."""
+    resolve: Resolve
+    hardware: Hardware
+    measured: Measurement | None = None
+    cap: int = 0
+    """Bytes that a rank may hold; 0 means no limit."""
+
+    def settled(self, changes: Changes) -> Settings:
+        """The settings of a plan. Raises ValueError if they are refused."""
+        origins = {**self.origins, **dict.fromkeys(changes, "search")}
+        return self.resolve(changed(self.config, changes), origins, self.costs)
+
+    def costs(self, config: Config) -> CostTable:
+        """What ops cost."""
+        return costs_of(config, self.hardware, self.measured)
+
+    def without_simulations(self) -> Task:
+        """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
+        start = self.settled({})
+        return replace(self, config=changed(self.config, {name: leaf(start, name) for name in _BY_SIMULATION}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search found, and what it took."""
+
+    found: Found
+    tried: int
+    """Different plans that were priced."""
+    orders: int
+    """Orders of a merged layer step that were compared on a model of the step; 0 where there is nothing to order."""
+    suggested: tuple[str, ...]
+    """Those of them that were faster there than all that have names, the fastest first."""
+    seconds: float
+    """What the search took; 0 leaves it out of reports."""
+
+
+def search(task: Task) -> Result:
+    """Search. Raises ValueError if the configuration itself is refused."""
+    begun = time.perf_counter()
+    start = task.settled({})
+    layout = layout_of(start)
+    seconds = layer_seconds(task.costs(start), layout)
+    orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
+    price = Pricer(task)
+    found = Search(start, price, task.cap, task.origins, orders).run()
+    assert_valid(program_of(task.settled(found.path[-1].changes)))
+    return Result(
+        found=found,
+        tried=price.tried,
+        orders=len(all_orders()) if seconds else 0,
+        suggested=tuple(orders),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+class Pricer:
+    """Builds plans and asks the simulator; equal ones once."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._quick = task, task.without_simulations()
+        self._known: dict[tuple[Any, bool], Trial | None] = {}
+
+    @property
+    def tried(self) -> int:
+        """Different plans that were priced."""
+        return len({plan for (plan, _), trial in self._known.items() if trial})
+
+    def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
+        """See `plan.search.Price`."""
+        try:
+            settings = (self._task if whole else self._quick).settled(changes)
+        except ValueError:
+            return None
+        key = (settings.plan, whole or not _long(settings))
+        if key not in self._known:
+            self._known[key] = self._simulated(settings) if key[1] else self._estimated(settings)
+        trial = self._known[key]
+        return trial and replace(trial, changes=dict(changes))
+
+    def _estimated(self, settings: Settings) -> Trial | None:
+        """See Note: [Long steps are priced by their period] in plan/search.py."""
+        few, more = _steady(settings)
+        steps = (replace(settings, train=replace(settings.train, microbatches=n)) for n in (few, more))
+        short, long = (self._simulated(step) for step in steps)
+        if short is None or long is None:
+            return self._simulated(settings)
+        period = (long.seconds - short.seconds) / (more - few)
+        return replace(long, seconds=short.seconds + (settings.train.microbatches - few) * period)
+
+    def _simulated(self, settings: Settings) -> Trial | None:
+        """None if there is no legal order."""
+        try:
+            program = program_of(settings)
+        except ValueError:
+            return None
+        timeline = predict(settings, program, self._task.hardware, self._task.measured)
+        ranks = timeline.ranks
+        return Trial(
+            changes={},
+            seconds=float(timeline.makespan),
+            exposed={kind: sum(float(use.exposed[kind]) for use in ranks) / len(ranks) for kind in KINDS},
+            idle=sum(float(use.idle) for use in ranks) / len(ranks),
+            peak_bytes=max(use.peak_bytes for use in ranks),
+        )
+
+
+def _long(settings: Settings) -> bool:
+    """Whether an estimate takes half of the time that the whole step takes, or less."""
+    return sum(_steady(settings)) <= settings.train.microbatches // 2
+
+
+def _steady(settings: Settings) -> tuple[int, int]:
+    """Two numbers of microbatches that reach the steady state, a period apart, with the same rest as the whole step."""
+    plan, pp, count = settings.plan, settings.mesh.pp, settings.train.microbatches
+    group = plan.group or smallest_group(pp, plan.stride)
+    warm = warmup(pp, plan.chunks, count, group, 0, plan.merge == "on", plan.stride)
+    period = group if plan.chunks > 1 else 1
+    few = period * (1 - -warm // (plan.chunks * period)) + count % period
+    return few, few + period
+
+
+def report(task: Task, result: Result) -> str:
+    """What was found, for a terminal."""
+    found, first = result.found, result.found.path[0]
+    costs = f"with measured costs of {task.measured.source}" if task.measured else "with modelled costs"
+    cap = f"; at most {_gib(task.cap)} on a rank" if task.cap else ""
+    settings = task.settled({})
+    return "\n".join(
+        [
+            f"SEARCH  {settings.run.name} on {task.hardware.name}, {settings.train.dtype}, {costs}{cap}",
+            f"{result.tried} plans tried" + (f" in {result.seconds:.1f} s" if result.seconds else ""),
+            "",
+            *_table(found.path, task.cap),
+            "",
+            *_verdict(task, result),
+            *(f"note: {note}" for note in _notes(task, result, 1 - found.path[-1].seconds / first.seconds)),
+        ]
+    )
+
+
+def _table(path: tuple[Trial, ...], cap: int) -> Iterator[str]:
+    """A row per trial; gains are those over the first one."""
+    rows = []
+    for n, trial in enumerate(path):
+        added = dict(trial.changes.items() - path[n - 1].changes.items()) if n else {}
+        name = ", ".join(f"{setting} = {show(value)}" for setting, value in added.items()) or "as given"
+        times = [trial.seconds, *(trial.exposed[kind] for kind in KINDS), trial.idle]
+        over = " (over)" if cap and trial.peak_bytes > cap else ""
+        cells = [duration(times[0]), f"{1 - trial.seconds / path[0].seconds:.1%}", *(duration(t) for t in times[1:])]
+        rows.append([("+ " if n > 1 else "") + name, *cells, _gib(trial.peak_bytes) + over])
+    head = ["", "step", "gain", *(f"exp. {kind}" for kind in KINDS), "idle", "peak memory"]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells]).rstrip()
+
+
+def _verdict(task: Task, result: Result) -> Iterator[str]:
+    found = result.found
+    command = shlex.join(words(task, found.path[-1].changes))
+    if not found.fits:
+        yield (
+            f"NOTHING FITS: a rank may hold {_gib(task.cap)}, and the smallest need found is "
+            f"{_gib(found.path[-1].peak_bytes)}, with {command}"
+        )
+        yield "shorter sequences, fewer train.sequences or more ranks need less"
+    elif len(found.path) == 1:
+        yield f"Nothing tried is shorter than the step as given by {WORTH:.1%} or more."
+    else:
+        yield f"hocket train {command}"
+
+
+def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
+    if result.orders:
+        better = "none is faster than those with names" if not result.suggested else "the fastest were tried as well"
+        yield f"{result.orders} orders of parts were compared on a model of one merged layer step: {better}"
+    if 0 < gain < DOUBT:
+        yield f"predicted gains have been off by up to {DOUBT:.0%}: time both plans before relying on this one"
+    if task.measured is None:
+        yield "costs are figures of the hardware; --from takes them from the traces of a run"
+
+
+def words(task: Task, changes: Changes) -> list[str]:
+    """What to give to `hocket train` for a plan: the recipe, what the user set, and what the search changed."""
+    settings = task.settled(changes)
+    given = [name for name in leaves(settings) if name in task.origins or name in changes]
+    return [settings.run.name, *(word for name in given for word in _flag(name, leaf(settings, name)))]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+
+
+def as_json(task: Task, result: Result) -> dict[str, Any]:
+    """The same for machines."""
+    rows = [
+        {
+            "changes": dict(trial.changes),
+            "step_seconds": trial.seconds,
+            "exposed": dict(trial.exposed),
+            "idle": trial.idle,
+            "peak_bytes": trial.peak_bytes,
+        }
+        for trial in result.found.path
+    ]
+    return {
+        "recipe": task.config.run.name,
+        "hardware": task.hardware.name,
+        "cap_bytes": task.cap,
+        "fits": result.found.fits,
+        "plans": result.tried,
+        "seconds": result.seconds,
+        "path": rows,
+        "words": words(task, result.found.path[-1].changes),
+    }
+
+
+def bytes_of(text: str) -> int:
+    """Bytes that a text such as `80GiB` means. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|MiB|MB)", text)
+    if not match:
+        raise ValueError(f"memory = {text} (command line, --memory): not a size; fix: give one such as 80GiB")
+    return int(float(match[1]) * {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}[match[2]])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

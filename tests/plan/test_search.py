@@ -1,0 +1,267 @@
+"""The search: every order that it may suggest runs, and it finds what is best where that is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.search_tables import errors_of_gains
+from benchmarks.tables import RESULTS
+from hocket import searching
+from hocket.commands.options import parse
+from hocket.commands.plan import Plan, resolve_for_plan, run
+from hocket.config import Config, PlanConfig
+from hocket.plan.check import check
+from hocket.plan.cost import HARDWARE, CostTable, Measurement, OpCost
+from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, template
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Program
+from hocket.plan.schedule import CostKey, Friction
+from hocket.plan.search import Changes, Search, Trial, changed
+from hocket.plan.search_layer import all_orders, better_orders, step_seconds
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import simulate
+from hocket.planning import predict, program_of
+from hocket.resolve import Settings
+from tests.helpers.golden import assert_golden
+
+LITERATURE = spelt(MERGED["literature"]).split()
+SKEWED = {
+    "aF": 18,
+    "aB": 28,
+    "aW": 9,
+    "eF": 3,
+    "eB": 3,
+    "eW": 3,
+    "uF": 1,
+    "uB": 1,
+    "cF": 11,
+    "dF": 13,
+    "cB": 11,
+    "dB": 13,
+}
+"""Long attention, cheap experts, long all-to-alls: the literature's order is not the best."""
+
+
+def costs_of(seconds: Mapping[str, int], layers: int) -> CostTable:
+    keys: list[CostKey] = [(verb, part, "moe") for verb, part in template(" ".join(seconds))]
+    table = {key: OpCost(seconds=value) for key, value in zip(keys, seconds.values(), strict=True)}
+    return CostTable(("moe",) * layers, table)
+
+
+def makespan(order: str, seconds: Mapping[str, int], layers: int, microbatches: int) -> int:
+    """Time of a whole program of one rank with nothing but the twelve ops, in whole numbers."""
+    layout = Layout(("moe",) * layers, ep=2)
+    program = build_program(layout, microbatches, PlanConfig(layer_order=order), Sharding())
+    return int(simulate(program, costs_of(seconds, layers)).makespan)
+
+
+def lanes(order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(word for word in order if (word[0] in "dc") == transfer) for transfer in (False, True))
+
+
+def test_every_order_runs() -> None:
+    orders = [" ".join(order) for order in all_orders()]
+    assert not any(order_problem(order) for order in orders)
+    for order in random.Random(0).sample(orders, 25):
+        plan = PlanConfig(layer_order=order)
+        program = build_program(Layout(("moe", "dense", "moe"), ep=2), 3, plan, Sharding(2, 2))
+        assert not check(program), order
+
+
+def test_orders_that_agree_lane_by_lane_are_one() -> None:
+    """Of each pair of lanes there is one order, and of those the host could choose from it dispatches last."""
+    found = {lanes(order): order for order in all_orders()}
+    assert len(found) == len(all_orders()) > 400
+    assert {lanes(spelt(order).split()) for order in MERGED.values()} <= set(found)
+    late = found[lanes(LITERATURE)]
+    assert late[late.index("dF") + 1] == "dB"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_model_of_a_step_is_what_a_program_needs_for_one_more_microbatch(seed: int) -> None:
+    source = random.Random(seed)
+    order = source.choice(all_orders())
+    seconds = {word: source.randint(1, 30) for word in LITERATURE}
+    more, fewer = (makespan(" ".join(order), seconds, 3, microbatches) for microbatches in (7, 6))
+    assert step_seconds(order, seconds, 3) == more - fewer
+
+
+def test_an_order_is_found_that_beats_all_that_have_names() -> None:
+    (found,) = better_orders(SKEWED, 12, 1)
+    assert found not in MERGED
+    named = min(makespan(name, SKEWED, 12, 4) for name in MERGED)
+    assert makespan(found, SKEWED, 12, 4) < 0.95 * named
+    assert merged_order(found) == template(found)
+
+
+def test_for_measured_costs_none_beats_the_literature() -> None:
+    """Those of the MoE on four H200, with their all-to-alls and with longer ones."""
+    costs = json.loads((RESULTS / "prediction.json").read_text())["shapes"]["moe_8gpu"]["costs"]["op_seconds"]
+    seconds = {
+        word: costs[f"{verb} {part} moe"] for word, (verb, part) in zip(LITERATURE, MERGED["literature"], strict=True)
+    }
+    for longer in (1, 2, 4):
+        slow = {word: value * (longer if word[0] in "dc" else 1) for word, value in seconds.items()}
+        assert better_orders(slow, 4, 1) == []
+
+
+class Toy:
+    """Prices plans by a formula. The best one has prefetch 4 and strategy optim_grads, which needs memory."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
+        self.asked += 1
+        plan = changed(START, changes).plan
+        if plan.merge == "off" or plan.stride == 3:
+            return None
+        seconds = 10.0 - 0.1 * plan.prefetch - (1.0 if plan.strategy == "optim_grads" else 0.0)
+        return Trial(
+            changes=dict(changes), seconds=seconds, peak_bytes=50 + (40 if plan.strategy == "optim_grads" else 0)
+        )
+
+
+START = Config(plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"))
+
+
+def test_the_best_plan_is_found_and_nothing_is_changed_in_vain() -> None:
+    found = Search(START, Toy()).run()
+    assert [dict(trial.changes) for trial in found.path] == [
+        {},
+        {"plan.strategy": "optim_grads"},
+        {"plan.strategy": "optim_grads", "plan.prefetch": 4},
+    ]
+    assert found.fits
+
+
+def test_the_cap_holds_and_what_the_user_set_stays() -> None:
+    found = Search(START, Toy(), cap=60).run()
+    assert found.path[-1].changes == {"plan.prefetch": 4}
+    assert Search(START, Toy(), cap=60, fixed={"plan.prefetch"}).run().path == found.path[:1]
+
+
+def test_nothing_fits() -> None:
+    found = Search(START, Toy(), cap=20).run()
+    assert not found.fits
+    assert found.path[-1].peak_bytes == 50
+
+
+SMALL = ["--model.layers", "4", "--model.dense_layers", "0"]
+
+
+def task(name: str, *flags: str, **changes: Any) -> searching.Task:
+    options, origins = parse(Plan, "plan", [name, *flags])
+    hardware = HARDWARE["laptop" if name == "tiny" else "h200"]
+    return searching.Task(
+        config=options.config, origins=origins, resolve=resolve_for_plan, hardware=hardware, **changes
+    )
+
+
+def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
+    wanted = task("tiny", "--plan.merge", "on")
+    result = searching.search(wanted)
+    text = searching.report(wanted, replace(result, seconds=0.0))
+    assert_golden("search_tiny.txt", text + "\n", pytestconfig)
+
+
+def test_the_words_give_the_plan_that_was_found() -> None:
+    wanted = task("moonlight_16b", "--model.layers", "5", "--train.microbatches", "4", "--plan.chunks", "1")
+    result = searching.search(wanted)
+    last = result.found.path[-1]
+    assert last.seconds < 0.95 * result.found.path[0].seconds
+    words = searching.words(wanted, last.changes)
+    options, origins = parse(Plan, "plan", words)
+    settings = resolve_for_plan(options.config, origins)
+    assert "plan.chunks" not in last.changes
+    assert predict(settings, program_of(settings), wanted.hardware).makespan == last.seconds
+    assert searching.as_json(wanted, result)["words"] == words
+
+
+def test_under_a_cap() -> None:
+    wanted = task("tiny", *SMALL)
+    free = searching.Pricer(wanted)({}, whole=True)
+    assert free is not None
+    wanted = replace(wanted, cap=int(0.9 * free.peak_bytes))
+    result = searching.search(wanted)
+    assert result.found.fits
+    assert result.found.path[-1].peak_bytes <= wanted.cap
+
+
+def test_nothing_fits_is_told_with_the_smallest_need() -> None:
+    wanted = task("tiny", *SMALL, cap=1)
+    result = searching.search(wanted)
+    text = searching.report(wanted, result)
+    assert "NOTHING FITS: a rank may hold 0.00 GiB, and the smallest need found is 0.0" in text
+    assert " (over)" in text
+    assert "\nhocket train" not in text
+
+
+def test_nothing_beats_the_recipe() -> None:
+    wanted = task("llama3_8b", "--model.layers", "2")
+    result = searching.search(wanted)
+    assert len(result.found.path) == 1
+    assert "Nothing tried is shorter than the step as given" in searching.report(wanted, result)
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"stride": 3}, {"merge": "off"}])
+def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = task("tiny", *SMALL).config
+    config = replace(config, train=replace(config.train, microbatches=61), plan=replace(config.plan, **plan))
+    wanted = replace(task("tiny"), config=config)
+    asked: list[int] = []
+
+    def counted(settings: Settings) -> Program:
+        asked.append(settings.train.microbatches)
+        return program_of(settings)
+
+    monkeypatch.setattr(searching, "program_of", counted)
+    price = searching.Pricer(wanted)
+    short = price({}, whole=False)
+    assert sum(asked) < 61
+    whole = price({}, whole=True)
+    assert asked[-1] == 61
+    assert short is not None
+    assert whole is not None
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
+def test_measured_costs_are_what_plans_are_priced_with() -> None:
+    wanted = task("tiny", *SMALL)
+    slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, friction=Friction())
+    plain, slowed = (searching.Pricer(t)({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
+    assert plain is not None
+    assert slowed is not None
+    assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
+
+
+def test_the_doubt_covers_what_predictions_were_off_by() -> None:
+    results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("calibration", "prediction")]
+    worst = max(max(errors) for result in results for _, kinds in errors_of_gains(result) for errors in kinds)
+    assert 0.8 * searching.DOUBT < worst < searching.DOUBT
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tiny", "--search", "--memory", "1GB", "--json", *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cap_bytes"] == 10**9
+    assert found["fits"]
+    assert found["plans"] > 10
+    for words, problem in (
+        (["--memory", "1GiB"], "there is no --search"),
+        (["--search", "--memory", "much"], "memory = much .*not a size; fix: give one such as 80GiB"),
+        (["--search", "--svg", "x.svg"], "draws nothing"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            run(["tiny", *words])
+
+
+def test_sizes() -> None:
+    assert [searching.bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
