@@ -31,11 +31,12 @@ from hocket.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.families import qwen3_30b_a3b
-from hocket.model.layers import rotary_table, rotate, swiglu
+from hocket.model.layers import rotary_table, swiglu
 from hocket.model.transformer import cross_entropy
 from hocket.parallel.expert import Splits, group_rows, permute, route, unpermute
 from hocket.plan.cost import model_flops_per_token
-from hocket.runtime.functional import add_rms_norm, linear, rms_norm
+from hocket.runtime.functional import linear
+from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.runtime.transports import RowTable
 
 COPY = 4.3e12
@@ -126,13 +127,13 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
         return rms_norm(x, p, m.norm_eps)
 
     def normed_heads(q: Tensor) -> Tensor:
-        return rms_norm(q, p_q, m.norm_eps)
+        return norm_rotate(q, p_q, m.norm_eps, table)
 
     yield Piece("norm", normed, [x], sizes.bytes(2 * hidden), sizes.bytes(3 * hidden), [p])
     more = sizes.new(1, tokens, m.hidden)
     stream = sizes.bytes(4 * hidden)
     yield Piece("add norm", lambda x, more: add_rms_norm(x, more, p, m.norm_eps), [x, more], stream, stream, [p])
-    yield Piece("norm of heads", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
+    yield Piece("norm rotary", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
     yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
     w_router, scores = sizes.new(m.experts, m.hidden), 4 * tokens * m.experts
     moved = sizes.bytes(hidden, w_router.numel()) + scores

@@ -1,9 +1,9 @@
 """The plain stack: hocket's layers as an ordinary model, with ordinary parameters and ordinary autograd.
 
-hocket's functions are the stock torch functions for parameters that it does not manage (`runtime/functional.py`), so
-contenders built from this stack run the same kernels; only what moves weights, gradients and rows differs. MoE layers
-with experts on other ranks exchange rows by synchronous all-to-alls; with `null` they keep splits and kernels, and
-every rank takes back the rows that it would have sent.
+hocket's functions are stock torch functions or hocket's kernels, the same for parameters that it does not manage
+(`runtime/functional.py`), so contenders built from this stack run the same kernels; only what moves weights, gradients
+and rows differs. MoE layers with experts on other ranks exchange rows by synchronous all-to-alls; with `null` they keep
+splits and kernels, and every rank takes back the rows that it would have sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""Rotary positions in one pass over the heads, and the gradient in another: the rotation back, which needs no input.
+"""Rotary positions of heads, with or without the norm before them, in one pass; and the gradient in another.
 
-Shapes: B sequences, S sequence length, H heads, N width of a head.
+A rotation's gradient is the rotation back, and needs no input. That of the norm sums its weight gradient on the way, as
+`norm.py` says.
+
+Shapes: B sequences, S sequence length, H heads, N width of a head, P programs.
 """
 
 # pyrefly: ignore-errors
@@ -14,87 +17,143 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.kernels.norm import PROGRAMS
+
 TILE = 4096
-"""Elements of a program, where one position's heads do not take more; with 128 threads, each has 64 bytes in bf16."""
+"""Elements of a program at a time, where the heads of one position do not have more."""
 
 
-def rotary(x_BSHN: Tensor, table: Tensor) -> Tensor:
-    """Every head turned by its position's angles; `table` is [2, S, 1, N / 2], cosines and sines. See `layers.rotate`.
+@triton.jit
+def _tile(start, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr):
+    """Positions of a tile, heads, and columns of half a head."""
+    position = (start + tl.arange(0, tile)).to(tl.int64)[:, None, None]
+    return position, tl.arange(0, block_h)[None, :, None], tl.arange(0, block_n)[None, None, :]
 
-    The input may have any strides but in its last dimension, as those that attention gives a gradient.
-    """
-    return _Rotary.apply(x_BSHN, table, False)
+
+@triton.jit
+def _load(x, inside, half: tl.constexpr):
+    """Both halves of heads, in fp32."""
+    first = tl.load(x, mask=inside, other=0).to(tl.float32)
+    return first, tl.load(x + half, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def _turn(first, second, table, position, column, positions, seq, half: tl.constexpr, back: tl.constexpr):
+    """Halves of heads, turned by the angles of their positions, or back."""
+    angle, here = table + position % seq * half + column, (position < positions) & (column < half)
+    cos, sin = tl.load(angle, mask=here, other=0), tl.load(angle + seq * half, mask=here, other=0)
+    if back:
+        sin = -sin
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit(do_not_specialize=["positions", "seq"])
 def _rotary(
-    x,
-    table,
-    y,
-    positions,
-    seq,
-    stride_b,
-    stride_s,
-    stride_h,
-    heads: tl.constexpr,
-    half: tl.constexpr,
-    back: tl.constexpr,
-    tile: tl.constexpr,  # positions of a program
-    block_h: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    position = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)[:, None, None]
-    head, column = tl.arange(0, block_h)[None, :, None], tl.arange(0, block_n)[None, None, :]
-    here = (position < positions) & (column < half)
-    inside = here & (head < heads)
-
-    angle = table + position % seq * half + column
-    cos = tl.load(angle, mask=here)
-    sin = tl.load(angle + seq * half, mask=here)
-    if back:
-        sin = -sin
-
-    at = x + position // seq * stride_b + position % seq * stride_s + head * stride_h + column
-    first = tl.load(at, mask=inside).to(tl.float32)
-    second = tl.load(at + half, mask=inside).to(tl.float32)
+    x, weight, table, y, positions, seq, eps, stride_b, stride_s, stride_h, heads: tl.constexpr, half: tl.constexpr,
+    normed: tl.constexpr, back: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    position, head, column = _tile(tl.program_id(0) * tile, tile, block_h, block_n)
+    inside = (position < positions) & (head < heads) & (column < half)
+    at = position // seq * stride_b + position % seq * stride_s + head * stride_h + column
+    first, second = _load(x + at, inside, half)
+    if normed:
+        w_first, w_second = _load(weight + column, column < half, half)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 2) / (2 * half) + eps)[:, :, None]
+        first, second = first * scale * w_first, second * scale * w_second
+    first, second = _turn(first, second, table, position, column, positions, seq, half, back)
     into = y + (position * heads + head) * (2 * half) + column
-    tl.store(into, first * cos - second * sin, mask=inside)
-    tl.store(into + half, second * cos + first * sin, mask=inside)
+    tl.store(into, first, mask=inside)
+    tl.store(into + half, second, mask=inside)
 
 
-def _turn(x_BSHN: Tensor, table: Tensor, back: bool) -> Tensor:
-    """The rotation, or the one back. The result has no gaps."""
+@triton.jit(do_not_specialize=["positions", "seq"])
+def _rms_norm_rotary_backward(
+    g, x, weight, table, g_x, partial, positions, seq, eps, stride_b, stride_s, stride_h, heads: tl.constexpr,
+    half: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * tile
+    total_first = tl.zeros((tile, block_h, block_n), tl.float32)
+    total_second = tl.zeros((tile, block_h, block_n), tl.float32)
+    while start < positions:
+        position, head, column = _tile(start, tile, block_h, block_n)
+        inside = (position < positions) & (head < heads) & (column < half)
+        w_first, w_second = _load(weight + column, column < half, half)
+        at = position // seq * stride_b + position % seq * stride_s + head * stride_h + column
+        g_first, g_second = _load(g + at, inside, half)
+        g_first, g_second = _turn(g_first, g_second, table, position, column, positions, seq, half, True)
+
+        at = (position * heads + head) * (2 * half) + column
+        first, second = _load(x + at, inside, half)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 2) / (2 * half) + eps)[:, :, None]
+        first, second = first * scale, second * scale
+        total_first += g_first * first
+        total_second += g_second * second
+        g_first, g_second = g_first * w_first, g_second * w_second
+        mean = (tl.sum(g_first * first + g_second * second, 2) / (2 * half))[:, :, None]
+        tl.store(g_x + at, (g_first - first * mean) * scale, mask=inside)
+        tl.store(g_x + at + half, (g_second - second * mean) * scale, mask=inside)
+        start += tl.num_programs(0) * tile
+    column = tl.arange(0, block_n)
+    into = partial + tl.program_id(0) * (2 * half) + column
+    tl.store(into, tl.sum(tl.sum(total_first, 0), 0), mask=column < half)
+    tl.store(into + half, tl.sum(tl.sum(total_second, 0), 0), mask=column < half)
+
+
+def turn(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: float = 0.0, back: bool = False) -> Tensor:
+    """Every head turned by its position's angle, or back; with a weight, the norm of every head. Without gaps.
+
+    The input may have any strides but in its last dimension, as those that attention gives a gradient.
+    """
     batch, seq, heads, width = x_BSHN.shape
     assert table.shape == (2, seq, 1, width // 2), "a table for other positions or heads of another width"
     x_BSHN = x_BSHN if x_BSHN.stride(-1) == 1 else x_BSHN.contiguous()
     y_BSHN = torch.empty_like(x_BSHN, memory_format=torch.contiguous_format)
     if y_BSHN.numel():
-        block_h, block_n = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
-        tile = max(TILE // (2 * block_h * block_n), 1)
-        grid = (triton.cdiv(batch * seq, tile),)
-        strides, sizes = x_BSHN.stride()[:3], (heads, width // 2, back, tile, block_h, block_n)
-        warps = 4 if tile * block_h * block_n <= TILE else 8
-        _rotary[grid](
-            x_BSHN,
-            table.contiguous(),
-            y_BSHN,
-            batch * seq,
-            seq,
-            *strides,
-            *sizes,
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+        tile, block_h, block_n, warps = _sizes(heads, width)
+        weight = x_BSHN if weight_N is None else weight_N.contiguous()
+        numbers = (batch * seq, seq, eps, *x_BSHN.stride()[:3])
+        sizes = (heads, width // 2, weight_N is not None, back, tile, block_h, block_n)
+        tensors, grid = (x_BSHN, weight, table.contiguous(), y_BSHN), (triton.cdiv(batch * seq, tile),)
+        _rotary[grid](*tensors, *numbers, *sizes, num_warps=warps, enable_fp_fusion=False)
     return y_BSHN
 
 
-class _Rotary(torch.autograd.Function):
+def norm_turn_backward(
+    g_BSHN: Tensor, x_BSHN: Tensor, table: Tensor, weight_N: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `turn`'s input with a weight, and what the weight gradient is the sum of: fp32 [P, N]."""
+    batch, seq, heads, width = x_BSHN.shape
+    g_BSHN = g_BSHN if g_BSHN.stride(-1) == 1 else g_BSHN.contiguous()
+    x_BSHN = x_BSHN.contiguous()
+    g_x_BSHN = torch.empty_like(x_BSHN)
+    if not g_x_BSHN.numel():
+        return g_x_BSHN, torch.zeros(1, width, dtype=torch.float32, device=x_BSHN.device)
+    tile, block_h, block_n, warps = _sizes(heads, width)
+    programs = min(triton.cdiv(batch * seq, tile), PROGRAMS)
+    partial_PN = torch.empty(programs, width, dtype=torch.float32, device=x_BSHN.device)
+    tensors = (g_BSHN, x_BSHN, weight_N.contiguous(), table.contiguous(), g_x_BSHN, partial_PN)
+    numbers = (batch * seq, seq, eps, *g_BSHN.stride()[:3])
+    sizes = (heads, width // 2, tile, block_h, block_n)
+    _rms_norm_rotary_backward[programs,](*tensors, *numbers, *sizes, num_warps=2 * warps, enable_fp_fusion=False)
+    return g_x_BSHN, partial_PN
+
+
+def _sizes(heads: int, width: int) -> tuple[int, int, int, int]:
+    """Positions of a tile, its heads, columns of half a head, and warps for it."""
+    block_h, block_n = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
+    tile = max(TILE // (2 * block_h * block_n), 1)
+    return tile, block_h, block_n, 4 if 2 * tile * block_h * block_n <= TILE else 8
+
+
+class Rotary(torch.autograd.Function):
+    """A rotation by the angles of a table, or back: each is the other's gradient."""
+
     @staticmethod
     def forward(ctx: Any, x_BSHN: Tensor, table: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(table)
         ctx.back = back
-        return _turn(x_BSHN, table, back)
+        return turn(x_BSHN, table, back=back)
 
     @staticmethod
     def backward(ctx: Any, g_BSHN: Tensor) -> tuple[Tensor, None, None]:
-        return _Rotary.apply(g_BSHN, ctx.saved_tensors[0], not ctx.back), None, None
+        return Rotary.apply(g_BSHN, ctx.saved_tensors[0], not ctx.back), None, None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.runtime.functional import add_rms_norm, linear, rms_norm
+from hocket.runtime.functional import linear
+from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
 
 
 def new_weight(*shape: int) -> nn.Parameter:
@@ -44,11 +45,12 @@ class Attention(nn.Module):
         q_BSHN = linear(h_BSD, self.wq).view(batch, seq, c.heads, c.head_dim)
         k_BSKN = linear(h_BSD, self.wk).view(batch, seq, c.kv_heads, c.head_dim)
         v_BSKN = linear(h_BSD, self.wv).view(batch, seq, c.kv_heads, c.head_dim)
-        if c.qk_norm:
-            q_BSHN = rms_norm(q_BSHN, self.q_norm, c.norm_eps)
-            k_BSKN = rms_norm(k_BSKN, self.k_norm, c.norm_eps)
         table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
-        q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
+        if c.qk_norm:
+            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
+            k_BSKN = norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
+        else:
+            q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
             k_BSKN.transpose(1, 2),
@@ -67,18 +69,6 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Te
         frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
         angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
         return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
-
-
-def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of every head by its position's angle, in fp32."""
-    if usable(x_BSHN):
-        from hocket.kernels.rotary import rotary
-
-        return rotary(x_BSHN, table)
-    cos, sin = table
-    first, second = x_BSHN.chunk(2, -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.to(x_BSHN.dtype)
 
 
 class Mlp(nn.Module):

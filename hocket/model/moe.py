@@ -21,7 +21,8 @@ from hocket.parallel.expert import (
     ungroup_rows,
     unpermute,
 )
-from hocket.runtime.functional import add_rms_norm, grouped_linear, linear
+from hocket.runtime.functional import grouped_linear, linear
+from hocket.runtime.norms import add_rms_norm
 
 
 class Router(nn.Module):

@@ -17,7 +17,8 @@ from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.layers import DenseLayer, new_weight
 from hocket.model.moe import MoELayer
-from hocket.runtime.functional import embedding, linear, rms_norm
+from hocket.runtime.functional import embedding, linear
+from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
 

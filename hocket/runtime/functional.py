@@ -1,11 +1,10 @@
-"""The functions that read weights: linear, grouped linear, scale, RMSNorm, embedding.
+"""The functions that read weights: linear, grouped linear, scale, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` writes the weight gradient where it is sent from (`fsdp/linear.py`). For a managed parameter
 (`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
 backward runs, and the weight gradient is pushed onto the island's queue. All ways compute the same bits, because the
-formulas and their operand order are those of torch's own derivatives. On GPUs `rms_norm` is a kernel of hocket's
-(`kernels/norm.py`), for ordinary parameters and managed ones alike.
+formulas and their operand order are those of torch's own derivatives.
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -27,18 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.fsdp import linear as sunk
-from hocket.kernels.usable import refuse_graph, usable
-from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, weight_of
+from hocket.kernels.usable import usable
+from hocket.runtime.either import apply, apply_managed, contribute, keep, kept, push, value_of
+from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ p.T`, of shape [..., F]; with `dtype`, both operands are first cast to it and so is the result."""
     weight = weight_of(p_FD)
-    if dtype is torch.float32 and _is_widened(x_TD, p_FD if weight is None else weight.tensor()):
-        return _WideLinear.apply(x_TD, p_FD, None) if weight is None else _apply(_WideLinear, x_TD, weight)
+    if dtype is torch.float32 and _is_widened(x_TD, value_of(p_FD)):
+        return apply(_WideLinear, x_TD, p_FD)
     if weight is None:
         return sunk.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
-    return _apply(_Linear, x_TD, weight, dtype or x_TD.dtype)
+    return apply_managed(_Linear, x_TD, weight, dtype or x_TD.dtype)
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     weight = weight_of(p_EDF)
     if weight is None:
         return grouped_mm(x_RD, p_EDF, offsets_E)
-    return _apply(_GroupedLinear, x_RD, weight, offsets_E)
+    return apply_managed(_GroupedLinear, x_RD, weight, offsets_E)
 
 
 def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
@@ -58,30 +58,7 @@ def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
     weight = weight_of(p_D)
     if weight is None:
         return x_TD * p_D
-    return _apply(_Scale, x_TD, weight)
-
-
-def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last dimension, then `scale`."""
-    weight = weight_of(p_D)
-    if not _has_norm_kernel(x_TD, p_D if weight is None else weight.tensor()):
-        return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
-    return _RmsNorm.apply(x_TD, p_D, None, eps) if weight is None else _apply(_RmsNorm, x_TD, weight, eps)
-
-
-def add_rms_norm(x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream `x + more`, or just `x`, and its `rms_norm`.
-
-    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the norm's.
-    """
-    weight = weight_of(p_D)
-    same = more_TD is None or (more_TD.dtype == x_TD.dtype and more_TD.shape == x_TD.shape and usable(more_TD))
-    if same and _has_norm_kernel(x_TD, p_D if weight is None else weight.tensor()):
-        if weight is None:
-            return _AddNorm.apply(x_TD, p_D, None, eps, more_TD)
-        return _apply(_AddNorm, x_TD, weight, eps, more_TD)
-    total_TD = x_TD if more_TD is None else x_TD + more_TD
-    return total_TD, rms_norm(total_TD, p_D, eps)
+    return apply_managed(_Scale, x_TD, weight)
 
 
 def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
@@ -121,11 +98,6 @@ def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor
         torch.mm(x_RD[lo:hi].t(), g_RF[lo:hi], out=out_EDF[e])
 
 
-def _has_norm_kernel(x_TD: Tensor, value_D: Tensor) -> bool:
-    """A program holds a whole row; and with two dtypes, the result would have torch's choice of them."""
-    return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
-
-
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
     """Whether tensor cores can take both operands as they are. No launch takes a matrix without rows."""
     return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
@@ -149,46 +121,6 @@ def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _apply(function: Any, x: Tensor, weight: Weight, *args: Any) -> Any:
-    """Apply a managed function; refuses an input through which its weight gradient could never be reached."""
-    queue = current_queue()
-    if queue is not None and torch.is_grad_enabled():
-        assert x.requires_grad, f"{weight.name}: the input requires no gradient, so its weight would get none"
-    return function.apply(x, weight, queue, *args)
-
-
-def _push(queue: WgradQueue | None, weight: Weight, write: Write) -> None:
-    assert queue is not None, f"{weight.name} is managed: its forward must run inside collecting(queue)"
-    queue.push(weight, write)
-
-
-def _keep(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> Tensor:
-    """Keep what backward needs, and return the weight's value. An ordinary weight is saved, as autograd would."""
-    managed = isinstance(weight, Weight)
-    ctx.save_for_backward(*((x,) if managed else (x, weight)))
-    ctx.weight, ctx.queue = weight if managed else None, queue
-    return weight.tensor() if managed else weight
-
-
-def _kept(ctx: Any) -> tuple[Tensor, Tensor]:
-    """The input and the weight's value."""
-    refuse_graph()
-    x, *ordinary = ctx.saved_tensors
-    return x, ordinary[0] if ordinary else ctx.weight.tensor()
-
-
-def _contribute(ctx: Any, value: Tensor, write: Write) -> Tensor | None:
-    """Queue the gradient of a managed weight; return that of an ordinary one, if somebody wants it."""
-    if ctx.weight is not None:
-        _push(ctx.queue, ctx.weight, write)
-        return None
-    if not ctx.needs_input_grad[1]:
-        return None
-    gradient = torch.empty_like(value)
-    write(gradient)
-    return gradient
-
-
 def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor) -> None:
     g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
     if out_FD.dtype == dtype:
@@ -203,10 +135,6 @@ def _wide_wgrad(x_TD: Tensor, parts_TG: Tensor, out_FD: Tensor) -> None:
 
 def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
     torch.sum(g * x, list(range(x.dim() - 1)), out=out_D)
-
-
-def _sum_parts(parts_PD: Tensor, out_D: Tensor) -> None:
-    out_D.copy_(parts_PD.sum(0))
 
 
 def _embedding_wgrad(ids: Tensor, g: Tensor, out_VD: Tensor) -> None:
@@ -225,7 +153,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dtype: torch.dtype = ctx.dtype
 
-        _push(ctx.queue, ctx.weight, partial(_linear_wgrad, x.detach(), g, dtype))
+        push(ctx.queue, ctx.weight, partial(_linear_wgrad, x.detach(), g, dtype))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
 
 
@@ -234,17 +162,17 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> Tensor:
-        w_FD = _keep(ctx, x, weight, queue)
+        w_FD = keep(ctx, x, weight, queue)
         return _wide_mm(x.flatten(0, -2), w_FD.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels.thirds import thirds
 
-        x, w_FD = _kept(ctx)
+        x, w_FD = kept(ctx)
         parts_TG = thirds(g.flatten(0, -2))
         dx = (parts_TG @ w_FD.repeat(3, 1)).view(x.shape)
-        return dx, _contribute(ctx, w_FD, partial(_wide_wgrad, x.detach().flatten(0, -2), parts_TG)), None
+        return dx, contribute(ctx, w_FD, partial(_wide_wgrad, x.detach().flatten(0, -2), parts_TG)), None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -258,7 +186,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
         g = g.contiguous()
-        _push(ctx.queue, ctx.weight, partial(grouped_wgrad, x.detach(), g, offsets))
+        push(ctx.queue, ctx.weight, partial(grouped_wgrad, x.detach(), g, offsets))
         return grouped_mm(g, ctx.weight.tensor().transpose(1, 2), offsets), None, None, None
 
 
@@ -272,51 +200,8 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        _push(ctx.queue, ctx.weight, partial(_scale_wgrad, x.detach(), g))
+        push(ctx.queue, ctx.weight, partial(_scale_wgrad, x.detach(), g))
         return g * ctx.weight.tensor(), None, None
-
-
-class _RmsNorm(torch.autograd.Function):
-    """One kernel in each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float) -> Tensor:
-        from hocket.kernels import norm
-
-        ctx.eps = eps
-        return norm.forward(x, _keep(ctx, x, weight, queue), eps)[1]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels import norm
-
-        x, p_D = _kept(ctx)
-        dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
-        return dx, _contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None
-
-
-class _AddNorm(torch.autograd.Function):
-    """One kernel in each direction. What is kept is the sum, not what is added."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, more: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        from hocket.kernels import norm
-
-        value_D = weight.tensor() if isinstance(weight, Weight) else weight
-        total, y = norm.forward(x, value_D, eps, more)
-        _keep(ctx, total, weight, queue)
-        ctx.eps, ctx.added = eps, more is not None
-        return total, y
-
-    @staticmethod
-    def backward(ctx: Any, g_total: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels import norm
-
-        total, p_D = _kept(ctx)
-        dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
-        return dx, _contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None, dx if ctx.added else None
 
 
 class _Embedding(torch.autograd.Function):
@@ -329,5 +214,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        _push(ctx.queue, ctx.weight, partial(_embedding_wgrad, ids, g))
+        push(ctx.queue, ctx.weight, partial(_embedding_wgrad, ids, g))
         return None, None, None, None

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.kernels.usable import formulas
-from hocket.model.layers import rotary_table, rotate, swiglu
+from hocket.model.layers import rotary_table, swiglu
 from hocket.model.transformer import cross_entropy
-from hocket.runtime.functional import add_rms_norm, linear, rms_norm
+from hocket.runtime.functional import linear
+from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +101,20 @@ def test_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 1024, 32, 128), (1, 777, 4, 128), (3, 5, 7, 96), (0, 4, 2, 8)])
+def test_norm_and_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    table = rotary_table(shape[1], shape[3], 1e6, torch.device("cuda"))
+    x = new(*shape, dtype=dtype)
+    x += x.sign()
+
+    def heads(x: Tensor, p: Tensor) -> Tensor:
+        return norm_rotate(x, p, 1e-6, table.to(torch.float64 if x.dtype is torch.float64 else torch.float32))
+
+    # Both halves of a pair may be large where their sum is not, and a weight gradient is a sum of thousands.
+    compare(heads, [x, new(shape[-1], dtype=dtype)], 4 * TOLERANCE[dtype], 3e-3 if dtype is torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(8192, 1536), (1, 333, 11264), (5, 2 * 1001), (0, 64), (70000, 2)])
 def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     compare(swiglu, [4 * new(*shape, dtype=dtype)], TOLERANCE[dtype], 1e-4)
@@ -168,7 +183,7 @@ class Body(nn.Module):
         self.p = nn.Parameter(torch.randn(128, device="cuda"))
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return swiglu(rotate(rms_norm(x, self.p, 1e-6), table).flatten(2))
+        return swiglu(norm_rotate(x, self.p, 1e-6, table).flatten(2))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler looks at

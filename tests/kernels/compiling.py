@@ -67,7 +67,7 @@ def routing() -> None:
 def dense() -> None:
     from hocket.kernels import norm
     from hocket.kernels.loss import cross_entropy
-    from hocket.kernels.rotary import rotary
+    from hocket.kernels.rotary import Rotary, norm_turn_backward, turn
     from hocket.kernels.swiglu import swiglu
     from hocket.kernels.thirds import thirds
 
@@ -76,7 +76,10 @@ def dense() -> None:
         norm.forward(x, weight, 1e-6, more)
         norm.backward(x, x, weight, 1e-6, more)
     heads = of(BF16, 2, 16, 4, 128).requires_grad_()
-    rotary(heads, of(torch.float32, 2, 16, 1, 64)).sum().backward()
+    table = of(torch.float32, 2, 16, 1, 64)
+    Rotary.apply(heads, table, False).sum().backward()
+    turn(heads.detach(), table, weight[:128], 1e-6)
+    norm_turn_backward(heads.detach(), heads.detach(), table, weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     thirds(of(torch.float32, 7, 128))
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()

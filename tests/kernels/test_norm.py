@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.kernels import norm
-from hocket.runtime import functional
+from hocket.runtime import norms
 from tests.ranks.test_islands import gradients
 
 EPS = 1e-5
@@ -80,11 +80,11 @@ def test_any_strides() -> None:
 @pytest.mark.parametrize("shape", [(2, 5, 16), (3, 4, 2, 8), (0, 16)])
 def test_managed_equals_ordinary(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def normed(x: Tensor, p: Tensor) -> Tensor:
-        return functional.rms_norm(x, p, EPS)
+        return norms.rms_norm(x, p, EPS)
 
     x, value = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     formula = gradients(normed, x, value, False)
-    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
     ordinary, managed = gradients(normed, x, value, False), gradients(normed, x, value, True)
     assert "_RmsNorm" in type(ordinary[0].grad_fn).__name__
     for a, b, c in zip(ordinary, managed, formula, strict=True):
@@ -104,7 +104,7 @@ def test_residual_stream(added: bool, managed: bool, dtype: torch.dtype, monkeyp
         leaf, nodes = more.clone().requires_grad_(), []
 
         def stream(x: Tensor, p: Tensor) -> Tensor:
-            total, y = functional.add_rms_norm(x, leaf if added else None, p, EPS)
+            total, y = norms.add_rms_norm(x, leaf if added else None, p, EPS)
             nodes.append(str(y.grad_fn))
             return torch.cat([total, y], -1)
 
@@ -115,7 +115,7 @@ def test_residual_stream(added: bool, managed: bool, dtype: torch.dtype, monkeyp
     fused = False
     formula = run()
     fused = True
-    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
     for a, b in zip(run(), formula, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, rtol=4 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
@@ -129,25 +129,25 @@ def test_the_sum_is_what_torch_adds() -> None:
 
 
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
     x, p = torch.randn(3, 8, requires_grad=True), torch.randn(8)
-    functional.rms_norm(x, p, EPS).sum().backward()
+    norms.rms_norm(x, p, EPS).sum().backward()
     assert x.grad is not None
     assert p.grad is None
     p.requires_grad_()
-    functional.rms_norm(x.detach(), p, EPS).sum().backward()
+    norms.rms_norm(x.detach(), p, EPS).sum().backward()
     assert p.grad is not None
     with torch.no_grad():
-        assert functional.rms_norm(x, p, EPS).grad_fn is None
+        assert norms.rms_norm(x, p, EPS).grad_fn is None
 
 
 def test_two_dtypes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
-    assert functional.rms_norm(torch.randn(3, 8).bfloat16(), torch.randn(8), EPS).dtype is torch.float32
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
+    assert norms.rms_norm(torch.randn(3, 8).bfloat16(), torch.randn(8), EPS).dtype is torch.float32
 
 
 def test_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
     x = torch.randn(3, 8, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(functional.rms_norm(x, torch.randn(8), EPS).sum(), x, create_graph=True)
+        torch.autograd.grad(norms.rms_norm(x, torch.randn(8), EPS).sum(), x, create_graph=True)

@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.kernels import rotary
+from hocket.kernels.rotary import Rotary
 from hocket.model import layers
+from hocket.runtime import norms
+from tests.ranks.test_islands import gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
+
+
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    return Rotary.apply(x, table, False)
 
 
 def both(fn, x: Tensor, table: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,10 +47,10 @@ def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: l
         return tensor.permute(*(order.index(i) for i in range(3)), 3)
 
     x, g = made(), made()
-    y, dx = both(rotary.rotary, x, table, g)
-    assert torch.equal(y, layers.rotate(x, table))
+    y, dx = both(turned, x, table, g)
+    assert torch.equal(y, norms.rotate(x, table))
     # Autograd rounds both parts of a gradient before it adds them, unless they are fp32.
-    _, expected = both(layers.rotate, x.float(), table, g.float())
+    _, expected = both(norms.rotate, x.float(), table, g.float())
     assert dx.dtype == dtype
     assert torch.equal(dx, expected.to(dtype))
 
@@ -54,20 +61,20 @@ def test_many_heads_and_gaps() -> None:
     wide = torch.randn(2, 3, 100, 128)
     for x in wide[:, :, 1:71], wide[..., ::2]:
         t = table[..., : x.shape[-1] // 2].contiguous()
-        assert torch.equal(rotary.rotary(x, t), layers.rotate(x, t))
+        assert torch.equal(turned(x, t), norms.rotate(x, t))
 
 
 def test_layers_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     table = layers.rotary_table(4, 8, 1e4, CPU)
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
-    assert "_Rotary" not in type(layers.rotate(x, table).grad_fn).__name__
-    monkeypatch.setattr(layers, "usable", lambda *tensors: True)
-    assert "_Rotary" in type(layers.rotate(x, table).grad_fn).__name__
+    assert "Rotary" not in type(norms.rotate(x, table).grad_fn).__name__
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
+    assert "Rotary" in type(norms.rotate(x, table).grad_fn).__name__
 
 
 def test_a_table_of_another_length_is_refused() -> None:
     with pytest.raises(AssertionError, match="table"):
-        rotary.rotary(torch.randn(1, 4, 2, 8), layers.rotary_table(5, 8, 1e4, CPU))
+        turned(torch.randn(1, 4, 2, 8), layers.rotary_table(5, 8, 1e4, CPU))
 
 
 def test_second_derivatives() -> None:
@@ -75,7 +82,54 @@ def test_second_derivatives() -> None:
     table = layers.rotary_table(4, 8, 1e4, CPU)
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     g, found = torch.randn(1, 4, 2, 8), []
-    for fn in (rotary.rotary, layers.rotate):
+    for fn in (turned, norms.rotate):
         (dx,) = torch.autograd.grad((fn(x, table) ** 3).sum(), x, create_graph=True)
         found.append(torch.autograd.grad((dx * g).sum(), x)[0])
     torch.testing.assert_close(*found)
+
+
+@given(
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 5)),
+    half=st.integers(1, 9) | st.sampled_from([32, 48]),
+    programs=st.integers(1, 3),
+)
+@settings(max_examples=25)
+def test_with_norm_against_float64(sizes, half: int, programs: int) -> None:
+    """For a gradient as attention leaves it, and for programs that take several tiles."""
+    table, eps = layers.rotary_table(sizes[1], 2 * half, 1e4, CPU), 1e-5
+    x, p = torch.randn(*sizes, 2 * half), torch.randn(2 * half)
+    x += x.sign()
+    g = torch.randn(sizes[0], sizes[2], sizes[1], 2 * half).transpose(1, 2)
+    exact_x, exact_p = x.double().requires_grad_(), p.double().requires_grad_()
+    exact = norms.norm_rotate(exact_x, exact_p, eps, table.double())
+    exact.backward(g.double())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rotary, "PROGRAMS", programs)
+        patch.setattr(rotary, "TILE", 64)
+        y = rotary.turn(x, table, p, eps)
+        dx, parts = rotary.norm_turn_backward(g, x, table, p, eps)
+    for a, b in (y, exact), (dx, exact_x.grad), (parts.sum(0), exact_p.grad):
+        assert b is not None
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (0, 5, 3, 16)])
+def test_with_norm_managed_equals_ordinary(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = layers.rotary_table(5, 16, 1e4, CPU)
+
+    def heads(x: Tensor, p: Tensor) -> Tensor:
+        return norms.norm_rotate(x, p, 1e-5, table)
+
+    x, value = torch.randn(shape).to(dtype), torch.randn(16).to(dtype)
+    formula = gradients(heads, x, value, False)
+    monkeypatch.setattr(norms, "usable", lambda *tensors: True)
+    ordinary, managed = gradients(heads, x, value, False), gradients(heads, x, value, True)
+    assert "_NormRotate" in str(ordinary[0].grad_fn)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-5
+    for a, b, c in zip(ordinary, managed, formula, strict=True):
+        assert a.dtype == dtype
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=tolerance, atol=tolerance)

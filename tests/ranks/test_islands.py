@@ -19,8 +19,9 @@ from hocket.model.init import init_chunk
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import exchange_counts
-from hocket.runtime.functional import embedding, grouped_linear, linear, rms_norm, scale
+from hocket.runtime.functional import embedding, grouped_linear, linear, scale
 from hocket.runtime.island import Island
+from hocket.runtime.norms import rms_norm
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,9 +13,10 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.model.families import FAMILIES, tiny
 from hocket.model.init import init_chunk, init_tensor
-from hocket.model.layers import Attention, rotary_table, rotate
+from hocket.model.layers import Attention, rotary_table
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
+from hocket.runtime.norms import rotate
 from tests.reference import Reference, random_batches
 
 CONFIG = ModelConfig(

@@ -1,0 +1,133 @@
+"""Root-mean-square norms, and what stands next to them: the residual stream's additions, and rotary positions.
+
+Weights are read as in `functional.py`, whose formulas these are where there is no kernel.
+
+Shapes: T tokens or any leading dimensions, D width, B sequences, S sequence length, H heads, N width of a head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hocket.kernels.usable import usable
+from hocket.runtime.either import apply, contribute, keep, kept, value_of
+from hocket.runtime.functional import scale
+from hocket.runtime.weights import Weight, WgradQueue
+
+
+def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, then `scale`."""
+    if _has_kernel(x_TD, p_D):
+        return apply(_RmsNorm, x_TD, p_D, eps)
+    return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
+
+
+def add_rms_norm(x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream `x + more`, or just `x`, and its `rms_norm`.
+
+    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the norm's.
+    """
+    alike = more_TD is None or (more_TD.dtype == x_TD.dtype and more_TD.shape == x_TD.shape and usable(more_TD))
+    if alike and _has_kernel(x_TD, p_D):
+        return apply(_AddNorm, x_TD, p_D, eps, more_TD)
+    total_TD = x_TD if more_TD is None else x_TD + more_TD
+    return total_TD, rms_norm(total_TD, p_D, eps)
+
+
+def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of every head by its position's angle, in fp32.
+
+    `table` has the cosines and the sines of all positions' angles, [2, S, 1, N / 2].
+    """
+    if usable(x_BSHN, table):
+        from hocket.kernels.rotary import Rotary
+
+        return Rotary.apply(x_BSHN, table, False)
+    cos, sin = table
+    first, second = x_BSHN.chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(x_BSHN.dtype)
+
+
+def norm_rotate(x_BSHN: Tensor, p_N: Tensor, eps: float, table: Tensor) -> Tensor:
+    """`rms_norm` of every head, then `rotate`."""
+    if usable(table) and _has_kernel(x_BSHN, p_N):
+        return apply(_NormRotate, x_BSHN, p_N, eps, table)
+    return rotate(rms_norm(x_BSHN, p_N, eps), table)
+
+
+def _has_kernel(x_TD: Tensor, p_D: Tensor) -> bool:
+    """A program holds a whole row; and with two dtypes, the result would have torch's choice of them."""
+    value_D = value_of(p_D)
+    return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
+
+
+def _sum_parts(parts_PD: Tensor, out_D: Tensor) -> None:
+    out_D.copy_(parts_PD.sum(0))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel in each direction, as all of these."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float) -> Tensor:
+        from hocket.kernels import norm
+
+        ctx.eps = eps
+        return norm.forward(x, keep(ctx, x, weight, queue), eps)[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels import norm
+
+        x, p_D = kept(ctx)
+        dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
+        return dx, contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """What is kept is the sum, not what is added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from hocket.kernels import norm
+
+        value_D = weight.tensor() if isinstance(weight, Weight) else weight
+        total, y = norm.forward(x, value_D, eps, more)
+        keep(ctx, total, weight, queue)
+        ctx.eps, ctx.added = eps, more is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, g_total: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels import norm
+
+        total, p_D = kept(ctx)
+        dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
+        return dx, contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None, dx if ctx.added else None
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, table: Tensor
+    ) -> Tensor:
+        from hocket.kernels import rotary
+
+        ctx.eps, ctx.table = eps, table
+        return rotary.turn(x, table, keep(ctx, x, weight, queue), eps)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels import rotary
+
+        x, p_N = kept(ctx)
+        dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, p_N, ctx.eps)
+        return dx, contribute(ctx, p_N, partial(_sum_parts, parts_PN)), None, None, None
