@@ -107,6 +107,7 @@ class OpCost:
     memory_bytes: int = 0
     output_bytes: int = 0
     saved_bytes: int = 0
+    grad_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class CostTable:
     """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
 
     `slot_bytes[rank]` is the size of one weight or gradient slot of each class of units, `state_bytes[rank]` that of
-    weights, main weights, gradients and optimizer state.
+    main weights, copies of those that are held whole, and optimizer state.
     """
 
     kinds: tuple[str, ...]
@@ -133,6 +134,9 @@ class CostTable:
 
     def saved_bytes(self, rank: int, op: Op) -> int:
         return self.of(op).saved_bytes
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).grad_bytes
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
         if not self.slot_bytes:
@@ -339,29 +343,33 @@ def _add_units(
 ) -> tuple[tuple[Mapping[Unit, int], ...], tuple[int, ...]]:
     """Add gather, reduce and step to the table; return slot sizes and state per pipeline rank.
 
-    A reduce adds its shard to the fp32 gradient: 8 bytes read and written per element. AdamW reads weight, gradient
-    and both averages and writes weight, averages, the cleared gradient and the copy for compute: 32 bytes and the copy;
-    the norm reads the gradients once more. Every rank's step waits for the slowest, through the norm's all-reduce.
+    A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
+    per element, though the first of a step only writes. AdamW reads weight, gradient and both averages and writes
+    weight and averages: 28 bytes; the norm reads the gradients once more. In the step, what is held whole is cast,
+    unless fp32 is what computes. Every rank's step waits for the slowest, through the norm's all-reduce.
     """
     b = price.dtype_bytes
-    copy = 0 if b == 4 else b  # in fp32 the weights are the main weights
+    traffic = 0
     slots: list[Mapping[Unit, int]] = []
     state: list[int] = []
     for rank in range(layout.pp):
         largest: dict[Unit, int] = {}
-        shards = 0
+        shards = copied = 0
         for unit, kind in _units(layout, rank):
             weights = unit_weights(model, unit, kind, mesh.ep)
             group = mesh.dp // mesh.ep if unit == "experts" else mesh.dp
             shard = -(-weights // group)
             wire = shard * (group - 1) * b
-            table["gather", unit, kind] = price.transfer("gather", wire)
+            table["gather", unit, kind] = price.transfer("gather", wire, local_bytes=shard * (4 + b))
             table["reduce", unit, kind] = price.transfer("reduce", wire, local_bytes=shard * (8 + b))
             largest[unit] = max(largest.get(unit, 0), weights * b)
+            for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
+                table[key] = replace(table[key], grad_bytes=4 * shard)
             shards += shard
+            copied += shard if group == 1 and b != 4 else 0
         slots.append(largest)
-        state.append(shards * (16 + copy))
-    traffic = max(state) // (16 + copy) * (36 + copy)
+        state.append(12 * shards + b * copied)
+        traffic = max(traffic, 32 * shards + (4 + b) * copied)
     table["step", "all", ""] = price.transfer("reduce", 8 if mesh.pp * mesh.dp > 1 else 0, local_bytes=traffic)
     return tuple(slots), tuple(state)
 

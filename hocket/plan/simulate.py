@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import Lane, Op, Program
 from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
-from hocket.plan.values import follows
+from hocket.plan.values import UnitName, follows, unit_written
 
 
 class Costs(Protocol):
@@ -30,6 +30,10 @@ class Costs(Protocol):
 
     def saved_bytes(self, rank: int, op: Op) -> int:
         """Size of what the op keeps for the op that continues it: fwd for bwd, bwd for wgrad."""
+        ...
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        """Size of the reduced gradients of a wgrad's unit."""
         ...
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
@@ -86,7 +90,7 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
         first += len(ops)
     makespan = max(ends, default=0)
     ranks = tuple(
-        _usage(ops, row, makespan, costs.fixed_bytes(program, rank) + _peak_values(rank, ops, row, costs))
+        _usage(ops, row, makespan, costs.fixed_bytes(program, rank) + _peak_values(program, rank, row, costs))
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
     return Timeline(tuple(spans), makespan, ranks)
@@ -121,17 +125,24 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes:
     return Usage(busy, exposed, sum(exposed.values()), idle + makespan - now, peak_bytes)
 
 
-def _peak_values(rank: int, ops: Sequence[Op], spans: Sequence[Span], costs: Costs) -> int:
-    """The most bytes of values and saved state that a rank holds at one moment.
+def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:
+    """The most bytes of values, saved state and reduced gradients that a rank holds at one moment.
 
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
+    Gradients live from the start of their unit's first wgrad to the end of the step.
     """
+    ops = program.ranks[rank]
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
     position_of = {op.key: position for position, op in enumerate(ops) if op.verb in ("fwd", "bwd")}
     continued_by = {position_of[key]: p for p, op in enumerate(ops) for key in follows(op) if key in position_of}
     changes: list[tuple[Time, int]] = []
+    written: set[UnitName] = set()
     for position, op in enumerate(ops):
+        unit = unit_written(op, program.layout)
+        if unit is not None and unit not in written:
+            written.add(unit)
+            changes.append((spans[position].start, costs.grad_bytes(rank, op)))
         size = costs.output_bytes(rank, op)
         if size:
             changes.append((spans[position].start, size))

@@ -18,6 +18,7 @@ class Table:
     output: Mapping[tuple[str, str], int] = field(default_factory=dict)
     saved: Mapping[tuple[str, str], int] = field(default_factory=dict)
     fixed: int = 0
+    grads: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def seconds(self, rank: int, op: Op) -> Time:
         return self.times.get((op.verb, op.part), 0)
@@ -27,6 +28,9 @@ class Table:
 
     def saved_bytes(self, rank: int, op: Op) -> int:
         return self.saved.get((op.verb, op.part), 0)
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        return self.grads.get((op.verb, op.part), 0)
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
         return self.fixed

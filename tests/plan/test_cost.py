@@ -91,7 +91,11 @@ def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
     assert cost["fwd", "attn", "dense"].flops == 2 * t * 2 * 4096 * (4096 + 1024) + core
     assert cost["bwd", "attn", "dense"].flops == cost["fwd", "attn", "dense"].flops + 1.5 * core
     gather = cost["gather", "dense", "dense"]
-    assert gather.seconds == H200.links["gather"].latency + gather.wire_bytes / H200.links["gather"].bandwidth
+    link = H200.links["gather"]
+    assert gather.memory_bytes == gather.wire_bytes // (7 * 2) * (4 + 2)  # its shard is cast; 7 ranks get it in bf16
+    assert gather.seconds == pytest.approx(
+        link.latency + gather.wire_bytes / link.bandwidth + gather.memory_bytes / H200.memory_bandwidth
+    )
     hop = t * 4096 * 2
     assert cost["recv", "act", ""].wire_bytes == cost["recv", "grad", ""].output_bytes == hop
 
@@ -144,15 +148,19 @@ def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:
         slots = sum((built.weight_slots.get(u, 0) + built.grad_slots.get(u, 0)) * weights[u] * 2 for u in mine)
         assert costs.fixed_bytes(built, rank) == costs.state_bytes[rank] + slots
     assert set(built.weight_slots) == {"embed", "dense", "experts", "head"}
-    # rank 0: the embedding, layer 0 (dense), layers 1 and 2; bf16 weight, fp32 weight, gradient and two averages
+    # rank 0: the embedding, layer 0 (dense), layers 1 and 2; fp32 weight and two averages
     dense = weights["embed"] + unit_weights(SMALL, "dense", "dense", 2) + 2 * unit_weights(SMALL, "dense", "moe", 2)
-    assert costs.state_bytes[0] == pytest.approx((dense / 4 + 2 * weights["experts"] / 2) * 18, rel=1e-3)
+    assert costs.state_bytes[0] == pytest.approx((dense / 4 + 2 * weights["experts"] / 2) * 12, rel=1e-3)
+    assert costs.grad_bytes(0, Op("wgrad", "experts", 0, 0, 1)) == weights["experts"] / 2 * 4
+    attn, mlp = (costs.grad_bytes(0, Op("wgrad", part, 0, 0, 0)) for part in ("attn", "mlp"))
+    assert attn == mlp == pytest.approx(unit_weights(SMALL, "dense", "dense", 2) / 4 * 4, rel=1e-3)
 
 
-def test_a_step_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
-    mesh, layout = MeshConfig(), layout_of(SMALL, MeshConfig())
-    state = op_costs(SMALL, layout, 64, 64, mesh, LAPTOP, 4).state_bytes[0]
-    assert op_costs(SMALL, layout, 64, 64, mesh, LAPTOP, 2).state_bytes[0] * 16 == state * 18
+@pytest.mark.parametrize(("dp", "copy"), [(1, 2), (2, 0)])
+def test_only_weights_that_are_held_whole_and_not_fp32_have_a_second_copy(dp: int, copy: int) -> None:
+    mesh = MeshConfig(dp=dp)
+    single, half = (op_costs(SMALL, layout_of(SMALL, mesh), 64, 64, mesh, LAPTOP, b).state_bytes[0] for b in (4, 2))
+    assert half * 12 == single * (12 + copy)
 
 
 def test_measured_seconds_replace_modelled_ones_and_nothing_else() -> None:

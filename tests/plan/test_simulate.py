@@ -142,6 +142,21 @@ def test_peak_memory_counts_values_and_saved_state_for_their_lifetimes() -> None
     assert simulate(program(ops), table).ranks[0].peak_bytes == 1000 + 100 + 500 + 7
 
 
+def test_peak_memory_counts_gradients_from_their_first_wgrad_on() -> None:
+    def peak(microbatches: int) -> int:
+        ops = [
+            op
+            for m in range(microbatches)
+            for op in (Op("fwd", "attn", m, 0, 0), Op("bwd", "attn", m, 0, 0), Op("wgrad", "attn", m, 0, 0))
+        ]
+        everything: dict[tuple[str, str], Time] = {(op.verb, op.part): 1 for op in ops}
+        table = Table(everything, saved={("fwd", "attn"): 100}, grads={("wgrad", "attn"): 30})
+        return simulate(program([*ops, Op("step", "all")]), table).ranks[0].peak_bytes
+
+    assert peak(1) == 100
+    assert peak(2) == peak(3) == 100 + 30
+
+
 # --- closed forms
 
 
