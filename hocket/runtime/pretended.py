@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hocket.runtime.transports import DONE, Pending, Reduction, RowTable, Transport, write_scaled
+from hocket.runtime.transports import DONE, Pending, Reduction, RowTable, Transport, local_sum
 
 
 @dataclass
@@ -38,25 +38,20 @@ class Null:
     def _fill(self, out: Tensor) -> None:
         if not out.is_floating_point() or not out.numel():
             return
-        if out.dtype not in self.blocks:  # small, so that reading it again and again stays in the cache
-            numbers = torch.randn(1 << 17, generator=torch.Generator().manual_seed(self.rank))
-            self.blocks[out.dtype] = numbers.to(self.device, out.dtype)
-        block, flat = self.blocks[out.dtype], out.view(-1)
-        whole = flat.numel() // block.numel()
-        if whole:
-            flat[: whole * block.numel()].view(whole, -1).copy_(block.expand(whole, -1))
-        tail = flat[whole * block.numel() :]
-        tail.copy_(block[: tail.numel()])
+        if out.dtype not in self.blocks:  # of a size that a few copies, at a copy's full speed, fill most tensors
+            generator = torch.Generator(self.device).manual_seed(self.rank)
+            numbers = torch.randn(1 << (24 if out.is_cuda else 17), device=self.device, generator=generator)
+            self.blocks[out.dtype] = numbers.to(out.dtype)
+        block = self.blocks[out.dtype]
+        for part in out.view(-1).split(block.numel()):
+            part.copy_(block[: part.numel()])
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         mine = full[self.rank * into.numel() :][: into.numel()]
-        if add:
-            into.add_(mine, alpha=scale)
-        else:
-            write_scaled(mine, into, scale)
+        local_sum(mine.view(1, -1), into.view(-1), scale, add)
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
