@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.fsdp.context import ShardedModel
-from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
+from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
+from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
@@ -73,10 +73,10 @@ class Engine:
         assert transport != "auto", "the configuration is not resolved"
         self.groups = groups or make_groups(self.mesh, rank, device, transport, self._comm_options())
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
-        self.sharded = ShardedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
+        self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
-        self._optimizer = ShardedAdamW(self.sharded, self.groups.control, options) if update else None
+        self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._lr = t.lr
         self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
@@ -122,7 +122,7 @@ class Engine:
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep), order)
 
     @property
-    def optimizer(self) -> ShardedAdamW:
+    def optimizer(self) -> PlannedAdamW:
         """The optimizer of an engine that updates weights."""
         assert self._optimizer is not None, "this engine has no optimizer"
         return self._optimizer

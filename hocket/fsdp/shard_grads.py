@@ -67,8 +67,8 @@ class ShardGrads:
     """The reduced gradients of a group's shards: where reductions add up, and what readers see.
 
     The memory is there from the first reduction until all gradients are forgotten, so that activations have it in
-    between. It is the caller's: made and given back in the order of the caller's work (`Unit`). Who still holds a view
-    keeps it.
+    between. It is the caller's: made and given back in the order of the caller's work (`Unit`), or of a plan's compute
+    lane (`PlannedUnit`). Who still holds a view keeps it.
 
     Readers get views, or views of a copy in the dtype that optimizers expect. They may write: clipping does. What they
     wrote into a copy goes back before the gradients change.

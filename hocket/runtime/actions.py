@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.fsdp.unit import ShardedUnit
+from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Routing, Splits, exchange_counts
 from hocket.plan.ops import Layout, Op
@@ -55,7 +55,7 @@ class Actions:
         self,
         layout: Layout,
         chunks: Sequence[Chunk],
-        units: Mapping[UnitName, ShardedUnit],
+        units: Mapping[UnitName, PlannedUnit],
         groups: Groups,
         activation: Activation,
         on_step: Callable[[], None] | None,

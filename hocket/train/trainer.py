@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.fsdp.optim import PieceState
+from hocket.fsdp.planned.adamw import PieceState
 from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hocket.fsdp.context import ShardedModel
+from hocket.fsdp.planned.model import PlannedModel
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import TransportName, make_groups
 
@@ -48,7 +48,7 @@ def tensors(seed, scale=1.0):
 def build(rank, mesh, dtype=torch.float32, transport: TransportName = "gloo"):
     groups = make_groups(mesh, rank, CPU, transport)
     program = Program(Layout(("dense", "moe"), ep=mesh.ep), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([build_module(mesh.ep)], mesh, groups, program, dtype, CPU)
+    model = PlannedModel([build_module(mesh.ep)], mesh, groups, program, dtype, CPU)
     for slots in (*model.weight_slots.values(), *model.grad_slots.values()):
         for buffer in slots.buffers:
             buffer.fill_(float("nan"))  # whoever reads what nobody wrote will notice

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hocket.fsdp.context import ShardedModel, unit_of
+from hocket.fsdp.planned.model import PlannedModel, unit_of
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import make_groups
@@ -188,7 +188,7 @@ def _slots_missing(rank):
     groups = make_groups(Mesh(dp=2), rank, CPU, "gloo")
     program = Program(Layout(("dense", "moe")), 1, (), weight_slots={"embed": 1}, grad_slots=SLOTS)
     with pytest.raises(AssertionError, match="no weight slots for dense units, which 2 ranks share"):
-        ShardedModel([build_module(1)], Mesh(dp=2), groups, program, torch.float32, CPU)
+        PlannedModel([build_module(1)], Mesh(dp=2), groups, program, torch.float32, CPU)
 
 
 def test_a_program_must_have_slots_for_what_is_sharded():
@@ -258,7 +258,7 @@ def test_a_tied_head_is_part_of_the_embedding_unit():
     chunk = nn.ModuleDict({"embed": embed, "head": head})
     groups = make_groups(Mesh(), 0, CPU, "gloo")
     program = Program(Layout(("dense",), tied=True), 1, (), grad_slots=SLOTS)
-    model = ShardedModel([chunk], Mesh(), groups, program, torch.float32, CPU)
+    model = PlannedModel([chunk], Mesh(), groups, program, torch.float32, CPU)
     (unit,) = model.units.values()
     assert [weight.name for weight in unit.weights] == ["embed.weight", "head.norm"]
     assert model.unit("embed", 0) is unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.fsdp.shard_grads import ShardGrads
 from hocket.plan.linearize import linearize
 from hocket.plan.ops import Op
 from hocket.runtime import island
@@ -153,6 +154,55 @@ def test_what_a_communication_lane_drops_is_free(dense: tuple[int, ...], defer: 
     for dropped, held in run_ranks(dropped_values, 4, c):
         assert dropped >= 3
         assert held == set()
+
+
+def gradients_by_op(rank: int, c: Config) -> tuple[list[tuple[str, str, str]], list[str], int]:
+    """(unit, event, op) for the memory of reduced gradients in a step; the units; bytes that are left behind it."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    events: list[tuple[str, str, str]] = []
+    running = [""]
+    issue = engine.executor.recorder.issue
+    units = engine.sharded.units.values()
+
+    def watch(name: str, grads: ShardGrads) -> None:
+        make, let_go = grads.make, grads.let_go
+
+        def noted(event: str, change: Callable[[], None]) -> Callable[[], None]:
+            def changed() -> None:
+                before = grads.flat is not None
+                change()
+                if before != (grads.flat is not None):
+                    events.append((name, event, running[0]))
+
+            return changed
+
+        grads.make, grads.let_go = noted("made", make), noted("gone", let_go)  # type: ignore[method-assign]
+
+    for unit in units:
+        watch(str(unit), unit.group.grads)
+        unit.group.make_grads, unit.group.let_grads_go = unit.group.grads.make, unit.group.grads.let_go
+
+    def noting(position: int) -> None:
+        op = engine.program.ranks[engine.where.pp][position]
+        running[0] = f"{op.lane} {op.verb}"
+        issue(position)
+
+    engine.executor.recorder.issue = noting  # type: ignore[method-assign]
+    engine.train_step(microbatches_of(engine, c), 1e-2)
+    return events, [str(unit) for unit in units], sum(unit.group.grads.nbytes for unit in units)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_memory_of_gradients_is_made_by_a_wgrad_and_given_back_by_the_step(strategy: str) -> None:
+    """Both are ops of the compute lane: on a GPU that lane's activations have the memory before and afterwards."""
+    plan = dict(chunks=2, merge="on", defer_wgrad="on", strategy=strategy)
+    c = config(dict(layers=4, shared_ffn=16), dict(pp=2, dp=2, ep=2), plan, 3, "bf16")
+    for events, units, left in run_ranks(gradients_by_op, 4, c):
+        assert left == 0
+        assert sorted(events) == sorted(
+            [(unit, event, op) for unit in units for event, op in (("made", "compute wgrad"), ("gone", "compute step"))]
+        )
 
 
 def interrupted(rank: int, c: Config) -> bool:

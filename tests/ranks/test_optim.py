@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hocket.fsdp.context import ShardedModel
-from hocket.fsdp.optim import AdamWOptions, ShardedAdamW
+from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
+from hocket.fsdp.planned.model import PlannedModel
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import make_groups
@@ -49,7 +49,7 @@ def reference_steps(mesh, steps):
 def _train(rank, mesh, steps):
     model, groups = build(rank, mesh)
     model.load(tensors(5))
-    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
+    optimizer = PlannedAdamW(model, groups.control, OPTIONS)
     norms = []
     for i in range(steps):
         grads = tensors(10 * i + rank)
@@ -82,7 +82,7 @@ def test_adamw_on_shards_equals_adamw_on_whole_parameters(mesh):
 def _resume(rank, mesh):
     model, groups = build(rank, mesh)
     model.load(tensors(5))
-    first = ShardedAdamW(model, groups.control, OPTIONS)
+    first = PlannedAdamW(model, groups.control, OPTIONS)
     add_grads(model, tensors(rank))
     first.step()
     weights = {name: state.piece.main.clone() for name, state in first.state.items()}
@@ -90,7 +90,7 @@ def _resume(rank, mesh):
     add_grads(model, tensors(10 + rank))
     first.step()
     expected = {name: state.piece.main.clone() for name, state in first.state.items()}
-    second = ShardedAdamW(model, groups.control, OPTIONS)
+    second = PlannedAdamW(model, groups.control, OPTIONS)
     for name, state in second.state.items():
         state.piece.main.copy_(weights[name])
         state.exp_avg.copy_(moments[name][0])
@@ -111,9 +111,9 @@ def _tiny(rank, world):
     groups = make_groups(Mesh(dp=world), rank, CPU, "gloo")
     chunk = nn.ModuleDict({"head": nn.ParameterDict({"norm": nn.Parameter(torch.empty(3, device="meta"))})})
     program = Program(Layout(("dense",)), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([chunk], Mesh(dp=world), groups, program, torch.float32, CPU)
+    model = PlannedModel([chunk], Mesh(dp=world), groups, program, torch.float32, CPU)
     model.load({"head.norm": torch.ones(3)})
-    optimizer = ShardedAdamW(model, groups.control, AdamWOptions(lr=0.1, clip=0.0))
+    optimizer = PlannedAdamW(model, groups.control, AdamWOptions(lr=0.1, clip=0.0))
     unit = model.unit("head", 0)
     (view,) = unit.grad_views(0).values()
     view.fill_(1.0)
@@ -135,14 +135,14 @@ def test_without_communication_a_step_stays_finite():
     mesh = Mesh(pp=1, dp=4, ep=2)
     groups = make_groups(mesh, 3, CPU, "null")
     program = Program(Layout(("dense", "moe"), ep=2), 1, (), weight_slots=SLOTS, grad_slots=SLOTS)
-    model = ShardedModel([build_module(2)], mesh, groups, program, torch.bfloat16, CPU)
+    model = PlannedModel([build_module(2)], mesh, groups, program, torch.bfloat16, CPU)
     model.load(tensors(1, scale=0.02))
     unit = model.unit("dense", 0, 0)
     assert unit.gather(0).done
     assert all(weight.tensor().float().abs().max() < 1 for weight in unit.weights)
     assert all(weight.tensor().any() for weight in unit.weights)
     unit.release()
-    optimizer = ShardedAdamW(model, groups.control, OPTIONS)
+    optimizer = PlannedAdamW(model, groups.control, OPTIONS)
     add_grads(model, tensors(2))
     assert optimizer.step().isfinite()
     model.assert_clean()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hocket.fsdp.context import ShardedModel
-from hocket.fsdp.unit import Piece
+from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.unit import Piece
 from hocket.runtime.comm import Group
 
 
@@ -40,10 +40,10 @@ class PieceState:
     exp_avg_sq: Tensor
 
 
-class ShardedAdamW:
+class PlannedAdamW:
     """The optimizer of one rank's sharded model. `control` joins all ranks of the world."""
 
-    def __init__(self, model: ShardedModel, control: Group, options: AdamWOptions) -> None:
+    def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.storage import Slots
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, manage
@@ -61,7 +61,7 @@ class Piece:
         return grad
 
 
-class ShardedUnit:
+class PlannedUnit:
     """One unit of one layer on one rank."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The sharded model of one rank: its units and their slots."""
+"""The sharded model of one rank under a plan: its units and their slots."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.planned.slots import Slots
+from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
-from hocket.fsdp.storage import Slots
-from hocket.fsdp.unit import ShardedUnit
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
@@ -54,7 +54,7 @@ class _Numbers(TypedDict):
     device: torch.device
 
 
-class ShardedModel:
+class PlannedModel:
     """Takes the parameters of a rank's chunks under management and shards them, as a program needs it.
 
     `chunks` are this rank's virtual stages, in order; their parameters are named as in the whole model, and only their
@@ -75,28 +75,28 @@ class ShardedModel:
         self._windows: list[Window] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
-        made: dict[UnitName, ShardedUnit] = {}
+        made: dict[UnitName, PlannedUnit] = {}
         members = _members(chunks, program.layout.tied)
-        experts = {name: group for name, group in members.items() if name[0] == "experts"}
-        dense = {name: group for name, group in members.items() if name not in experts}
+        experts = {name: params for name, params in members.items() if name[0] == "experts"}
+        dense = {name: params for name, params in members.items() if name not in experts}
         alone = Group("outer", (0,), 0, Local())
         for units, gather, reduce, part in (
             (dense, groups.gather_dense, groups.reduce_dense, (0, 1)),
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
             where = ShardGroups(gather, reduce, alone, alone, mesh.dp, outer_shards=False, part=part)
-            stored = {
-                name: ParamGroup(m, where, Precision(compute=dtype), "element", device) for name, m in units.items()
-            }
-            self._allocate(stored, gather, reduce, program)
+            formats = Precision(compute=dtype)
+            stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
+            self._allocate(stored, where, program)
             for name, group in stored.items():
                 kind, _, layer = name
-                made[name] = ShardedUnit(kind, layer, group, self.weight_slots.get(kind), self.grad_slots[kind])
+                made[name] = PlannedUnit(kind, layer, group, self.weight_slots.get(kind), self.grad_slots[kind])
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
         self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
-    def _allocate(self, stored: Mapping[UnitName, ParamGroup], gather: Group, reduce: Group, program: Program) -> None:
+    def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
         """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
+        gather, reduce = where.gather, where.reduce
         lengths: dict[UnitKind, int] = {}
         for (kind, *_), group in stored.items():
             lengths[kind] = max(lengths.get(kind, 0), group.layout.total)
@@ -121,16 +121,16 @@ class ShardedModel:
             window.close()
         self._windows.clear()
 
-    def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> ShardedUnit:
+    def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> PlannedUnit:
         """The unit of a class in a chunk; embed and head have layer -1."""
         return self.units[kind, chunk, layer]
 
-    def owner(self, weight: Weight) -> ShardedUnit:
+    def owner(self, weight: Weight) -> PlannedUnit:
         """The unit that holds a weight."""
         return self._owners[weight]
 
     def load(self, source: Callable[[str], Tensor] | Mapping[str, Tensor]) -> None:
-        """Take the initial weights by name, one parameter at a time; see `ShardedUnit.load`."""
+        """Take the initial weights by name, one parameter at a time; see `PlannedUnit.load`."""
         find = source.__getitem__ if isinstance(source, Mapping) else source
         for unit in self.units.values():
             unit.load(find)
