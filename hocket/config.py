@@ -99,8 +99,9 @@ class MeshConfig:
 class PlanConfig:
     """How one optimizer step is ordered."""
 
-    order: Literal["auto", "sequential", "1f1b", "interleaved"] = "auto"
-    """Order of microbatches over pipeline ranks; auto picks sequential, 1f1b or interleaved from pp and chunks."""
+    order: Literal["auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v"] = "auto"
+    """Order of microbatches over pipeline ranks; auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
+    and zb_v fill the bubble with weight gradients, zb_v with two chunks per rank, placed as a V."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from hocket.plan.lower import build_program
 from hocket.plan.pipeline import smallest_group
 from hocket.plan.simulate import simulate
 from hocket.plan.timeline import duration
-from hocket.rules import lane_matters, separate_wgrads
+from hocket.plan_rules import lane_matters, separate_wgrads
 
 Choice = tuple[str, object, str]
 """Setting, value, reason."""

@@ -16,7 +16,8 @@ from hocket.hop_choice import choose_hops, stride_remark
 from hocket.leaves import leaf, out_of_bounds
 from hocket.parallel.stages import costs_of, hardware_of
 from hocket.plan.cost import CostTable
-from hocket.rules import RULES, Host, broken_rules, has_experts, merges, rule_text, stages
+from hocket.plan_rules import merges, separate_wgrads, stages
+from hocket.rules import RULES, Host, broken_rules, has_experts, rule_text
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
 def choose_merge(c: Config, h: Host) -> tuple[str, str]:
     if not has_experts(c) or c.mesh.ep == 1:
         return "off", "there is no expert all-to-all to hide (needs MoE layers and mesh.ep above 1)"
+    if separate_wgrads(c):
+        return "off", f"in the order {c.plan.order} weight gradients fill the bubble, and nothing is merged"
     if c.plan.order == "sequential" and stages(c) > 1:
         return "off", "in the sequential order each microbatch ends before the next one starts"
     if not any(merges(c, rank) for rank in range(c.mesh.pp)):
@@ -148,6 +151,8 @@ def choose_order(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_defer(c: Config, h: Host) -> tuple[str, str]:
+    if separate_wgrads(c):
+        return "on", f"in the order {c.plan.order} weight gradients have steps of their own"
     if c.mesh.pp > 1:
         return "on", "weight gradients run under the pipeline's sends"
     if c.mesh.ep > 1:

@@ -37,6 +37,7 @@ TINY = recipe("tiny")
 SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
 ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
+ZB = changed(TINY, plan__order="zb_v", plan__merge="off")
 
 
 def flag(setting: str) -> str:
@@ -208,6 +209,17 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, plan__merge="off"), {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "is not merged"),
     (changed(TINY, mesh__pp=1), {"plan__p2p_backward_lane": "on"}, "plan.p2p_backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
+    (changed(TINY, plan__merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
+    (changed(TINY, plan__merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
+    (changed(TINY, plan__order="zb_v"), {"plan__merge": "on"}, "plan.merge", "forwards and backwards run apart"),
+    (changed(ZB, mesh__pp=1), {"plan__order": "zb_v"}, "plan.order", "no bubble to fill"),
+    (ZB, {"plan__defer_wgrad": "off"}, "plan.defer_wgrad", "so they must be able to wait"),
+    (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
+    (ZB, {"plan__p2p_defer_layers": 2}, "plan.p2p_defer_layers", "steps of their own"),
+    (ZB, {"plan__p2p_defer_parts": "all"}, "plan.p2p_defer_parts", "no effect"),
+    (ZB, {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "is not merged"),
+    (ZB, {"plan__group": 2}, "plan.group", "only the interleaved order"),
+    (changed(ZB, model__dense_layers=()), {"model__layers": 3}, "model.layers", "4 virtual stages, more than 3 layers"),
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),
@@ -351,7 +363,7 @@ def configs(draw: st.DrawFn) -> Config:
         ),
         mesh=MeshConfig(pp=pp, dp=ep * draw(st.sampled_from([1, 2])), ep=ep),
         plan=PlanConfig(
-            order=draw(st.sampled_from(["auto", "auto", "sequential", "1f1b", "interleaved"])),
+            order=draw(st.sampled_from(["auto", "auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v"])),
             chunks=chunks,
             merge=draw(st.sampled_from(["auto", "on", "off"])),
             group=group,

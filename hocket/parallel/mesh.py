@@ -27,11 +27,15 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`pp` pipeline ranks times `dp` data-parallel ranks; `ep` divides `dp`, and `edp = dp / ep`."""
+    """`pp` pipeline ranks times `dp` data-parallel ranks; `ep` divides `dp`, and `edp = dp / ep`.
+
+    Activations go round a ring of pipeline ranks; with `turning`, to the last one and back.
+    """
 
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    turning: bool = False
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep"):
@@ -66,11 +70,25 @@ class Mesh:
         """Global rank of a pair of coordinates."""
         return pp * self.dp + dp
 
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of pipeline ranks of which the first sends activations to the second."""
+        if self.turning:
+            along = [(p, p + 1) for p in range(self.pp - 1)]
+            return (*along, *((q, p) for p, q in along))
+        return tuple((p, (p + 1) % self.pp) for p in range(self.pp)) if self.pp > 1 else ()
+
+    def goes_back(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a pipeline group joins its ranks against their order, behind the turn."""
+        sender, receiver = (self.coordinates(rank).pp for rank in ranks)
+        return self.turning and receiver < sender
+
     def groups(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
         """The members (global ranks) of every group of one purpose, in the order in which they are created.
 
-        Pipeline groups are (r, next of r) for every ring edge: the sender of activations first. With pp = 2 the two
-        edges join the same two ranks and stay distinct groups; with pp = 1 there is none.
+        Pipeline groups are (r, next of r) for every edge, the sender of activations first: around the ring, or along
+        the ranks and back. With pp = 2 the two edges join the same two ranks and stay distinct groups; with pp = 1
+        there is none.
         """
         match purpose:
             case "gather_dense" | "reduce_dense":
@@ -88,7 +106,6 @@ class Mesh:
                     for j in range(self.edp)
                 )
             case "pp_fwd" | "pp_bwd":
-                edges = range(self.pp if self.pp > 1 else 0)
-                return tuple((self.rank(p, d), self.rank((p + 1) % self.pp, d)) for p in edges for d in range(self.dp))
+                return tuple((self.rank(p, d), self.rank(q, d)) for p, q in self.edges for d in range(self.dp))
             case "control":
                 return (tuple(range(self.world)),)

@@ -14,7 +14,7 @@ from hocket.plan.shard import Sharding
 
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
-    return Mesh(config.mesh.pp, config.mesh.dp, config.mesh.ep)
+    return Mesh(config.mesh.pp, config.mesh.dp, config.mesh.ep, turning=config.plan.order == "zb_v")
 
 
 def layout_of(config: Config) -> Layout:
@@ -29,6 +29,7 @@ def layout_of(config: Config) -> Layout:
         ep=config.mesh.ep,
         bounds=tuple(bounds) if config.plan.layers_per_stage else (),
         tied=config.model.tied,
+        turning=config.plan.order == "zb_v",
     )
 
 

@@ -27,7 +27,7 @@ from hocket.plan.check_memory import activations_capped, receives_paced, values_
 from hocket.plan.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.plan.check_slots import gradients_kept, weights_resident
 from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
-from hocket.plan.ops import Key, Op, Program
+from hocket.plan.ops import Key, Layout, Op, Program
 from hocket.plan.values import follows
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
@@ -71,9 +71,9 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
         for layer in layout.layers(rank, c):
             parts += [(verb, part, layer) for part in layout.forward_parts(layer) for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
-        if layout.pp > 1 and not layout.is_first(rank, c):
+        if layout.receives(rank, c, "act"):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
-        if layout.pp > 1 and not layout.is_last(rank, c):
+        if layout.receives(rank, c, "grad"):
             parts += [("send", "act", -1), ("recv", "grad", -1)]
         if forward_only:
             parts = [name for name in parts if name[0] == "fwd" or name[1] == "act"]
@@ -136,14 +136,17 @@ def side_values_reversed(facts: Facts) -> Iterator[Violation]:
 def lane_kinds(facts: Facts) -> Iterator[Violation]:
     """Invariant 10: communication lanes carry only communication, and each its own kind."""
     for i, op in enumerate(facts.ops):
-        if op.lane not in _lanes_for(op):
-            yield facts.fail(10, f"{facts.show(i)} is on lane {op.lane}, not {' or '.join(_lanes_for(op))}", i)
+        lanes = _lanes_for(op, facts.layout)
+        if op.lane not in lanes:
+            yield facts.fail(10, f"{facts.show(i)} is on lane {op.lane}, not {' or '.join(lanes)}", i)
 
 
-def _lanes_for(op: Op) -> tuple[str, ...]:
+def _lanes_for(op: Op, layout: Layout) -> tuple[str, ...]:
     match op.verb:
-        case "send" | "recv":
-            return (f"{op.verb}_{op.part}",)
+        case "send":
+            return (f"send_{op.part}_back" if layout.turns(op.chunk) else f"send_{op.part}",)
+        case "recv":
+            return (f"recv_{op.part}",)
         case "gather":
             return ("gather",)
         case "reduce":

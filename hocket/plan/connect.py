@@ -26,12 +26,12 @@ It is done in fact, so nobody ever waits for it and no circle can close; it only
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hocket.plan.ops import LANES, Key, Layout, Op
+from hocket.plan.ops import LANES, Key, Lane, Layout, Op
 from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
 
 Clock = list[int]
@@ -92,14 +92,20 @@ def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
     """
     where = [{op.key: i for i, op in enumerate(rank.ops)} for rank in ranks]
     known = [clocks(rank.ops, rank.deps()) for rank in ranks]
+    received: dict[tuple[int, Lane, int], list[int]] = defaultdict(list)  # (rank, lane, source) -> positions
+    for r, rank in enumerate(ranks):
+        for i, op in enumerate(rank.ops):
+            if op.verb == "recv":
+                received[r, op.lane, layout.peer(op, r)[0]].append(i)
     for r, rank in enumerate(ranks):
         for i, op in enumerate(rank.ops):
             if op.verb != "recv":
                 continue
             peer, key = layout.peer(op, r)
-            arrived = known[peer][where[peer][key]][LANES.index("recv_grad" if op.part == "act" else "recv_act")]
-            if arrived >= 0:
-                _, sent = layout.peer(ranks[peer].ops[arrived], peer)
+            lane: Lane = "recv_grad" if op.part == "act" else "recv_act"
+            arrived = bisect_right(received[peer, lane, r], known[peer][where[peer][key]][LANES.index(lane)])
+            if arrived:
+                _, sent = layout.peer(ranks[peer].ops[received[peer, lane, r][arrived - 1]], peer)
                 rank.needs[rank.readers[i][0]].append(where[r][sent])
 
 

@@ -376,12 +376,14 @@ def _add_units(
 
 def _units(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
     """(class, kind of the layer) of every unit of a pipeline rank."""
-    units: list[tuple[Unit, str]] = [("embed", "")] if rank == 0 else []
+    units: list[tuple[Unit, str]] = []
     for chunk in range(layout.chunks):
+        if layout.is_first(rank, chunk):
+            units.append(("embed", ""))
         for layer in layout.layers(rank, chunk):
             units.append(("dense", layout.kinds[layer]))
             if layout.kinds[layer] == "moe":
                 units.append(("experts", "moe"))
-    if rank == layout.pp - 1 and not layout.tied:
-        units.append(("head", ""))
+        if layout.is_last(rank, chunk) and not layout.tied:
+            units.append(("head", ""))
     return units

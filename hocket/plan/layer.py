@@ -88,6 +88,11 @@ def order_problem(text: str) -> str:
     return ""
 
 
+def without_wgrads(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+    """The same order for a backward whose weight gradients have a step of their own."""
+    return tuple((verb, part) for verb, part in tokens if verb != "wgrad")
+
+
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order with each weight gradient right behind its input gradient: nothing is deferred."""
     order: list[Token] = []

@@ -19,11 +19,12 @@ from typing import Literal
 
 from hocket.config import PlanConfig
 from hocket.plan.connect import connect
-from hocket.plan.layer import ALONE, Token, at_once, merged_order, parts_of
+from hocket.plan.layer import ALONE, Token, at_once, merged_order, parts_of, without_wgrads
 from hocket.plan.ops import Key, Lane, Layout, Op, Part, Program, Verb
 from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
 from hocket.plan.values import reads
+from hocket.plan.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
 
 StepOps = list[Op]
 """The ops of one step, in host order."""
@@ -40,9 +41,10 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
         merged, alone = at_once(merged), at_once(alone)
     ranks = []
     for rank, steps in enumerate(order):
-        per_step = [expand(step, layout, rank, merged, alone) for step in steps]
+        apart = any(step.wgrad for step in steps)
+        per_step = [expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone) for step in steps]
         per_step = insert_p2p(per_step, steps, layout, rank)
-        if plan.defer_wgrad != "off":
+        if plan.defer_wgrad != "off" and not apart:
             layers = 1 if plan.p2p_defer_layers == "auto" else plan.p2p_defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
             per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
@@ -108,10 +110,24 @@ def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[O
                 "before the next one starts; use plan.order=1f1b or interleaved"
             )
         return sequential(layout.pp, layout.chunks, microbatches), []
+    if kind in ZERO_BUBBLE:
+        return _zero_bubble(layout, microbatches, plan)
     if kind == "1f1b" and layout.chunks > 1:
         raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
     order = one_f_one_b(layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, stride=plan.stride)
     return order, _merge_notes(order, microbatches, plan) if merge else []
+
+
+def _zero_bubble(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[Order, list[str]]:
+    chunks = 2 if plan.order == "zb_v" else 1
+    if layout.chunks != chunks or layout.turning != (chunks == 2):
+        raise ValueError(f"plan.order={plan.order} has plan.chunks={chunks} chunks per rank, got {layout.chunks}")
+    if plan.merge == "on" or plan.defer_wgrad == "off":
+        raise ValueError(
+            f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs "
+            f"plan.merge=off and plan.defer_wgrad=on, got {plan.merge} and {plan.defer_wgrad}"
+        )
+    return (zb_v if chunks == 2 else zb_h1)(layout.pp, microbatches), []
 
 
 def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]:
@@ -132,8 +148,14 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
 
     Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
     alone. The head's backward comes first, its forward and the embedding's backward last:
-    they hide the sends.
+    they hide the sends. A step of weight gradients has those of all layers, in the order of backward.
     """
+    if step.wgrad:
+        return [
+            _op("wgrad", part, step.wgrad, layer)
+            for layer in reversed(layout.layers(rank, step.wgrad[1]))
+            for part in reversed(layout.weighted_parts(layer))
+        ]
     ops: StepOps = []
     forward = list(layout.layers(rank, step.fwd[1])) if step.fwd else []
     backward = list(reversed(layout.layers(rank, step.bwd[1]))) if step.bwd else []
@@ -197,13 +219,8 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
         items = [(k, item) for k, item in sides if item is not None]
         if not items:
             continue
-        ends_here = layout.is_last if forward else layout.is_first
         for n, (k, item) in enumerate(items):
-            inserted = (
-                []
-                if ends_here(rank, item[1])
-                else [Op("send", part, *item, lane="send_act" if forward else "send_grad")]
-            )
+            inserted = _send(item, part, layout, rank)
             if n + 1 < len(items):
                 reader, following = items[n + 1]
                 if reader - k <= 2:
@@ -219,10 +236,21 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
     return out
 
 
+def _send(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
+    if not layout.sends(rank, item[1], part):
+        return []
+    back = layout.turns(item[1])
+    lanes: dict[str, tuple[Lane, Lane]] = {
+        "act": ("send_act", "send_act_back"),
+        "grad": ("send_grad", "send_grad_back"),
+    }
+    return [Op("send", part, *item, lane=lanes[part][back])]
+
+
 def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
-    if part == "act":
-        return [] if layout.is_first(rank, item[1]) else [Op("recv", part, *item, lane="recv_act")]
-    return [] if layout.is_last(rank, item[1]) else [Op("recv", part, *item, lane="recv_grad")]
+    if not layout.receives(rank, item[1], part):
+        return []
+    return [Op("recv", part, *item, lane="recv_act" if part == "act" else "recv_grad")]
 
 
 def _producer(ops: StepOps, item: Item, forward: bool) -> int:

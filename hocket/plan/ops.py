@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "reduce", "step"]
 """fwd, bwd (input gradients), wgrad (weight gradients), pipeline send and recv, gather and release of a
@@ -25,13 +25,16 @@ Part = Literal[
 """What an op works on. Parts of the model (first row); what a send or recv carries: a chunk's output
 activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step."""
 
-Lane = Literal["compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "gather", "reduce"]
+Lane = Literal[
+    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
+    "gather", "reduce",
+]  # fmt: skip
 """An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
-because a send is done only when its receiver is ready, and must not hold up this rank's own receives."""
+because a send is done only when its receiver is ready, and must not hold up this rank's own receives. For the same
+reason a rank that sends activations to both of its neighbours (`Layout.turning`) has a lane for either of them. What is
+received comes in the order in which it is read, so one lane for both will do."""
 
-LANES: tuple[Lane, ...] = (
-    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "gather", "reduce",
-)  # fmt: skip
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 Unit = Literal["embed", "dense", "experts", "head"]
 """A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""
@@ -89,9 +92,11 @@ class Layout:
     """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
 
     `kinds[i]` is the kind of layer i, `dense` or `moe`. Virtual stage s holds the layers
-    `range(bounds[s], bounds[s + 1])` and is chunk `s // pp` of pipeline rank `s % pp`; there are
-    `pp * chunks` of them. With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no
-    combine. `tied` says that the head uses the embedding's weights, so that both belong to one unit.
+    `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
+    round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
+    chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
+    has no dispatch and no combine. `tied` says that the head uses the embedding's weights, so that both belong to one
+    unit.
     """
 
     kinds: tuple[Literal["dense", "moe"], ...]
@@ -100,6 +105,7 @@ class Layout:
     ep: int = 1
     bounds: tuple[int, ...] = ()
     tied: bool = False
+    turning: bool = False
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:
@@ -127,7 +133,35 @@ class Layout:
         return self.pp * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        return chunk * self.pp + rank
+        return chunk * self.pp + (self.pp - 1 - rank if self.turns(chunk) else rank)
+
+    def owner(self, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a virtual stage."""
+        chunk, place = divmod(stage, self.pp)
+        return (self.pp - 1 - place if self.turns(chunk) else place), chunk
+
+    def turns(self, chunk: int) -> bool:
+        """Whether a chunk's activations go through the ranks backwards."""
+        return self.turning and chunk % 2 == 1
+
+    def before(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """(rank, chunk) of the stage before a chunk's; None for the first."""
+        stage = self.stage(rank, chunk)
+        return self.owner(stage - 1) if stage else None
+
+    def behind(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """(rank, chunk) of the stage behind a chunk's; None for the last."""
+        stage = self.stage(rank, chunk) + 1
+        return self.owner(stage) if stage < self.stages else None
+
+    def receives(self, rank: int, chunk: int, part: str) -> bool:
+        """Whether a chunk's input activation, or the gradient of its output, comes from another rank."""
+        source = self.before(rank, chunk) if part == "act" else self.behind(rank, chunk)
+        return source is not None and source[0] != rank
+
+    def sends(self, rank: int, chunk: int, part: str) -> bool:
+        """Whether a chunk's output activation, or the gradient of its input, goes to another rank."""
+        return self.receives(rank, chunk, "grad" if part == "act" else "act")
 
     def layers(self, rank: int, chunk: int) -> range:
         """The layers of one chunk of one pipeline rank."""
@@ -135,10 +169,10 @@ class Layout:
         return range(self.bounds[s], self.bounds[s + 1])
 
     def is_first(self, rank: int, chunk: int) -> bool:
-        return rank == 0 and chunk == 0
+        return self.before(rank, chunk) is None
 
     def is_last(self, rank: int, chunk: int) -> bool:
-        return rank == self.pp - 1 and chunk == self.chunks - 1
+        return self.behind(rank, chunk) is None
 
     def forward_parts(self, layer: int) -> tuple[Part, ...]:
         """The parts of a layer in forward order."""
@@ -159,11 +193,9 @@ class Layout:
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
         """(pipeline rank, key) of the op that a send or recv of `rank` is matched with."""
         forward = (op.part == "act") == (op.verb == "send")
-        other, chunk = rank + (1 if forward else -1), op.chunk
-        if other == self.pp:
-            other, chunk = 0, chunk + 1
-        elif other < 0:
-            other, chunk = self.pp - 1, chunk - 1
+        place = self.behind(rank, op.chunk) if forward else self.before(rank, op.chunk)
+        assert place is not None, f"{op} of rank {rank} has no peer"
+        other, chunk = place
         verb = "recv" if op.verb == "send" else "send"
         return other, (verb, op.part, op.microbatch, chunk, -1)
 

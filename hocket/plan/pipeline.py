@@ -28,12 +28,18 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward of one item, a backward of one item, or both merged."""
+    """A forward of one item, a backward of one item, or both merged; or the weight gradients of one item.
+
+    In an order that has steps of weight gradients, backwards are without them.
+    """
 
     fwd: Item | None = None
     bwd: Item | None = None
+    wgrad: Item | None = None
 
     def __str__(self) -> str:
+        if self.wgrad:
+            return f"W{self.wgrad[0]}.{self.wgrad[1]}"
         f = f"F{self.fwd[0]}.{self.fwd[1]}" if self.fwd else ""
         b = f"B{self.bwd[0]}.{self.bwd[1]}" if self.bwd else ""
         return f"({f}|{b})" if f and b else f or f"[{b}]"

@@ -38,7 +38,7 @@ KINDS: tuple[Kind, ...] = ("a2a", "pp", "gather", "reduce")
 
 KIND_OF: Mapping[Lane, Kind] = {
     "a2a": "a2a", "send_act": "pp", "recv_act": "pp", "send_grad": "pp", "recv_grad": "pp",
-    "gather": "gather", "reduce": "reduce",
+    "send_act_back": "pp", "send_grad_back": "pp", "gather": "gather", "reduce": "reduce",
 }  # fmt: skip
 
 CostKey = tuple[str, str, str]

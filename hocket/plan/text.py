@@ -49,7 +49,8 @@ def to_text(program: Program) -> str:
     layout = program.layout
     lines = [
         FORMAT,
-        f"layout pp={layout.pp} chunks={layout.chunks} ep={layout.ep} tied={'yes' if layout.tied else 'no'}",
+        f"layout pp={layout.pp} chunks={layout.chunks} ep={layout.ep} tied={'yes' if layout.tied else 'no'}"
+        + (" turning=yes" if layout.turning else ""),
         " ".join(["kinds", *_repeats(layout.kinds)]),
         " ".join(["bounds", *map(str, layout.bounds)]),
         f"microbatches {program.microbatches}",
@@ -173,10 +174,11 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _parse_sizes(text: str) -> dict[str, Any]:
     pairs = _pairs(text)
-    if sorted(pairs) != ["chunks", "ep", "pp", "tied"] or pairs["tied"] not in ("yes", "no"):
-        raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no', got {text!r}")
-    tied = pairs.pop("tied") == "yes"
-    return {**{name: int(value) for name, value in pairs.items()}, "tied": tied}
+    flags = {"tied": pairs.pop("tied", ""), "turning": pairs.pop("turning", "no")}
+    if sorted(pairs) != ["chunks", "ep", "pp"] or not set(flags.values()) <= {"yes", "no"}:
+        raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no turning=yes|no', got {text!r}")
+    sizes = {name: int(value) for name, value in pairs.items()}
+    return {**sizes, **{name: value == "yes" for name, value in flags.items()}}
 
 
 def _parse_kinds(text: str) -> tuple[str, ...]:

@@ -29,10 +29,11 @@ def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Ke
     if layer > layers.start:
         last = "mlp" if layout.kinds[layer - 1] == "dense" else "unpermute"
         return ("fwd", last, m, chunk, layer - 1)
-    if layout.is_first(rank, chunk):
+    source = layout.before(rank, chunk)
+    if source is None:
         return ("fwd", "embed", m, chunk, -1)
-    if layout.pp == 1:
-        return chunk_output(layout, rank, m, chunk - 1)
+    if source[0] == rank:
+        return chunk_output(layout, rank, m, source[1])
     return ("recv", "act", m, chunk, -1)
 
 
@@ -44,10 +45,11 @@ def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Ke
     """The op whose value is the gradient of a layer's output."""
     if layer < layout.layers(rank, chunk).stop - 1:
         return ("bwd", "attn", m, chunk, layer + 1)
-    if layout.is_last(rank, chunk):
+    source = layout.behind(rank, chunk)
+    if source is None:
         return ("bwd", "head", m, chunk, -1)
-    if layout.pp == 1:
-        return ("bwd", "attn", m, chunk + 1, layout.layers(rank, chunk + 1).start)
+    if source[0] == rank:
+        return ("bwd", "attn", m, source[1], layout.layers(rank, source[1]).start)
     return ("recv", "grad", m, chunk, -1)
 
 

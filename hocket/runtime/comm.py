@@ -191,7 +191,10 @@ class Group:
 
 @dataclass
 class Groups:
-    """The groups of one rank. Pipeline edges are None without a pipeline; see `Mesh.groups`."""
+    """The groups of one rank. Pipeline edges are None without a pipeline; see `Mesh.groups`.
+
+    Those with `back` are for chunks behind the turn (`Layout.turning`), whose activations come from the next rank.
+    """
 
     gather_dense: Group
     reduce_dense: Group
@@ -203,6 +206,10 @@ class Groups:
     recv_act: Group | None = None
     send_grad: Group | None = None
     recv_grad: Group | None = None
+    send_act_back: Group | None = None
+    recv_act_back: Group | None = None
+    send_grad_back: Group | None = None
+    recv_grad_back: Group | None = None
     made: tuple[str, ...] = ()
     """Names of the groups in the order in which they were made, in which all ranks agree."""
 
@@ -237,7 +244,7 @@ def make_groups(
             # Members or not, all ranks of the world take part in making a group.
             moved_by = _connect(purpose, ranks, rank, device, transport, options)
             if moved_by is not None:
-                field_name = _field(purpose, ranks, rank)
+                field_name = _field(purpose, ranks, rank, mesh)
                 mine[field_name] = Group(field_name, ranks, ranks.index(rank), moved_by)
     groups = Groups(**mine, made=tuple(mine))
     _warm(groups, mesh, rank, device)
@@ -269,13 +276,13 @@ def make_group(
     return group
 
 
-def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int) -> str:
+def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
     """The field of `Groups` that a group fills. Activations flow along an edge, gradients against it."""
-    if purpose == "pp_fwd":
-        return "send_act" if ranks[0] == rank else "recv_act"
-    if purpose == "pp_bwd":
-        return "recv_grad" if ranks[0] == rank else "send_grad"
-    return purpose
+    if purpose not in ("pp_fwd", "pp_bwd"):
+        return purpose
+    part = "act" if purpose == "pp_fwd" else "grad"
+    sends = (ranks[0] == rank) == (part == "act")
+    return f"{'send' if sends else 'recv'}_{part}{'_back' if mesh.goes_back(ranks) else ''}"
 
 
 def _connect(
@@ -322,7 +329,7 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
         for ranks in mesh.groups(purpose):
             if rank not in ranks:
                 continue
-            group = getattr(groups, _field(purpose, ranks, rank))
+            group = getattr(groups, _field(purpose, ranks, rank, mesh))
             if purpose in ("pp_fwd", "pp_bwd"):
                 sends = (group.rank == 0) == (purpose == "pp_fwd")
                 (group.send if sends else group.recv)(row[0], group.other).wait()

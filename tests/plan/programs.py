@@ -60,16 +60,19 @@ def _case(source: Any, most_ranks: int) -> Case:
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=pp * chunks == 1 and among((False, True)),
     )
-    merge = among(("auto", "off"))
+    apart = {1: ("zb_h1",), 2: ("zb_v",)}.get(chunks, ())
+    order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))
+    layout = replace(layout, turning=order == "zb_v")
+    merge = "off" if order in apart else among(("auto", "off"))
     stride = among((2, 3)) if merge == "auto" else 2
     plan = PlanConfig(
-        order=among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()))),
+        order=order,
         chunks=chunks,
         merge=merge,
         group=among((0, 2 * pp, 2 * pp + 1, *((pp,) if stride == 2 else ()))),
         stride=stride,
         layer_order=among(("literature", "early_release", "wgrad_last")),
-        defer_wgrad=among(("auto", "off")),
+        defer_wgrad="auto" if order in apart else among(("auto", "off")),
         p2p_backward_lane=among(("on", "off")),
         p2p_defer_layers=among((0, 1, 2, -1)),
         p2p_defer_parts=among(("attn", "all")),

@@ -12,6 +12,7 @@ from hocket.plan.dryrun import dry_run, linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.shard import Sharding
+from hocket.plan.zero_bubble import ZERO_BUBBLE
 from tests.plan.programs import Case, cases
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -38,6 +39,7 @@ def test_complete(case: Case) -> None:
         assert found["fwd", part] == found["bwd", part] == m * count
         assert found["wgrad", part] == (m * count if layout.unit(part) else 0)
     hops = m * (layout.stages - 1) if layout.pp > 1 else 0
+    hops -= m if layout.turning and layout.pp > 1 else 0  # where the last rank hands on to itself
     assert {found[verb, part] for verb in ("send", "recv") for part in ("act", "grad")} == {hops}
     assert found["reduce", "dense"] == m * len(layout.kinds)
     assert found["reduce", "experts"] == m * moe
@@ -108,13 +110,14 @@ AHEAD = 3
 def test_received_values_do_not_pile_up(case: Case) -> None:
     """A received activation stays for its chunk's backward, a received gradient is soon dropped."""
     program = case.build()
+    late = 2 * case.layout.pp if case.plan.order in ZERO_BUBBLE else 0  # weight gradients to come, which read them too
     for rank, ops in enumerate(program.ranks):
         live = Counter[str]()
         for op in ops:
             if op.verb == "recv":
                 live[op.part] += 1
                 assert live["act"] <= program.in_flight[rank] + AHEAD, f"{op} of rank {rank}"
-                assert live["grad"] <= AHEAD, f"{op} of rank {rank}"
+                assert live["grad"] <= AHEAD + late, f"{op} of rank {rank}"
             for p in op.frees:
                 if ops[p].verb == "recv":
                     live[ops[p].part] -= 1

@@ -37,7 +37,9 @@ def any_program(draw: st.DrawFn) -> Program:
     kinds = tuple(draw(st.lists(st.sampled_from((dense, moe)), min_size=pp, max_size=8)))
     slots = st.dictionaries(st.sampled_from(("embed", "dense", "experts", "head")), st.integers(0, 9))
     return Program(
-        layout=Layout(kinds, pp=pp, ep=draw(st.integers(1, 4)), tied=pp == 1 and draw(st.booleans())),
+        layout=Layout(
+            kinds, pp=pp, ep=draw(st.integers(1, 4)), tied=pp == 1 and draw(st.booleans()), turning=draw(st.booleans())
+        ),
         microbatches=draw(st.integers(0, 99)),
         ranks=tuple(tuple(draw(st.lists(OPS, max_size=6))) for _ in range(pp)),
         weight_slots=draw(slots),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
 from hocket.engine import DTYPES, Engine
+from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.runtime.actions import Microbatch
 from tests.helpers.pairwise import all_cases, pairwise
 from tests.helpers.ranks import run_ranks
@@ -137,7 +138,7 @@ VALUES: dict[str, list[Any]] = {
     "shared_ffn": [0, 16],
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last"],
-    "order": ["auto", "sequential"],
+    "order": ["auto", "sequential", "zb_h1", "zb_v"],
 }
 """What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
 
@@ -147,6 +148,10 @@ def legal(case: dict[str, Any]) -> bool:
         return False
     if case["order"] == "sequential" and case["merge"] == "on" and case["pp"] * case["chunks"] > 1:
         return False
+    if case["order"] in ZERO_BUBBLE:
+        chunks = 2 if case["order"] == "zb_v" else 1
+        apart = case["merge"] == "off" and case["defer_wgrad"] == "on"
+        return case["pp"] > 1 and case["chunks"] == chunks and apart and case["microbatches"] > 1
     merges = case["microbatches"] * case["chunks"] > (case["chunks"] - 1) * min(case["pp"], case["microbatches"]) + 1
     return case["merge"] == "off" or merges
 
@@ -200,6 +205,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     ),
     "tied head": (dict(layers=3, dense_layers=(0,), tied=True), dict(dp=2), dict(merge="on")),
     "stride 3": (dict(layers=4), dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", stride=3, group=3)),
+    "a V of three ranks": (
+        dict(layers=7, dense_layers=(0, 3, 4), shared_ffn=16),
+        dict(pp=3),
+        dict(order="zb_v", chunks=2, merge="off"),
+    ),
     "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),
     "long prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=5)),
     "no prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=0)),

@@ -1,0 +1,234 @@
+"""Rules about the order of a step: part of the table in `rules.py`."""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.parallel.stages import layout_of
+from hocket.plan.layer import order_problem
+from hocket.plan.pipeline import smallest_group, warmup
+from hocket.plan.zero_bubble import ZERO_BUBBLE
+from hocket.rule import Rule
+
+
+def stages(c: Config) -> int:
+    return c.mesh.pp * c.plan.chunks
+
+
+def merges(c: Config, rank: int) -> bool:
+    """Whether a pipeline rank has forwards left to merge after its warm-up."""
+    group = c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
+    total = c.train.microbatches * c.plan.chunks
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group, rank, True, c.plan.stride) < total
+
+
+def separate_wgrads(c: Config) -> bool:
+    """Whether the order gives weight gradients steps of their own."""
+    return c.plan.order in ZERO_BUBBLE
+
+
+def lane_matters(c: Config) -> bool:
+    """Whether some step that reads a received gradient begins with another op than its reader.
+
+    That is a merged one, whose backward begins with a dense layer: a MoE layer's first op heads the step.
+    """
+    if c.mesh.pp == 1 or c.plan.merge != "on":
+        return False
+    layout = layout_of(c)
+    return any(layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
+
+
+PLAN_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("plan.chunks", "mesh.pp", "model.layers"),
+        lambda c, h: stages(c) > c.model.layers,
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",
+        "lower plan.chunks or mesh.pp, or raise model.layers",
+    ),
+    Rule(
+        ("plan.layers_per_stage", "mesh.pp", "plan.chunks"),
+        lambda c, h: len(c.plan.layers_per_stage) not in (0, stages(c)),
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} needs {stages} numbers",
+        "give {stages} numbers, or none to split evenly",
+    ),
+    Rule(
+        ("plan.layers_per_stage", "model.layers"),
+        lambda c, h: sum(c.plan.layers_per_stage) not in (0, c.model.layers),
+        "the stages' layers do not add up to model.layers = {model.layers}",
+        "make them add up, or leave plan.layers_per_stage out",
+    ),
+    Rule(
+        ("plan.order", "plan.chunks"),
+        lambda c, h: c.plan.order == "1f1b" and c.plan.chunks > 1,
+        "1f1b runs one chunk per rank, and plan.chunks = {plan.chunks}",
+        "plan.chunks = 1, or plan.order = interleaved",
+    ),
+    Rule(
+        ("plan.order", "plan.chunks"),
+        lambda c, h: c.plan.order == "interleaved" and c.plan.chunks == 1,
+        "there is only one chunk per rank to interleave",
+        "plan.chunks = 2 or more, or plan.order = 1f1b",
+    ),
+    *(
+        Rule(
+            ("plan.order", "plan.chunks"),
+            lambda c, h, order=order, chunks=chunks: c.plan.order == order and c.plan.chunks != chunks,
+            f"{order} runs {words} per rank, and plan.chunks = {{plan.chunks}}",
+            f"plan.chunks = {chunks}, or another plan.order",
+        )
+        for order, chunks, words in (("zb_h1", 1, "one chunk"), ("zb_v", 2, "two chunks"))
+    ),
+    Rule(
+        ("plan.order", "mesh.pp"),
+        lambda c, h: separate_wgrads(c) and c.mesh.pp == 1,
+        "no effect: with one pipeline rank there is no bubble to fill",
+        "mesh.pp = 2 or more, or plan.order = auto",
+    ),
+    Rule(
+        ("plan.merge", "plan.order"),
+        lambda c, h: separate_wgrads(c) and c.plan.merge == "on",
+        "in the order {plan.order} forwards and backwards run apart, so that weight gradients can fill the bubble",
+        "plan.merge = off, or plan.order = auto",
+    ),
+    Rule(
+        ("plan.defer_wgrad", "plan.order"),
+        lambda c, h: separate_wgrads(c) and c.plan.defer_wgrad == "off",
+        "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
+        "plan.defer_wgrad = on, or plan.order = auto",
+    ),
+    Rule(
+        ("train.microbatches", "mesh.pp"),
+        lambda c, h: separate_wgrads(c) and c.train.microbatches < c.mesh.pp,
+        "fewer than mesh.pp = {mesh.pp} microbatches leave most of the bubble, whatever the order",
+        "train.microbatches = {mesh.pp} or more, or plan.order = auto",
+    ),
+    Rule(
+        ("train.microbatches", "mesh.pp", "plan.chunks"),
+        lambda c, h: c.plan.order == "interleaved" and c.train.microbatches < c.mesh.pp,
+        "the interleaved order passes groups of at least mesh.pp = {mesh.pp} microbatches from chunk to chunk",
+        "train.microbatches = {mesh.pp} or more, or plan.chunks = 1",
+    ),
+    Rule(
+        ("plan.group", "mesh.pp", "train.microbatches"),
+        lambda c, h: c.plan.group > 0 and not c.mesh.pp <= c.plan.group <= c.train.microbatches,
+        "a group has at least mesh.pp = {mesh.pp} and at most train.microbatches = {train.microbatches} microbatches",
+        "plan.group = 0, which means the smallest that works",
+    ),
+    Rule(
+        ("plan.group", "plan.chunks"),
+        lambda c, h: c.plan.group > 0 and c.plan.order != "interleaved",
+        "no effect: only the interleaved order has groups",
+        "plan.chunks = 2 or more, or leave plan.group out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.stride", "plan.merge"),
+        lambda c, h: c.plan.stride == 3 and c.plan.merge == "off",
+        "a stride of 3 belongs to merged orders, and merging is off",
+        "plan.merge = on, or plan.stride = 2",
+    ),
+    Rule(
+        ("plan.stride", "mesh.pp"),
+        lambda c, h: c.plan.stride == 3 and c.mesh.pp == 1,
+        "no effect: there are no neighbouring pipeline ranks",
+        "mesh.pp = 2 or more, or plan.stride = 2",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.group", "plan.stride"),
+        lambda c, h: c.plan.stride == 3 and 0 < 2 * c.plan.group < 3 * c.mesh.pp,
+        "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
+        "plan.group = 0, which means the smallest that works",
+    ),
+    Rule(
+        ("train.microbatches", "plan.stride"),
+        lambda c, h: c.plan.stride == 3 and 2 * c.train.microbatches < 3 * c.mesh.pp,
+        "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
+        "more microbatches, or plan.stride = 2",
+    ),
+    Rule(
+        ("plan.merge", "plan.order"),
+        lambda c, h: c.plan.merge == "on" and c.plan.order == "sequential" and stages(c) > 1,
+        "in the sequential order each microbatch ends before the next one starts, so there is nothing to merge",
+        "plan.order = auto, or plan.merge = off",
+    ),
+    Rule(
+        ("plan.merge", "train.microbatches", "plan.chunks"),
+        lambda c, h: c.plan.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
+        "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
+        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or plan.merge = off",
+    ),
+    Rule(
+        ("plan.layer_order",),
+        lambda c, h: bool(order_problem(c.plan.layer_order)),
+        "{order}",
+        "a name, or an order such as 'cB aF eB dF eW dB eF cF aB uB aW uF'",
+    ),
+    Rule(
+        ("plan.layer_order", "plan.merge"),
+        lambda c, h: c.plan.layer_order != "literature" and c.plan.merge == "off",
+        "no effect: it orders merged layer steps, and merging is off",
+        "plan.merge = on, or leave plan.layer_order out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_backward_lane", "mesh.pp"),
+        lambda c, h: c.plan.p2p_backward_lane != "auto" and c.mesh.pp == 1,
+        "no effect: with one pipeline rank nothing is sent",
+        "mesh.pp = 2 or more, or leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_backward_lane", "plan.merge"),
+        lambda c, h: c.plan.p2p_backward_lane == "off" and c.mesh.pp > 1 and c.plan.merge == "off",
+        "no effect: a step that is not merged begins with the op that reads its gradient",
+        "plan.merge = on, or leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_backward_lane", "model.dense_layers"),
+        lambda c, h: (
+            c.plan.p2p_backward_lane == "off" and c.plan.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
+        ),
+        "no effect: every stage that receives a gradient ends with a MoE layer, whose backward heads the merged step",
+        "leave plan.p2p_backward_lane out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_layers", "mesh.pp"),
+        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp == 1,
+        "no effect: with one pipeline rank nothing is sent",
+        "mesh.pp = 2 or more, or leave plan.p2p_defer_layers out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_layers", "plan.defer_wgrad"),
+        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.plan.defer_wgrad == "off",
+        "no effect: only deferred weight gradients can run after the send",
+        "plan.defer_wgrad = on, or plan.p2p_defer_layers = 0",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_layers", "plan.order"),
+        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
+        "no effect: in the order {plan.order} all weight gradients have steps of their own, behind the send",
+        "leave plan.p2p_defer_layers out, or another plan.order",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.p2p_defer_parts", "plan.p2p_defer_layers", "plan.defer_wgrad"),
+        lambda c, h: (
+            c.plan.p2p_defer_parts != "auto"
+            and (c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off" or separate_wgrads(c))
+        ),
+        "no effect: no weight gradient runs after a send",
+        "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers not 0, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.prefetch", "mesh.dp"),
+        lambda c, h: c.mesh.dp == 1,
+        "no effect: with one data-parallel rank nothing is gathered",
+        "mesh.dp = 2 or more, or leave plan.prefetch out",
+        only_if_set=True,
+    ),
+)
