@@ -20,7 +20,7 @@ from hocket.model.transformer import Chunk
 from hocket.parallel.expert import Routing, Splits, exchange_counts
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
-from hocket.runtime.comm import Groups, Pending, RowTable
+from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
 
@@ -246,14 +246,19 @@ class Actions:
         out = rows.new_empty((sum(table.receive), rows.shape[1]))
         return out, self._groups.a2a.all_to_all(out, rows, table)
 
+    def _edge(self, op: Op) -> Group:
+        """The group of a send or receive."""
+        back = "_back" if self._layout.turns(op.chunk) else ""
+        group: Group | None = getattr(self._groups, f"{op.verb}_{op.part}{back}")
+        assert group is not None, f"{op} has no group"
+        return group
+
     def send(self, op: Op, x: Tensor, *_kept: Any) -> CommResult:
-        group = self._groups.send_act if op.part == "act" else self._groups.send_grad
-        assert group is not None
+        group = self._edge(op)
         return None, group.send(x.contiguous(), group.other)
 
     def recv(self, op: Op) -> CommResult:
-        group = self._groups.recv_act if op.part == "act" else self._groups.recv_grad
-        assert group is not None
+        group = self._edge(op)
         a = self._activation
         out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
         return out, group.recv(out, group.other)
