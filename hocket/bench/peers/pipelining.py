@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -28,6 +27,7 @@ from hocket.bench.peers.fsdp2 import shard
 from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.moe import MoELayer
+from hocket.model.transformer import cross_entropy
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import layout_of
 from hocket.plan.ops import Layout
@@ -204,7 +204,7 @@ class Pipelining:
         )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss / self.workload.config.train.microbatches
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -30,6 +29,7 @@ from hocket.bench.contender import Contender
 from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
 from hocket.bench.plain import adamw, first_value
 from hocket.bench.workload import Workload
+from hocket.model.transformer import cross_entropy
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import even_bounds
 from hocket.runtime.actions import Microbatch
@@ -174,7 +174,7 @@ class Torchtitan:
         return 1.0 / (self.mesh.dp * self.workload.config.train.microbatches)
 
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten()) * self._factor
+        return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten()) * self._factor
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         losses: list[Tensor] = []
