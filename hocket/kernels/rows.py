@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK, WARPS = 2048, 4
 """Columns of a tile at most; with 128 threads, each holds 32 bytes of every bf16 row."""
 GATHERED = 4
 """Rows of a program that only copies."""
-PAIRS = 8192
+PAIRS, PAIRS_WARPS = 8192, 8
 """Elements of a tile of all choices at most."""
 
 
@@ -124,7 +124,7 @@ def gather(x_RD: Tensor, order_R: Tensor) -> Tensor:
     if y_RD.numel():
         (_, columns), block = _tiles(rows, width)
         grid = (triton.cdiv(rows, GATHERED), columns)
-        _group_gather[grid](x_RD.contiguous(), order_R, y_RD, rows, width, GATHERED, block, num_warps=4)
+        _group_gather[grid](x_RD.contiguous(), order_R, y_RD, rows, width, GATHERED, block, num_warps=WARPS)
     return y_RD
 
 
@@ -134,7 +134,7 @@ def permute(x_TD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
     rows_RD = x_TD.new_empty(tokens * top_k, width)
     if rows_RD.numel():
         grid, block = _tiles(tokens, width)
-        _permute[grid](x_TD.contiguous(), inverse_R, rows_RD, width, top_k, block, num_warps=4)
+        _permute[grid](x_TD.contiguous(), inverse_R, rows_RD, width, top_k, block, num_warps=WARPS)
     return rows_RD
 
 
@@ -144,7 +144,7 @@ def permute_backward(rows_RD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
     x_TD = rows_RD.new_empty(tokens, width)
     if x_TD.numel():
         grid, block = _tiles(tokens, width)
-        _permute_backward[grid](rows_RD.contiguous(), inverse_R, x_TD, width, top_k, block, num_warps=4)
+        _permute_backward[grid](rows_RD.contiguous(), inverse_R, x_TD, width, top_k, block, num_warps=WARPS)
     return x_TD
 
 
@@ -159,7 +159,7 @@ def unpermute(
         extra = residual_TD if shared_TD is None else shared_TD
         given = (t.contiguous() for t in (rows_RD, probs_TK, inverse_R, residual_TD, extra))
         _unpermute[grid](
-            *given, out_TD, width, top_k, shared_TD is not None, block, num_warps=4, enable_fp_fusion=False
+            *given, out_TD, width, top_k, shared_TD is not None, block, num_warps=WARPS, enable_fp_fusion=False
         )
     return out_TD
 
@@ -182,7 +182,7 @@ def unpermute_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_
         choices,
         triton.cdiv(width, block),
         block,
-        num_warps=8,
+        num_warps=PAIRS_WARPS,
         enable_fp_fusion=False,
     )
     return g_rows_RD, g_probs_TK
