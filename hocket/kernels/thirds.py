@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _thirds(x, parts, numel, width: tl.constexpr, block: tl.constexpr):
+def _thirds_elementwise(x, parts, numel, width: tl.constexpr, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     rest = tl.load(x + at, mask=at < numel)
     into = parts + at // width * (3 * width) + at % width
@@ -37,5 +37,5 @@ def thirds(x_TE: Tensor) -> Tensor:
     parts = torch.empty(x_TE.shape[0], 3 * x_TE.shape[1], dtype=torch.bfloat16, device=x_TE.device)
     if x_TE.numel():
         grid = (triton.cdiv(x_TE.numel(), BLOCK),)
-        _thirds[grid](x_TE.contiguous(), parts, x_TE.numel(), x_TE.shape[1], BLOCK, num_warps=4)
+        _thirds_elementwise[grid](x_TE.contiguous(), parts, x_TE.numel(), x_TE.shape[1], BLOCK, num_warps=4)
     return parts

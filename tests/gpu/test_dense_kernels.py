@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,15 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 """A bf16 result has been rounded once."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _context_of_backward() -> None:
+    """The first matrix product in autograd's own thread warns that the thread has no CUDA context, and makes one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (x @ x).sum().backward()
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -193,7 +203,7 @@ def test_formulas_where_kernels_would_not_do(within: str) -> None:
     expected = results(lambda x: body(x, table), x)
     fn: Callable[..., Any] = body
     if within == "compile":
-        fn = torch.compile(body, fullgraph=True)
+        fn = torch.compile(body, fullgraph=True, backend="aot_eager")
     elif within == "vmap":
         fn = torch.vmap(lambda x, table: body(x.unsqueeze(0), table).squeeze(0), in_dims=(0, None))
     with torch.autocast("cuda", torch.bfloat16, enabled=within == "autocast"):
