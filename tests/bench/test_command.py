@@ -165,7 +165,7 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
 def test_torchrun_starts_a_benchmark(tmp_path: Path):
     words = [*SMALL, "--mesh.pp", "1", "--plan.chunks", "1", "--mesh.dp", "2", "--mesh.ep", "1", *QUICK]
     words += LITTLE
-    launcher = ["--nproc-per-node", "2", "--master-port", "29645", "-m", "hocket", "bench"]
+    launcher = ["--standalone", "--nproc-per-node", "2", "-m", "hocket", "bench"]
     done = finish(start(tmp_path, *launcher, *words, "--against", "ddp", module="torch.distributed.run"))
     assert done.code == 0, done.err
     assert done.out.count("RESULT") == 1, "only rank 0 prints"

@@ -77,6 +77,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 50.0) -> Finished:
         process.kill()
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"no end after {timeout:g} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
+    finally:
+        _started.remove(process)
     return Finished(process.returncode, out, err)
 
 
@@ -86,9 +88,11 @@ def hocket(folder: Path, *arguments: str, **variables: str) -> Finished:
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout: float = 40.0) -> None:
-    """Wait until something is true."""
+    """Wait until something is true. No longer than a command lives: one that has failed is the cause, and is shown."""
     deadline = time.monotonic() + timeout
     while not condition():
+        failed = [process for process in _started if (process.poll() or 0) > 0]
+        assert not failed, f"{what}: {finish(failed[0])}"
         assert time.monotonic() < deadline, f"{what}: not after {timeout:g} s"
         time.sleep(0.05)
 
