@@ -242,6 +242,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x_RD, order_R)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         return _gathered(g_RD, ctx.saved_tensors[0]), None, None
 

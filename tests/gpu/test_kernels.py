@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
+from hocket.model.moe import MoELayer
 from hocket.parallel.expert import Routing, Splits, group_rows, permute, route, ungroup_rows, unpermute
 from hocket.runtime.transports import RowTable
 
@@ -123,3 +125,30 @@ def test_grouping(counts: list[list[int]]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     rows = torch.randn(sum(table.receive), 16, device="cuda")
     assert torch.equal(ungroup_rows(group_rows(rows, by_kernel), by_kernel), rows)
+
+
+def test_a_layer_with_kernels_is_the_one_with_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, where rounding moves no token to another expert."""
+    config = ModelConfig(
+        hidden=256, heads=4, kv_heads=2, head_dim=64, experts=16, top_k=4, expert_ffn=128, shared_ffn=128, qk_norm=True,
+        aux_loss=0.01,
+    )  # fmt: skip
+    layer = MoELayer(config, 1, 1.0).to_empty(device="cuda")
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape) * 0.05 if param.dim() > 1 else torch.ones(param.shape))
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x: Tensor, *params: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, params, strict=True)), (x,))
+
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    with warnings.catch_warnings():
+        # The first matrix product in autograd's own thread warns that the thread has no CUDA context, and makes one.
+        warnings.simplefilter("ignore")
+        x = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (x @ x).sum().backward()
+    formula, kernel, again = both_ways(run, torch.randn(2, 100, 256).cuda(), *layer.parameters())
+    for name, a, b, c in zip(["output", "input", *names], formula, kernel, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
