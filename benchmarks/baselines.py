@@ -18,7 +18,7 @@ DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""
 EXPERTS = (
     "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 2 --against bound,ep_sync,fsdp2_tuned,torchtitan,hocket,hocket_null"
+    "--train.microbatches 4 --against bound,ep_sync,fsdp2_tuned,torchtitan,hocket,hocket_ce,hocket_null"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
