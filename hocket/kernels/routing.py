@@ -69,14 +69,14 @@ def _route_topk(
     rank = tl.where((column < experts)[None, :], rank, float("-inf"))
 
     k = tl.arange(0, choices)
-    count = tl.zeros([block_e], tl.int32)
+    mine = tl.zeros([block, block_e], tl.int32)
     weight = tl.zeros([block, choices], tl.float32)
     total = tl.zeros([block], tl.float32)
     for choice in tl.static_range(top_k):
         best = tl.argmax(rank, axis=1)
         is_best = column[None, :] == best[:, None]
         value = tl.sum(tl.where(is_best, score, 0.0), axis=1)
-        count += tl.sum((is_best & inside).to(tl.int32), axis=0)
+        mine += (is_best & inside).to(tl.int32)
         rank = tl.where(is_best, float("-inf"), rank)
         weight = tl.where((k == choice)[None, :], value[:, None], weight)
         total += value
@@ -90,7 +90,7 @@ def _route_topk(
     if sigmoid:
         mean = score / tl.where(token < tokens, tl.sum(score, axis=1), 1.0)[:, None]
     into = tl.program_id(0) * experts + column
-    tl.store(block_counts + into, count, mask=column < experts)
+    tl.store(block_counts + into, tl.sum(mine, axis=0), mask=column < experts)
     tl.store(block_scores + into, tl.sum(mean, axis=0), mask=column < experts)
 
 
