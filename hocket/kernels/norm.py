@@ -76,6 +76,18 @@ def _rms_norm_backward(
     tl.store(partial + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
 
 
+@triton.jit(do_not_specialize=["parts"])
+def _rms_norm_sum(partial, out, parts, width: tl.constexpr, tile: tl.constexpr, block: tl.constexpr):
+    column = tl.program_id(0) * block + tl.arange(0, block)
+    total = tl.zeros((tile, block), tl.float32)
+    start = 0
+    while start < parts:
+        part = start + tl.arange(0, tile)[:, None]
+        total += tl.load(partial + part * width + column, mask=(part < parts) & (column < width), other=0)
+        start += tile
+    tl.store(out + column, tl.sum(total, 0), mask=column < width)
+
+
 def _sizes(width: int) -> tuple[int, int, int]:
     """Rows of a tile, its columns, and warps for it."""
     block = triton.next_power_of_2(width)
@@ -111,3 +123,9 @@ def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float, more: Tensor | 
     sizes = (rows, eps, width, more is not None, tile_rows, block)
     _rms_norm_backward[programs,](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
     return g_x, partial_PD
+
+
+def sum_parts(partial_PD: Tensor, out_D: Tensor) -> None:
+    """Write the sum of a backward's parts to `out`, whose dtype it is rounded to."""
+    parts, width = partial_PD.shape
+    _rms_norm_sum[triton.cdiv(width, 32),](partial_PD, out_D, parts, width, 64, 32, num_warps=4, enable_fp_fusion=False)

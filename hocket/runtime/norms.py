@@ -67,10 +67,6 @@ def _has_kernel(x_TD: Tensor, p_D: Tensor) -> bool:
     return usable(x_TD, value_D) and x_TD.dtype == value_D.dtype and x_TD.shape[-1] <= 32768
 
 
-def _sum_parts(parts_PD: Tensor, out_D: Tensor) -> None:
-    out_D.copy_(parts_PD.sum(0))
-
-
 class _RmsNorm(torch.autograd.Function):
     """One kernel in each direction, as all of these."""
 
@@ -87,7 +83,7 @@ class _RmsNorm(torch.autograd.Function):
 
         x, p_D = kept(ctx)
         dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
-        return dx, contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None
+        return dx, contribute(ctx, p_D, partial(norm.sum_parts, parts_PD)), None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -111,7 +107,7 @@ class _AddNorm(torch.autograd.Function):
 
         total, p_D = kept(ctx)
         dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
-        return dx, contribute(ctx, p_D, partial(_sum_parts, parts_PD)), None, None, dx if ctx.added else None
+        return dx, contribute(ctx, p_D, partial(norm.sum_parts, parts_PD)), None, None, dx if ctx.added else None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -126,8 +122,8 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels import rotary
+        from hocket.kernels import norm, rotary
 
         x, p_N = kept(ctx)
         dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, p_N, ctx.eps)
-        return dx, contribute(ctx, p_N, partial(_sum_parts, parts_PN)), None, None, None
+        return dx, contribute(ctx, p_N, partial(norm.sum_parts, parts_PN)), None, None, None

@@ -67,19 +67,17 @@ def routing() -> None:
 def dense() -> None:
     from hocket.kernels import norm
     from hocket.kernels.loss import cross_entropy
-    from hocket.kernels.rotary import Rotary, norm_turn_backward, turn
+    from hocket.kernels.rotary import norm_turn_backward, turn
     from hocket.kernels.swiglu import swiglu
     from hocket.kernels.thirds import thirds
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
-    for more in (None, x):
-        norm.forward(x, weight, 1e-6, more)
-        norm.backward(x, x, weight, 1e-6, more)
-    heads = of(BF16, 2, 16, 4, 128).requires_grad_()
-    table = of(torch.float32, 2, 16, 1, 64)
-    Rotary.apply(heads, table, False).sum().backward()
-    turn(heads.detach(), table, weight[:128], 1e-6)
-    norm_turn_backward(heads.detach(), heads.detach(), table, weight[:128], 1e-6)
+    norm.forward(x, weight, 1e-6, x)
+    norm.sum_parts(norm.backward(x, x, weight, 1e-6, x)[1], weight)
+    heads, table = of(BF16, 2, 16, 4, 128), of(torch.float32, 2, 16, 1, 64)
+    turn(heads, table, back=True)
+    turn(heads, table, weight[:128], 1e-6)
+    norm_turn_backward(heads, heads, table, weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     thirds(of(torch.float32, 7, 128))
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()

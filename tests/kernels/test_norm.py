@@ -67,6 +67,19 @@ def test_programs_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         close(parts.sum(0), dp, 1e-5)
 
 
+@given(
+    parts=st.integers(1, 5) | st.sampled_from([63, 64, 65, 264]),
+    width=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=20)
+def test_sum_of_parts(parts: int, width: int, dtype: torch.dtype) -> None:
+    partial, out = torch.randn(parts, width), torch.full((width + 1,), float("nan"), dtype=dtype)
+    norm.sum_parts(partial, out[:-1])
+    torch.testing.assert_close(out[:-1].float(), partial.sum(0), rtol=TOLERANCE[dtype], atol=1e-5)
+    assert out[-1].isnan()  # which is nobody's
+
+
 def test_any_strides() -> None:
     x, g, p = torch.randn(6, 5, 8).transpose(0, 1), torch.randn(6, 5, 1).expand(6, 5, 8).transpose(0, 1), torch.randn(8)
     y, dx, dp = exact(x, p, g)
