@@ -78,8 +78,9 @@ def test_every_result_is_shown() -> None:
 def test_a_changed_figure_would_be_noticed() -> None:
     text = read("docs/benchmarks.md")
     row = next(line for line in text.splitlines() if line.startswith("| merged |"))
-    assert renew(text.replace(row, row.replace("ms", "s"))) == renew(text)
-    assert text.replace(row, row.replace("ms", "s")) != renew(text)
+    changed = text.replace(row, row.replace("ms", "s"))
+    assert row not in changed
+    assert row in renew(changed)
     with pytest.raises(ValueError, match="has no op fwd attn m9"):
         make_ops("0; fwd attn m9; step all; tiny")
 
