@@ -9,7 +9,6 @@ it, each writes its share, and an asynchronous save copies only that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -110,7 +109,7 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
     written: dict[tuple[int, ...], list[int]] = {}
     found: list[Kept] = []
     for group in groups:
-        position, parts = group.groups.part
+        _, parts = group.groups.part
         if _ranks(group) * parts < ranks:
             raise ValueError(
                 f"{group.members[0].name} is placed on {_ranks(group)} of {ranks} ranks, so others hold different "
@@ -118,10 +117,7 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
                 f"Placement(part=(position, {ranks // _ranks(group)}))"
             )
         for shard in group.shards:
-            shape, lo = tuple(shard.full_shape), shard.lo
-            if parts > 1:
-                lo += position * prod(shape)
-                shape = (shape[0] * parts, *shape[1:]) if shape else (parts,)
+            shape, lo = group.place_of(shard)
             found.append(Kept(names[id(shard)][0], shard, shape, lo, _writes(group, shard, written)))
     return found
 

@@ -26,6 +26,7 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -160,6 +161,14 @@ class ParamGroup:
         kept = {id(tensor): tensor.nbytes for tensor in (self.main, self.weight, self._partial) if tensor is not None}
         return sum(kept.values()) + self.grads.nbytes + self._local.nbytes
 
+    def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]:
+        """Of a shard's parameter in the whole model: its shape, and which of its elements is the shard's first."""
+        position, parts = self.groups.part
+        shape = tuple(shard.full_shape)
+        if parts == 1:
+            return shape, shard.lo
+        return (shape[0] * parts, *shape[1:]) if shape else (parts,), position * math.prod(shape) + shard.lo
+
     # Weights
 
     @torch.no_grad()
@@ -237,6 +246,14 @@ class ParamGroup:
             self._grad_views[flat.data_ptr()] = self.layout.views(flat)
         return self._grad_views[flat.data_ptr()]
 
+    def fill_gaps(self, flat: Tensor, views: Sequence[Tensor], written: Sequence[bool]) -> None:
+        """Zero what nobody wrote to `grad_views` of a buffer that is about to be reduced, and its padding."""
+        for view, has in zip(views, written, strict=True):
+            if not has:
+                view.zero_()
+        for lo, hi in self.layout.gaps:
+            flat[lo:hi].zero_()
+
     @property
     def has_local(self) -> bool:
         """Whether gradients have been added up that no reduction has included yet."""
@@ -260,8 +277,7 @@ class ParamGroup:
     def reduce(self, flat: Tensor) -> Pending:
         """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.
 
-        What no member wrote must be zero, and padding. `flat` may be written again after the wait. The caller has
-        called `make_grads`.
+        The caller has called `fill_gaps` and `make_grads`. `flat` may be written again after the wait.
         """
         assert self.grads.flat is not None, f"{self} is frozen, or has no memory for its gradients"
         self._reducing.wait()  # in order, where a collective is under way until somebody waits

@@ -24,18 +24,13 @@ class Staged:
         self.views = group.grad_views(self.flat, keep=staging.fixed)
         """Where each parameter's gradient goes."""
         self._written = [False] * len(self.views)
-        self.missing = len(self.views)
-        """How many parameters have not written yet."""
         self._arrived = [False] * len(self.views)
         self.unfinished = len(self.views)
         """How many parameters have not written all of their gradient yet."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:
         """Where parameter `index` writes its gradient; True if one is there already, to which it must be added."""
-        already = self._written[index]
-        if not already:
-            self._written[index] = True
-            self.missing -= 1
+        already, self._written[index] = self._written[index], True
         return self.views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -50,12 +45,7 @@ class Staged:
 
     def fill_gaps(self) -> None:
         """Zero what nobody wrote: parameters without a gradient, and padding."""
-        if self.missing:
-            for view, written in zip(self.views, self._written, strict=True):
-                if not written:
-                    view.zero_()
-        for lo, hi in self.group.layout.gaps:
-            self.flat[lo:hi].zero_()
+        self.group.fill_gaps(self.flat, self.views, self._written)
 
     def give(self, ticket: Ticket) -> None:
         """Give the memory back; it may be written again behind `ticket`."""

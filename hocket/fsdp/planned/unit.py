@@ -23,7 +23,6 @@ After an exception no op says so. Then the caller's stream waits for all lanes, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -172,12 +171,9 @@ class PlannedUnit:
 
     def zero_missing(self, slot: int, written: Collection[Weight]) -> None:
         """Zero what nobody wrote: gradients of weights that are not in `written`, and padding. Call before `reduce`."""
-        flat = self._grad_slots.buffers[slot]
-        for lo, hi in self.group.layout.gaps:
-            flat[lo:hi].zero_()
-        for weight, view in self.grad_views(slot).items():
-            if weight not in written:
-                view.zero_()
+        views = self.grad_views(slot)
+        has = [weight in written for weight in self.weights]
+        self.group.fill_gaps(self._grad_slots.buffers[slot], list(views.values()), has)
 
     def reduce(self, slot: int) -> Pending:
         """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait."""
@@ -202,14 +198,11 @@ class PlannedUnit:
 
     def pieces(self) -> list[Piece]:
         """What this rank keeps, parameter by parameter; parameters of which it keeps nothing are left out."""
-        position, size = self.group.groups.part
         found = []
         for shard in self.group.shards:
             if shard.numel():
-                local = tuple(shard.full_shape)
-                shape = (local[0] * size, *local[1:]) if size > 1 else local
-                before = position * math.prod(local)
-                found.append(Piece(shard.full_name, shape, before + shard.lo, before + shard.hi, shard))
+                shape, lo = self.group.place_of(shard)
+                found.append(Piece(shard.full_name, shape, lo, lo + shard.numel(), shard))
         return found
 
     def assert_idle(self) -> None:
