@@ -12,10 +12,11 @@ from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import Order, in_flight, one_f_one_b
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
-from hocket.plan.zero_bubble import zb_h1, zb_v
+from hocket.plan.zero_bubble import Times, zb_h1, zb_v
 from tests.helpers.costs import Table
 
 SIZES = tuple(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16, 32)))
+UNIT = Times(1, 1, 1)
 UNITS = {(verb, part): 1 for verb in ("fwd", "bwd", "wgrad") for part in ("mlp",)}
 
 
@@ -61,8 +62,8 @@ def test_small_orders_written_out() -> None:
         "F0.0 [B0.0] F1.0 [B1.0] W0.0 F2.0 [B2.0] W1.0 W2.0",
     ]
     assert text(zb_v(2, 3)) == [
-        "F0.0 F1.0 F2.0 F0.1 [B0.1] W0.1 F1.1 [B0.0] [B1.1] W0.0 W1.1 [B1.0] W1.0 F2.1 [B2.1] W2.1 [B2.0] W2.0",
-        "F0.0 F0.1 F1.0 F1.1 [B0.1] [B0.0] W0.0 F2.0 [B1.1] [B1.0] W0.1 F2.1 W1.0 W1.1 [B2.1] [B2.0] W2.0 W2.1",
+        "F0.0 F1.0 F2.0 F0.1 [B0.1] F1.1 [B1.1] W0.1 W1.1 [B0.0] W0.0 [B1.0] F2.1 [B2.1] W1.0 W2.1 [B2.0] W2.0",
+        "F0.0 F0.1 F1.0 F1.1 F2.0 [B0.1] [B0.0] [B1.1] [B1.0] F2.1 W0.0 W0.1 W1.0 W1.1 [B2.1] [B2.0] W2.0 W2.1",
     ]
 
 
@@ -86,7 +87,7 @@ def test_the_bubble_that_is_left() -> None:
     for pp, microbatches in SIZES:
         if microbatches >= pp:
             assert length(zb_h1(pp, microbatches)) == 3 * microbatches + pp - 1
-            found = length(zb_v(pp, microbatches))
+            found = length(zb_v(pp, microbatches, UNIT, spare=0))
             assert found is not None
             assert 0 <= found - 6 * microbatches - (pp - 1) <= 3, (pp, microbatches)
 
@@ -98,7 +99,8 @@ def test_they_hold_no_more_than_1f1b() -> None:
             in_flight(steps) for steps in one_f_one_b(pp, 1, microbatches, merge=False)
         ]
         assert max(held(zb_h1(pp, microbatches))) <= most
-        assert max(held(zb_v(pp, microbatches))) <= 2 * most  # of half as many layers
+        assert max(held(zb_v(pp, microbatches, spare=0))) <= 2 * most  # of half as many layers
+        assert max(held(zb_v(pp, microbatches))) <= 2 * most + 2
 
 
 def held(order: Order) -> list[int]:
@@ -128,7 +130,7 @@ def test_the_simulator_finds_the_same_bubble() -> None:
     for pp, microbatches in ((2, 4), (4, 8), (4, 16)):
         classic = simulate(build(pp, microbatches, "1f1b"), Table(UNITS)).makespan
         h1 = simulate(build(pp, microbatches, "zb_h1"), Table(UNITS)).makespan
-        v = simulate(build(pp, microbatches, "zb_v"), Table(UNITS)).makespan
+        v = simulate(build(pp, microbatches, "zb_v"), Table(UNITS)).makespan  # of another ratio than it was made for
         assert h1 == 3 * microbatches + pp - 1
         assert v == length(zb_v(pp, microbatches))
         assert 3 * microbatches + 2 * (pp - 1) <= classic <= 3 * (microbatches + pp - 1)

@@ -1,0 +1,127 @@
+"""How much of a step pipeline ranks rest, and what they hold: the zero-bubble orders beside 1F1B. Needs no GPU.
+
+    python -m benchmarks.bubbles
+
+Two predictions by the simulator, of programs as they are run. In *units* hops take nothing, and forward, input gradient
+and weight gradient of a layer are as long in proportion as a transformer's, so what is left is the order's own bubble;
+activations count layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's
+layers on H200s, hops and gathers included, with a vocabulary small enough for the head not to weigh on one rank. Writes
+`bubbles.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write
+from hocket.config import Config, DataConfig, MeshConfig, PlanConfig, TrainConfig
+from hocket.model.families import llama3_8b
+from hocket.plan.cost import H200
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import simulate
+from hocket.plan.zero_bubble import TRANSFORMER, ZERO_BUBBLE
+from hocket.planning import predict, program_of
+from hocket.resolve import resolve
+from hocket.rules import Host
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "1F1B": dict(order="1f1b", defer_wgrad="off"),
+    "1F1B, weight gradients behind the send": dict(order="1f1b", defer_wgrad="on"),
+    "interleaved 1F1B": dict(order="interleaved", chunks=2, defer_wgrad="off"),
+    "interleaved 1F1B, weight gradients behind the send": dict(order="interleaved", chunks=2, defer_wgrad="on"),
+    "interleaved 1F1B, merged": dict(order="interleaved", chunks=2, merge="on", defer_wgrad="on"),
+    "ZB-H1": dict(order="zb_h1", defer_wgrad="on"),
+    "V": dict(order="zb_v", chunks=2, defer_wgrad="on"),
+}
+"""Settings of `PlanConfig`, by the name of the order. Nothing is merged unless it says so."""
+SIZES = ((4, 8), (4, 16), (8, 16), (8, 32))
+"""Pipeline ranks and microbatches."""
+LAYERS = 4
+"""Layers of a rank, in units."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Costs in units; the MLP stands for its layer."""
+
+    def seconds(self, rank: int, op: Op) -> int:
+        return getattr(TRANSFORMER, op.verb) if op.part == "mlp" else 0
+
+    def output_bytes(self, rank: int, op: Op) -> int:
+        return 0
+
+    def saved_bytes(self, rank: int, op: Op) -> int:
+        return 1 if op.part == "mlp" and op.verb in ("fwd", "bwd") else 0
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        return 0
+
+    def fixed_bytes(self, program: Program, rank: int) -> int:
+        return 0
+
+
+def plan_of(settings: dict[str, Any]) -> PlanConfig:
+    return PlanConfig(**{"merge": "off", "p2p_defer_layers": -1, "p2p_defer_parts": "all", **settings})
+
+
+def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:
+    """One row per order."""
+    for name, settings in ORDERS.items():
+        plan = plan_of(settings)
+        layout = Layout(("dense",) * (pp * LAYERS), pp=pp, chunks=plan.chunks, turning=plan.order == "zb_v")
+        timeline = simulate(build_program(layout, microbatches, plan, Sharding()), Units())
+        step, work = int(timeline.makespan), sum(TRANSFORMER) * LAYERS * microbatches
+        held = max(rank.peak_bytes for rank in timeline.ranks)
+        yield {"order": name, "pp": pp, "microbatches": microbatches, "step": step, "work": work, "held_layers": held}
+
+
+def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[str, Any]]:
+    """The same orders with the costs of Llama-3 8B on 8 GPUs."""
+    model = replace(llama3_8b(), vocab=8192)
+    train = TrainConfig(microbatches=microbatches, dtype="bf16")
+    for name, settings in ORDERS.items():
+        plan = plan_of(settings)
+        if plan.defer_wgrad == "off" or plan.order in ZERO_BUBBLE:
+            plan = replace(plan, p2p_defer_layers="auto", p2p_defer_parts="auto")
+        data, mesh = DataConfig(sequence_length=4096), MeshConfig(pp=pp, dp=dp)
+        chosen = resolve(Config(model=model, mesh=mesh, plan=plan, data=data, train=train), Host(gpus=pp * dp))
+        timeline = predict(chosen, program_of(chosen), H200)
+        step = float(timeline.makespan)
+        yield {
+            "order": name,
+            "pp": pp,
+            "dp": dp,
+            "microbatches": microbatches,
+            "seconds": step,
+            "busy": [float(rank.busy) / step for rank in timeline.ranks],
+            "exposed_sends": [float(rank.exposed["pp"]) / step for rank in timeline.ranks],
+            "peak_bytes": [rank.peak_bytes for rank in timeline.ranks],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    units = [row for size in SIZES for row in in_units(*size)]
+    hardware = [row for microbatches in (8, 16) for row in on_hardware(microbatches)]
+    for row in units:
+        rests = 1 - row["work"] / row["step"]
+        print(
+            f"{row['pp']} x {row['microbatches']:3} {row['order']:52} rests {rests:6.1%}  {row['held_layers']} layers"
+        )
+    for row in hardware:
+        print(f"{row['microbatches']:3} {row['order']:52} {1e3 * row['seconds']:8.1f} ms  busy {max(row['busy']):.1%}")
+    result = {"orders": {name: asdict(plan_of(s)) for name, s in ORDERS.items()}, "units": units, "hardware": hardware}
+    print(write("bubbles", result, options.out, options.commit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Tables of orders: their bubbles, and the controls of pipeline sends."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.markdown import Result, table
+
+
+def bubbles(result: Result) -> str:
+    """The share of a step in which a rank rests, and the most layers it holds, by order and size."""
+    rows = result["units"]
+    sizes = list(dict.fromkeys((row["pp"], row["microbatches"]) for row in rows))
+    found = {(row["order"], row["pp"], row["microbatches"]): row for row in rows}
+    lines = []
+    for order in dict.fromkeys(row["order"] for row in rows):
+        cells = [order]
+        for size in sizes:
+            row = found[order, *size]
+            cells.append(f"{1 - row['work'] / row['step']:.1%}, {row['held_layers']}")
+        lines.append(cells)
+    return table(["order", *(f"{pp} ranks, {m} microbatches" for pp, m in sizes)], lines)
+
+
+def bubbles_of_8b(result: Result) -> str:
+    """Predicted steps on 8 H200s."""
+    lines = []
+    for row in result["hardware"]:
+        cells = [f"{row['microbatches']} microbatches: {row['order']}", f"{1e3 * row['seconds']:,.0f} ms"]
+        cells += [f"{statistics.fmean(row['busy']):.1%}", f"{max(row['exposed_sends']):.1%}"]
+        lines.append([*cells, f"{max(row['peak_bytes']) / 2**30:.0f} GiB"])
+    return table(["order", "predicted step", "ranks compute", "sends exposed, worst rank", "peak memory"], lines)
+
+
+def send_controls(result: Result) -> str:
+    """Every plan on every link: measured, predicted, and against a step whose hops are free."""
+    rows = result["rows"]
+    (free,) = (row["seconds"] for row in rows if row["link"] == "free")
+    by_plan: dict[str, dict[str, Result]] = {}
+    for row in rows:
+        by_plan.setdefault(row["plan"], {})[row["link"]] = row
+    lines = []
+    for plan, found in by_plan.items():
+        cells = [plan, str(max(result["in_flight"][plan]))]
+        for link in ("real", "slow"):
+            cells += _measured(found[link], free)
+        lines.append(cells)
+    head = ["plan", "chunks in flight"]
+    for link in ("NVLink", f"emulated {result['slow_link']['bandwidth'] / 1e9:g} GB/s"):
+        head += [link, "over free hops", "predicted"]
+    return table(head, lines)
+
+
+def _measured(row: Result, free: float) -> Sequence[str]:
+    return f"{1e3 * row['seconds']:,.1f} ms", f"{row['seconds'] / free - 1:+.1%}", f"{1e3 * row['predicted']:,.1f} ms"
