@@ -35,10 +35,10 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 @given(
     shape=st.lists(st.integers(0, 5), max_size=2).map(tuple),
-    width=st.integers(1, 40) | st.sampled_from([127, 128, 1000, 5000]),
+    width=st.integers(1, 40) | st.sampled_from([127, 128, 5000]),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_against_float64(shape: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
     """Rows are no shorter than their width asks for, for a gradient is a difference of numbers like 1 / length."""
     x, g, p = (torch.randn(n).to(dtype) for n in ((*shape, width), (*shape, width), (width,)))

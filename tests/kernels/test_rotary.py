@@ -37,7 +37,7 @@ def both(fn, x: Tensor, table: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     dtype=st.sampled_from(DTYPES),
     order=st.permutations([0, 1, 2]),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: list[int]) -> None:
     """Also for inputs and gradients whose leading dimensions lie in memory in any order."""
     table = layers.rotary_table(sizes[1], 2 * half, 1e4, CPU)
