@@ -135,7 +135,7 @@ class Collectives(Sequence[Collective]):
     @property
     def hidden(self) -> float:
         """Share of `seconds` in which compute ran too; 1 without any collective."""
-        return length(intersect(self._spans, self.compute)) / self.seconds if self.seconds else 1.0
+        return min(length(intersect(self._spans, self.compute)) / self.seconds, 1.0) if self.seconds else 1.0
 
     @property
     def exposed(self) -> float:
@@ -212,7 +212,7 @@ def _collectives(trace: RankTrace, compute: Spans) -> Iterator[Collective]:
             layer=int(trace.layer[first]),
             launched=float(trace.launched[first]),
             spans=spans,
-            hidden=float(beside.sum()) / length(spans),
+            hidden=min(float(beside.sum()) / length(spans), 1.0),  # sums are rounded
         )
 
 

@@ -49,6 +49,7 @@ def program(rank: int, keep: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_hidden_and_exposed_collectives_are_told_apart(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(program, 2, tmp_path)):
         assert found["counts"] == {"gather": 3, "reduce": 1, "a2a": 1}
