@@ -119,7 +119,7 @@ def main() -> None:
         )
     for row in hardware:
         print(f"{row['microbatches']:3} {row['order']:52} {1e3 * row['seconds']:8.1f} ms  busy {max(row['busy']):.1%}")
-    result = {"orders": {name: asdict(plan_of(s)) for name, s in ORDERS.items()}, "units": units, "hardware": hardware}
+    result = {"orders": {name: asdict(plan_of(s)) for name, s in ORDERS.items()}, "units": units, "predicted": hardware}
     print(write("bubbles", result, options.out, options.commit))
 
 

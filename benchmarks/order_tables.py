@@ -26,7 +26,7 @@ def bubbles(result: Result) -> str:
 def bubbles_of_8b(result: Result) -> str:
     """Predicted steps on 8 H200s."""
     lines = []
-    for row in result["hardware"]:
+    for row in result["predicted"]:
         cells = [f"{row['microbatches']} microbatches: {row['order']}", f"{1e3 * row['seconds']:,.0f} ms"]
         cells += [f"{statistics.fmean(row['busy']):.1%}", f"{max(row['exposed_sends']):.1%}"]
         lines.append([*cells, f"{max(row['peak_bytes']) / 2**30:.0f} GiB"])
