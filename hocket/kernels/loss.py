@@ -1,8 +1,8 @@
 """Cross-entropy that reads the logits once forward, and backward turns them into their gradient where they lie.
 
-With torch's operations, logits in bf16 become an fp32 copy, its log-softmax, and two gradients in fp32 before the one in
-bf16: six times the memory of the logits at once, and six times the traffic. With a vocabulary of 150,000 that is more
-than everything else of a microbatch. Here all that is kept beside the logits is one number per token.
+With torch's operations, logits in bf16 become an fp32 copy, its log-softmax, and two gradients in fp32 before the one
+in bf16: six times the memory of the logits at once, and six times the traffic. Here all that is kept beside the logits
+is one number per token.
 
 Shapes: T tokens, V vocabulary.
 """
