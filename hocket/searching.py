@@ -15,12 +15,12 @@ from hocket.parallel.stages import layout_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Hardware, Measurement
 from hocket.plan.pipeline import smallest_group, warmup
-from hocket.plan.search import WORTH, Changes, Found, Search, Trial, changed
+from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial, changed
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.simulate import KINDS
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
-from hocket.resolve import Settings
+from hocket.resolve import Settings, model_costs
 
 DOUBT = 0.07
 """Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""
@@ -53,10 +53,13 @@ class Task:
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
 
-    def settled(self, changes: Changes) -> Settings:
-        """The settings of a plan. Raises ValueError if they are refused."""
+    def settled(self, changes: Changes, price: Callable[[Config], CostTable] | None = None) -> Settings:
+        """The settings of a plan, with other costs than those of the search where `price` is given.
+
+        Raises ValueError if they are refused.
+        """
         origins = {**self.origins, **dict.fromkeys(changes, "search")}
-        return self.resolve(changed(self.config, changes), origins, self.costs)
+        return self.resolve(changed(self.config, changes), origins, price or self.costs)
 
     def costs(self, config: Config) -> CostTable:
         """What ops cost."""
@@ -87,11 +90,11 @@ def search(task: Task) -> Result:
     """Search. Raises ValueError if the configuration itself is refused."""
     begun = time.perf_counter()
     start = task.settled({})
-    layout = layout_of(start)
-    seconds = layer_seconds(task.costs(start), layout)
+    layout, costs = layout_of(start), task.costs(start)
+    seconds = layer_seconds(costs, layout)
     orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
     price = Pricer(task)
-    found = Search(start, price, task.cap, task.origins, orders).run()
+    found = Search(start, Known(costs, tuple(orders)), price, task.cap, task.origins).run()
     assert_valid(program_of(task.settled(found.path[-1].changes)))
     return Result(
         found=found,
@@ -191,8 +194,8 @@ def _table(path: tuple[Trial, ...], cap: int) -> Iterator[str]:
     """A row per trial; gains are those over the first one."""
     rows = []
     for n, trial in enumerate(path):
-        added = dict(trial.changes.items() - path[n - 1].changes.items()) if n else {}
-        name = ", ".join(f"{setting} = {show(value)}" for setting, value in added.items()) or "as given"
+        added = [name for name in trial.changes if n and name not in path[n - 1].changes]
+        name = ", ".join(f"{setting} = {show(trial.changes[setting])}" for setting in added) or "as given"
         times = [trial.seconds, *(trial.exposed[kind] for kind in KINDS), trial.idle]
         over = " (over)" if cap and trial.peak_bytes > cap else ""
         cells = [duration(times[0]), f"{1 - trial.seconds / path[0].seconds:.1%}", *(duration(t) for t in times[1:])]
@@ -230,10 +233,14 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 
 
 def words(task: Task, changes: Changes) -> list[str]:
-    """What to give to `hocket train` for a plan: the recipe, what the user set, and what the search changed."""
-    settings = task.settled(changes)
-    given = [name for name in leaves(settings) if name in task.origins or name in changes]
-    return [settings.run.name, *(word for name in given for word in _flag(name, leaf(settings, name)))]
+    """What to give to `hocket train` for a plan: the recipe, what the user set, and what the search changed.
+
+    Also what `auto` would choose otherwise there, since it does not know the costs that the search knows.
+    """
+    settings, there = task.settled(changes), task.settled(changes, model_costs)
+    given = {*task.origins, *changes, *(name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))}
+    flags = (_flag(name, leaf(settings, name)) for name in leaves(settings) if name in given)
+    return [settings.run.name, *(word for flag in flags for word in flag)]
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -18,25 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from hocket.config import Config
 from hocket.leaves import leaf
+from hocket.plan.balance import balanced
 from hocket.plan.layer import MERGED
-from hocket.plan.ops import even_bounds
-from hocket.plan.pipeline import smallest_group
+from hocket.plan.ops import Layout
 from hocket.plan.schedule import Kind
+from hocket.plan.simulate import Costs
 
 Changes = Mapping[str, Any]
 """Settings, by dotted names, that a plan has otherwise than the one that the search began with."""
 
 BEAM = 2
-"""Orders of microbatches from which the other settings are tried."""
+"""Orders of microbatches, each with what suits it best, from which the other settings are tried."""
 WORTH = 1e-3
 """What a setting must gain to be changed, as a share of the step."""
-_SAME = object()
-"""The value that a setting has had from the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,58 +65,97 @@ class Price(Protocol):
 
 
 @dataclass(frozen=True)
+class Known:
+    """What values depend on beside the settings."""
+
+    costs: Costs
+    orders: tuple[str, ...] = ()
+    """Orders of a merged layer step that have no name."""
+
+
+@dataclass(frozen=True)
 class Choice:
-    """A setting that the search may change, and the values worth trying for a configuration."""
+    """A setting that the search may change, and the values worth trying in a plan."""
 
     setting: str
-    values: Callable[[Config], Sequence[Any]]
+    values: Callable[[Config, Known], Sequence[Any]]
+    instead: bool = False
+    """Whether these values are tried instead of the one that the setting has, where there are any."""
 
 
-def _chunks(c: Config) -> Sequence[int]:
+def _orders(c: Config, known: Known) -> Sequence[str]:
+    """All but that which `auto` takes for one pipeline rank."""
+    return ("1f1b" if c.plan.chunks == 1 else "interleaved", "sequential", "zb_h1", "zb_v") if c.mesh.pp > 1 else ()
+
+
+def _chunks(c: Config, known: Known) -> Sequence[int]:
     """As many as can have equally many layers; all, if a rank's layers are not a whole number."""
     per_rank, rest = divmod(c.model.layers, c.mesh.pp)
-    if c.mesh.pp == 1 or c.plan.layers_per_stage:
+    if c.mesh.pp == 1:
         return ()
-    return [count for count in (1, 2, 3, 4, 6, 8) if count <= per_rank and (rest or per_rank % count == 0)]
+    own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
+    return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
 
 
-def _splits(c: Config) -> Sequence[tuple[int, ...]]:
+def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
+    """Where the layers of a plan are, as many per stage as `sizes` says, none for evenly many; None if that fails."""
+    stages = c.mesh.pp * c.plan.chunks
+    if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
+        return None
+    bounds = tuple(accumulate(sizes, initial=0)) if sizes else ()
+    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.order == "zb_v")
+
+
+def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
+    """So that ranks compute for equally long."""
+    layout = _layout(c, ())
+    return [balanced(layout, known.costs)] if layout else ()
+
+
+def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
     """One layer from the last stage, which has the head too, to the first one of another rank, or the other way."""
-    bounds = even_bounds(c.model.layers, c.mesh.pp * c.plan.chunks)
-    sizes = c.plan.layers_per_stage or tuple(hi - lo for lo, hi in pairwise(bounds))
+    layout = _layout(c, c.plan.layers_per_stage)
+    if layout is None:
+        return ()
+    sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))
+    last, _ = layout.owner(layout.stages - 1)
     moved = [
         (*sizes[:n], sizes[n] + count, *sizes[n + 1 : -1], sizes[-1] - count)
-        for n in range(c.mesh.pp - 1)
+        for n in range(layout.pp)
         for count in (1, -1)
+        if layout.owner(n)[0] != last
     ]
     return [split for split in moved if min(split) > 0]
 
 
-def _groups(c: Config) -> Sequence[int]:
+def _groups(c: Config, known: Known) -> Sequence[int]:
     """The smallest, and one so large that the hop around the ring has time."""
-    return [0, *sorted({smallest_group(c.mesh.pp, 3), 2 * c.mesh.pp})] if c.mesh.pp > 1 else ()
+    return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 
 GROUPS: tuple[tuple[Choice, ...], ...] = (
     (
-        Choice("plan.order", lambda c: ("sequential",)),
-        Choice("plan.merge", lambda c: ("on", "off")),
+        Choice("plan.order", _orders),
+        Choice("plan.merge", lambda c, known: ("on", "off")),
         Choice("plan.chunks", _chunks),
-        Choice("plan.stride", lambda c: (2, 3)),
+        Choice("plan.layers_per_stage", _balanced, instead=True),
     ),
-    (Choice("plan.group", _groups),),
-    (Choice("plan.layers_per_stage", _splits),),
-    (Choice("plan.layer_order", lambda c: tuple(MERGED)),),
     (
-        Choice("plan.defer_wgrad", lambda c: ("on", "off")),
-        Choice("plan.p2p_defer_layers", lambda c: (0, 1, 2, -1)),
-        Choice("plan.p2p_defer_parts", lambda c: ("attn", "all")),
+        Choice("plan.stride", lambda c, known: (2, 3)),
+        Choice("plan.group", _groups),
     ),
-    (Choice("plan.p2p_backward_lane", lambda c: ("on", "off")),),
-    (Choice("plan.strategy", lambda c: ("optim_grads_params", "optim_grads")),),
-    (Choice("plan.prefetch", lambda c: (0, 1, 2, 4)),),
+    (Choice("plan.layers_per_stage", _splits),),
+    (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
+    (
+        Choice("plan.defer_wgrad", lambda c, known: ("on", "off")),
+        Choice("plan.p2p_defer_layers", lambda c, known: (0, 1, 2, -1)),
+        Choice("plan.p2p_defer_parts", lambda c, known: ("attn", "all")),
+    ),
+    (Choice("plan.p2p_backward_lane", lambda c, known: ("on", "off")),),
+    (Choice("plan.strategy", lambda c, known: ("optim_grads_params", "optim_grads")),),
+    (Choice("plan.prefetch", lambda c, known: (0, 1, 2, 4)),),
 )
-"""What is searched. See Note: [How the search goes]."""
+"""What is searched, and beside what. See Note: [How the search goes]."""
 
 
 @dataclass(frozen=True)
@@ -139,35 +177,31 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 class Search:
-    """One search, from the settings of a run on. `cap` is in bytes, 0 for none; `fixed` settings stay as they are.
+    """One search, from the settings of a run on. `cap` is in bytes, 0 for none; `fixed` settings stay as they are."""
 
-    `orders` are orders of a merged layer step to try beside those that have names.
-    """
-
-    def __init__(
-        self, start: Config, price: Price, cap: int = 0, fixed: Container[str] = (), orders: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, start: Config, known: Known, price: Price, cap: int = 0, fixed: Container[str] = ()) -> None:
+        self._start, self._known = start, known
         self._price, self._cap = price, cap
-        self._start = start
         self._groups = [[choice for choice in group if choice.setting not in fixed] for group in GROUPS]
-        self._orders = tuple(orders)
-        self._known: dict[tuple[bool, tuple[tuple[str, Any], ...]], Trial | None] = {}
+        self._trials: dict[tuple[bool, tuple[tuple[str, Any], ...]], Trial | None] = {}
 
     def run(self) -> Found:
         """Search. The same arguments find the same plan."""
         first, *others = self._groups
-        shapes = sorted(self._around(self._tried({}), first), key=self._rank)[:BEAM]
-        best = min((self._swept(trial, others) for trial in shapes), key=self._rank)
-        path = self._path(self._pruned(self._swept(best, self._groups)))
+        shapes: dict[str, Trial] = {}
+        for trial in sorted(self._around(self._tried({}), first), key=self._rank):
+            shapes.setdefault(trial.changes.get("plan.order", ""), trial)
+        swept = (self._swept(trial, others) for trial in list(shapes.values())[:BEAM])
+        path = self._path(self._pruned(self._swept(min(swept, key=self._rank), self._groups)))
         end = min(range(len(path)), key=lambda n: self._rank(path[n]))
         path = path[: end + 1] if self._better(path[end], path[0]) else path[:1]
         return Found(path, self._lacks(path[-1]) == 0)
 
     def _try(self, changes: Changes, whole: bool = False) -> Trial | None:
         key = (whole, tuple(sorted(changes.items())))
-        if key not in self._known:
-            self._known[key] = self._price(changes, whole=whole)
-        return self._known[key]
+        if key not in self._trials:
+            self._trials[key] = self._price(changes, whole=whole)
+        return self._trials[key]
 
     def _tried(self, changes: Changes, whole: bool = False) -> Trial:
         """A plan that is known to be possible."""
@@ -200,21 +234,23 @@ class Search:
     def _around(self, trial: Trial, group: Sequence[Choice]) -> Iterator[Trial]:
         """A plan, and those with any combination of a group's values in place of its own."""
         yield trial
-        names = [choice.setting for choice in group]
-        rest = {name: value for name, value in trial.changes.items() if name not in names}
-        for values in product(*(self._values(choice, trial.changes) for choice in group)):
-            wanted = {name: value for name, value in zip(names, values, strict=True) if value is not _SAME}
-            found = self._try({**rest, **wanted})
+        for changes in self._combined(trial.changes, group):
+            found = self._try(changes)
             if found is not None:
                 yield found
 
-    def _values(self, choice: Choice, changes: Changes) -> Iterator[Any]:
-        """What a setting may become in a plan, and that it stays as it was at the start."""
-        yield _SAME
-        values = tuple(choice.values(changed(self._start, changes)))
-        for value in values + (self._orders if choice.setting == "plan.layer_order" else ()):
-            if value != leaf(self._start, choice.setting):
-                yield value
+    def _combined(self, changes: Changes, group: Sequence[Choice]) -> Iterator[Changes]:
+        """Changes with each combination of values; those of a setting may depend on the settings before it."""
+        if not group:
+            yield changes
+            return
+        choice, *others = group
+        given = choice.values(changed(self._start, changes), self._known)
+        there = leaf(self._start, choice.setting)
+        rest = {name: value for name, value in changes.items() if name != choice.setting}
+        kept = () if choice.instead and given else (there, changes.get(choice.setting, there))
+        for value in dict.fromkeys((*kept, *given)):
+            yield from self._combined(rest if value == there else {**rest, choice.setting: value}, others)
 
     def _pruned(self, trial: Trial) -> Trial:
         """A plan without the changes that bring nothing."""
@@ -226,7 +262,7 @@ class Search:
 
     def _in_order(self, changes: Changes) -> list[str]:
         """The names of changes, in the order of the table."""
-        return [choice.setting for group in GROUPS for choice in group if choice.setting in changes]
+        return [name for name in dict.fromkeys(c.setting for group in GROUPS for c in group) if name in changes]
 
     def _path(self, winner: Trial) -> tuple[Trial, ...]:
         """The way to the winner, a change at a time in the order of the table; those that need another come with it."""

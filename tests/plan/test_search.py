@@ -16,17 +16,20 @@ from hocket import searching
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
 from hocket.config import Config, PlanConfig
+from hocket.parallel.stages import layout_of
+from hocket.plan.balance import balanced
 from hocket.plan.check import check
 from hocket.plan.cost import HARDWARE, CostTable, Measurement, OpCost
 from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, template
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import CostKey, Friction
-from hocket.plan.search import Changes, Search, Trial, changed
-from hocket.plan.search_layer import all_orders, better_orders, step_seconds
+from hocket.plan.search import Changes, Known, Search, Trial, changed
+from hocket.plan.search_layer import all_orders, better_orders, layer_seconds, step_seconds
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from hocket.planning import predict, program_of
+from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from tests.helpers.golden import assert_golden
 
@@ -111,6 +114,26 @@ def test_for_measured_costs_none_beats_the_literature() -> None:
         assert better_orders(slow, 4, 1) == []
 
 
+def test_for_the_costs_of_all_recipes_none_beats_the_literature() -> None:
+    for name in RECIPES:
+        wanted = task(name)
+        settings = wanted.settled({})
+        seconds = layer_seconds(wanted.costs(settings), layout_of(settings))
+        assert bool(seconds) == (settings.mesh.ep > 1)
+        assert not seconds or better_orders(seconds, len(layout_of(settings).layers(0, 0)), 1) == []
+
+
+def test_ranks_compute_for_equally_long() -> None:
+    """The head takes as long as two layers, and embedding none; in a V the first rank has both."""
+    table: dict[CostKey, OpCost] = {("fwd", "attn", "dense"): OpCost(1), ("fwd", "head", ""): OpCost(2)}
+    layers, costs = ("dense",) * 10, CostTable(("dense",) * 10, table)
+    assert balanced(Layout(layers, pp=2), costs) == (6, 4)
+    assert balanced(Layout(layers, pp=2, chunks=2), costs) == (4, 3, 2, 1)
+    assert balanced(Layout(layers, pp=2, chunks=2, turning=True), costs) == (3, 4, 2, 1)
+    assert balanced(Layout(layers[:4], pp=4), CostTable(layers[:4], table)) == (1, 1, 1, 1)
+    assert balanced(Layout(layers), costs) == (10,)
+
+
 class Toy:
     """Prices plans by a formula. The best one has prefetch 4 and strategy optim_grads, which needs memory."""
 
@@ -128,11 +151,12 @@ class Toy:
         )
 
 
+KNOWN = Known(CostTable((), {}))
 START = Config(plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"))
 
 
 def test_the_best_plan_is_found_and_nothing_is_changed_in_vain() -> None:
-    found = Search(START, Toy()).run()
+    found = Search(START, KNOWN, Toy()).run()
     assert [dict(trial.changes) for trial in found.path] == [
         {},
         {"plan.strategy": "optim_grads"},
@@ -142,13 +166,13 @@ def test_the_best_plan_is_found_and_nothing_is_changed_in_vain() -> None:
 
 
 def test_the_cap_holds_and_what_the_user_set_stays() -> None:
-    found = Search(START, Toy(), cap=60).run()
+    found = Search(START, KNOWN, Toy(), cap=60).run()
     assert found.path[-1].changes == {"plan.prefetch": 4}
-    assert Search(START, Toy(), cap=60, fixed={"plan.prefetch"}).run().path == found.path[:1]
+    assert Search(START, KNOWN, Toy(), cap=60, fixed={"plan.prefetch"}).run().path == found.path[:1]
 
 
 def test_nothing_fits() -> None:
-    found = Search(START, Toy(), cap=20).run()
+    found = Search(START, KNOWN, Toy(), cap=20).run()
     assert not found.fits
     assert found.path[-1].peak_bytes == 50
 
@@ -210,7 +234,10 @@ def test_nothing_beats_the_recipe() -> None:
     assert "Nothing tried is shorter than the step as given" in searching.report(wanted, result)
 
 
-@pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"stride": 3}, {"merge": "off"}])
+ZERO_BUBBLE = [{"order": order, "merge": "off", "chunks": chunks} for order, chunks in (("zb_h1", 1), ("zb_v", 2))]
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"stride": 3}, {"merge": "off"}, *ZERO_BUBBLE])
 def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = task("tiny", *SMALL).config
     config = replace(config, train=replace(config.train, microbatches=61), plan=replace(config.plan, **plan))
@@ -240,6 +267,17 @@ def test_measured_costs_are_what_plans_are_priced_with() -> None:
     assert plain is not None
     assert slowed is not None
     assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
+
+
+def test_the_words_say_what_auto_would_not_choose_without_the_traces() -> None:
+    """With a hop that takes long, `auto` puts more weight gradients behind the send; `hocket train` cannot know."""
+    wanted = task("tiny", *SMALL)
+    hop = dict.fromkeys((("recv", "act", ""), ("recv", "grad", "")), 0.02)
+    slow = replace(wanted, measured=Measurement(source="a trace", seconds=hop, friction=Friction()))
+    assert searching.words(wanted, {}) == ["tiny", *SMALL]
+    settings = slow.settled({})
+    options, origins = parse(Plan, "plan", searching.words(slow, {}))
+    assert resolve_for_plan(options.config, origins).plan == settings.plan != wanted.settled({}).plan
 
 
 def test_the_doubt_covers_what_predictions_were_off_by() -> None:
