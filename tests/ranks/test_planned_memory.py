@@ -1,0 +1,64 @@
+"""What a plan says about memory is what the engine allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.parallel.stages import costs_of, hardware_of
+from hocket.plan.values import unit_written
+from hocket.runtime.actions import Microbatch
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import config
+from tests.reference import random_batches
+
+PADDING = 0.01
+"""Of a unit's elements, at most: parameters and shards start at multiples of 64, which the formulas leave out."""
+
+
+def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
+    """(allocated, predicted) bytes of one rank: kept between steps, slots, and gradients when the optimizer reads."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    costs, pp = costs_of(c, hardware_of(c)), engine.where.pp
+    gradients: list[int] = []
+    finish = engine.optimizer.step
+    units = engine.sharded.units.values()
+
+    def step(lr: float | None = None) -> Tensor:
+        gradients.append(sum(unit.group.grads.nbytes for unit in units))
+        return finish(lr)
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+    (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
+    engine.train_step([Microbatch(*batch[engine.where.dp]) for batch in batches], 1e-2)
+    stats = engine.sharded.stats()
+    moments = sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in engine.optimizer.state.values())
+    by_unit = {
+        unit_written(op, engine.layout): costs.grad_bytes(pp, op)
+        for op in engine.program.ranks[pp]
+        if op.verb == "wgrad"
+    }
+    return {
+        "kept": (stats.shard_bytes + moments, costs.state_bytes[pp]),
+        "slots": (
+            stats.weight_slot_bytes + stats.grad_slot_bytes,
+            costs.fixed_bytes(engine.program, pp) - costs.state_bytes[pp],
+        ),
+        "gradients": (gradients[0], sum(by_unit.values())),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mesh", [dict(), dict(dp=2), dict(dp=2, ep=2), dict(pp=2, dp=2)], ids=str)
+def test_a_plan_predicts_what_is_kept_and_what_gradients_take(mesh: dict[str, int], dtype: Any) -> None:
+    model = dict(layers=4, dense_layers=(0, 2), hidden=64, head_dim=16, ffn=192, expert_ffn=128, vocab=256)
+    c = config(model, mesh, dict(merge="on"), 3, dtype)
+    for found in run_ranks(bytes_of, c.mesh.pp * c.mesh.dp, c):
+        for what, (allocated, predicted) in found.items():
+            assert allocated == pytest.approx(predicted, rel=PADDING), what
