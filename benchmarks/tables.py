@@ -28,6 +28,7 @@ from pathlib import Path
 from benchmarks.contender_tables import contenders, gates, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
+from benchmarks.order_tables import bubbles, bubbles_of_8b, send_controls
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -239,6 +240,9 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "overlap_ops": ("overlap_trace", overlap_ops),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "bubbles": ("bubbles", bubbles),
+    "bubbles_of_8b": ("bubbles", bubbles_of_8b),
+    "send_controls": ("send_controls", send_controls),
     "weight_grads": ("weight_grads", weight_grads),
     "kernels": ("kernels", pieces),
     "kernels_layer": ("kernels", layers),
