@@ -67,7 +67,7 @@ class Units:
 
 
 def plan_of(settings: dict[str, Any]) -> PlanConfig:
-    return PlanConfig(**{"merge": "off", "p2p_defer_layers": -1, "p2p_defer_parts": "all", **settings})
+    return replace(PlanConfig(merge="off", p2p_defer_layers=-1, p2p_defer_parts="all"), **settings)
 
 
 def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:

@@ -30,10 +30,11 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.bench.measure import Timer, no_collection, slowest
 from hocket.bench.workload import Workload, batches
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, Switch, TrainConfig
 from hocket.engine import Engine
 from hocket.parallel.stages import costs_of, hardware_of, sharding_of
 from hocket.plan.check import assert_valid
+from hocket.plan.hops import Parts
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
@@ -51,7 +52,11 @@ from hocket.runtime.transports import Transport
 LAYERS = 2
 """Of one chunk."""
 CHUNKS = 2
-LANES, COUNTS, PARTS = ("off", "on"), (0, 1, LAYERS), ("attn", "all")
+LANES: tuple[Switch, ...] = ("off", "on")
+COUNTS = (0, 1, LAYERS)
+PARTS: tuple[Parts, ...] = ("attn", "all")
+LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)
+SMALL = ModelConfig(hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=256, vocab=64)
 Blocks = dict[str, dict[str, list[list[float]]]]
 """Seconds of the steps of every block, by link and plan."""
 EDGES = ("send_act", "recv_act", "send_grad", "recv_grad")
@@ -59,9 +64,7 @@ EDGES = ("send_act", "recv_act", "send_grad", "recv_grad")
 
 def settings(options: argparse.Namespace, ranks: int) -> Config:
     """The configuration that all plans share; its plan is the field's default of the controls."""
-    widths = dict(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)
-    small = dict(hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=256, vocab=64)
-    model = ModelConfig(layers=ranks * CHUNKS * LAYERS, **(small if options.cpu else widths))
+    model = replace(SMALL if options.cpu else LLAMA, layers=ranks * CHUNKS * LAYERS)
     plan = PlanConfig(
         order="interleaved", chunks=CHUNKS, merge="on", defer_wgrad="on", p2p_backward_lane="off", p2p_defer_layers=1,
         p2p_defer_parts="attn",
@@ -77,8 +80,11 @@ def settings(options: argparse.Namespace, ranks: int) -> Config:
 
 def on_slow_link(config: Config, link: Link) -> Config:
     """The same on the emulated link, for predictions and for what `auto` picks there."""
-    edges = dict(slow_groups=("pp_fwd", "pp_bwd"), slow_latency=(link.latency,), slow_bandwidth=(link.bandwidth,))
-    return replace(config, train=replace(config.train, transport="slow", **edges))
+    train = replace(
+        config.train, transport="slow", slow_groups=("pp_fwd", "pp_bwd"), slow_latency=(link.latency,),
+        slow_bandwidth=(link.bandwidth,),
+    )  # fmt: skip
+    return replace(config, train=train)
 
 
 def plans(config: Config, links: Mapping[str, Config]) -> dict[str, PlanConfig]:

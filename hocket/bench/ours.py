@@ -15,6 +15,7 @@ from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
+from hocket.parallel.stages import mesh_of
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, TransportName
 from hocket.runtime.pretended import Null
@@ -32,7 +33,7 @@ class Planned:
 
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
-        mesh, transport = workload.mesh, config.train.transport
+        mesh, transport = mesh_of(config), config.train.transport
         shared = _groups.get((mesh, transport))
         self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
         _groups[mesh, transport] = self.engine.groups

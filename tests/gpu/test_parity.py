@@ -1,4 +1,4 @@
-"""On GPUs the merged plan equals the sequential one bit for bit, also when its lanes are delayed at random."""
+"""On GPUs every plan equals the sequential one bit for bit, also when its lanes are delayed at random."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ BASE = Config(
     data=DataConfig(sequence_length=256),
     train=TrainConfig(microbatches=6, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0),
 )  # fmt: skip
-SEQUENTIAL = PlanConfig(chunks=2, order="sequential", merge="off", defer_wgrad="off", p2p_defer_layers=0)
+SEQUENTIAL = PlanConfig(order="sequential", merge="off", defer_wgrad="off", p2p_defer_layers=0)
+OTHERS: dict[str, Config] = {
+    "gradients on the compute lane": dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(BASE.model, dense_layers=(1, 3, 5)),
+        plan=dataclasses.replace(BASE.plan, p2p_backward_lane="off"),
+    ),
+    "zb_h1": dataclasses.replace(BASE, plan=PlanConfig(order="zb_h1", merge="off")),
+    "zb_v": dataclasses.replace(BASE, plan=PlanConfig(order="zb_v", chunks=2, merge="off")),
+}
+OTHER_SEEDS = 5
 
 
 def restart(engine: Engine) -> None:
@@ -49,14 +59,20 @@ def run(engine: Engine, batches: list[list[Microbatch]]) -> list[Tensor]:
     return [*losses, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
 
 
-def compare(rank: int, config: Config) -> dict[str, Any]:
-    """One rank: the sequential plan once, then the merged plan under every seed's delays."""
+def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
+    """One rank: the sequential plan once, then the other plan under every seed's delays.
+
+    Layers of a V are on other ranks than the sequential plan has them. So its losses are compared by the caller, and
+    its weights with those of its own first steps, the first of them a rehearsal in which lanes wait for each other.
+    """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
-    sequential = Engine(dataclasses.replace(config, plan=SEQUENTIAL), rank, device)
-    merged = Engine(config, rank, device, groups=sequential.groups)
+    plain = dataclasses.replace(SEQUENTIAL, chunks=config.plan.chunks)
+    sequential = Engine(dataclasses.replace(config, plan=plain), rank, device)
+    turns = config.plan.order == "zb_v"
+    merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
     shape = (config.train.sequences, config.data.sequence_length + 1)
     batches = []
@@ -64,17 +80,33 @@ def compare(rank: int, config: Config) -> dict[str, Any]:
         ids = [torch.randint(config.model.vocab, shape, generator=generator).to(device) for _ in range(6)]
         batches.append([Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids])
     expected = run(sequential, batches)
+    losses = [float(loss) for loss in expected[:STEPS]]
+    expected = run(merged, batches) if turns else expected
     different = []
     lanes = merged.lanes
     assert isinstance(lanes, CudaLanes)
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         chooser = random.Random(1000 * rank + seed)
         lanes.delays = [0 if chooser.random() < 0.7 else chooser.randrange(1_000_000) for _ in range(997)]
         got = run(merged, batches)
         if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
             different.append(seed)
     finite = all(bool(torch.isfinite(t).all()) for t in expected)
-    return {"different": different, "finite": finite, "loss": [float(loss) for loss in expected[:STEPS]]}
+    return {
+        "different": different, "finite": finite, "sequential": losses, "loss": [float(x) for x in expected[:STEPS]],
+    }  # fmt: skip
+
+
+def check(config: Config, seeds: int) -> None:
+    world = 8 if torch.cuda.device_count() >= 8 else 4
+    config = dataclasses.replace(config, mesh=dataclasses.replace(BASE.mesh, dp=world // 2))
+    ranks = run_ranks(compare, world, config, seeds, backend="nccl", timeout=300)
+    for rank, result in enumerate(ranks):
+        assert result["finite"], f"rank {rank}: {result}"
+        assert result["different"] == [], f"rank {rank}: other bits under the delays of seeds {result['different']}"
+    for step in range(STEPS):  # 0 on ranks without the head
+        same = [sorted(result[name][step] for result in ranks) for name in ("sequential", "loss")]
+        assert same[0] == same[1], f"losses of step {step}"
 
 
 @pytest.mark.gpu
@@ -82,9 +114,12 @@ def compare(rank: int, config: Config) -> dict[str, Any]:
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 def test_merged_equals_sequential_under_random_delays(strategy: Any) -> None:
-    world = 8 if torch.cuda.device_count() >= 8 else 4
-    plan, mesh = dataclasses.replace(BASE.plan, strategy=strategy), dataclasses.replace(BASE.mesh, dp=world // 2)
-    config = dataclasses.replace(BASE, plan=plan, mesh=mesh)
-    for rank, result in enumerate(run_ranks(compare, world, config, backend="nccl", timeout=300)):
-        assert result["finite"], f"rank {rank}: {result}"
-        assert result["different"] == [], f"rank {rank}: other bits under the delays of seeds {result['different']}"
+    check(dataclasses.replace(BASE, plan=dataclasses.replace(BASE.plan, strategy=strategy)), SEEDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_plans_equal_the_sequential_one_under_random_delays(name: str) -> None:
+    check(OTHERS[name], OTHER_SEEDS)
