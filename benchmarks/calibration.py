@@ -4,12 +4,12 @@
 
 For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs and
 contention are measured on it (`hocket/trace/calibrate.py`). From these, steps of *other* plans of the same sizes are
-predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan.
-All of them are timed without a profiler: slowest rank, median over steps. Beside it stands what the cost model says
-without any measurement.
+predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan
+and those of the plan that `hocket plan --search` finds with these costs. All of them are timed without a profiler:
+slowest rank, median over steps. Beside it stands what the cost model says without any measurement.
 
 Shapes come in the order of what they take, and the result is written after each, so that a run that is cut short keeps
-what it has. Estimated for four H200: 120 s in all; `dense` 20 s, `pipeline` 25 s, `moe` 60 s, the start 15 s.
+what it has. Estimated for four H200: 150 s in all; `dense` 25 s, `pipeline` 35 s, `moe` 75 s, the start 15 s.
 `--shapes` picks some. On CPUs (`--nproc-per-node 4`, no GPU) the shapes are tiny and show only that everything works.
 """
 
@@ -25,7 +25,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,16 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
+from hocket.parallel.mesh import Mesh
+from hocket.parallel.stages import mesh_of
+from hocket.plan.cost import CostTable, Measurement
 from hocket.planning import costs_as_json, hardware_of, predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.rules import Host
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
+from hocket.searching import Task, search
 from hocket.trace.align import align
 from hocket.trace.calibrate import calibrate
 from hocket.trace.compare import compare
@@ -163,7 +167,7 @@ class Bench:
     def __init__(self, rank: int, device: torch.device, folder: Path, steps: int) -> None:
         self.rank, self.device = rank, device
         self._folder, self._steps = folder, steps
-        self._groups: dict[MeshConfig, Groups] = {}
+        self._groups: dict[Mesh, Groups] = {}
         """Shared by the plans of a mesh, and never given back: see `leave_world`."""
 
     def settings(self, config: Config, transport: str = "auto") -> Settings:
@@ -176,11 +180,11 @@ class Bench:
 
         With the null transport none is timed.
         """
-        null = settings.train.transport == "null"
+        null, mesh = settings.train.transport == "null", mesh_of(settings)
         with clock.phase(f"{name}: build"):
-            engine = Engine(settings, self.rank, self.device, groups=None if null else self._groups.get(settings.mesh))
+            engine = Engine(settings, self.rank, self.device, groups=None if null else self._groups.get(mesh))
             if not null:
-                self._groups[settings.mesh] = engine.groups
+                self._groups[mesh] = engine.groups
             engine.init_weights()
             microbatches = batch(engine, 0)
             engine.train_step(microbatches, 1e-4)  # the rehearsal
@@ -234,17 +238,32 @@ def measure(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
     bench.run(bound, null, clock, record=True)
     with clock.phase(f"{name}: read traces"):  # every rank its own
         found = everyone((read(bench.trace(first)), read(bench.trace(bound))))
+        real, without = (align(traces) for traces in zip(*found, strict=True)) if bench.rank == 0 else ((), ())
+    with clock.phase(f"{name}: search"):
+        best = everyone(None if bench.rank else searched(shape.config, base, calibrate(real, without)))[0]
+        others |= {"as searched": bench.settings(best)} if best else {}
     times |= {plan: bench.run(f"{name}, {plan}", settings, clock) for plan, settings in others.items()}
     if bench.rank:
         return {}
     with clock.phase(f"{name}: predict"):
-        real, without = (align(traces) for traces in zip(*found, strict=True))
         predicted = predictions(real, without, {"as recorded": base, **others}, times)
     for plan, row in predicted["plans"].items():
         both = f"measured {row['measured']:.4f} s  predicted {row['predicted']:.4f} s"
         print(f"{name:10} {plan:24} {both}  {row['ratio']:.3f}", flush=True)
     config = {f.name: dataclasses.asdict(getattr(base, f.name)) for f in dataclasses.fields(Config)}
     return {"config": config, "seconds_spent": clock.spent, **predicted}
+
+
+def searched(config: Config, base: Settings, costs: Measurement) -> Settings | None:
+    """The best plan that the search finds for measured costs; None if that is the one that was recorded."""
+
+    def again(other: Config, origins: dict[str, str], price: Callable[[Config], CostTable]) -> Settings:
+        return resolve(other, base.host, origins, price)
+
+    hardware = hardware_of(base)
+    task = Task(config=config, origins={}, resolve=again, hardware=hardware, measured=costs, cap=hardware.memory)
+    changes = search(task).found.path[-1].changes
+    return task.settled(changes) if changes else None
 
 
 def predictions(
@@ -268,6 +287,7 @@ def predictions(
             "predicted": predicted,
             "modelled": float(predict(settings, program, hardware).makespan),
             "ratio": measured / predicted,
+            "plan": dataclasses.asdict(settings.plan),
         }
     explained = {
         "calibrated": beside(real, recorded, costs).explained,
