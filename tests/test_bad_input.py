@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.helpers.command import (
     ALONE,
     SMALL,
     Finished,
+    Process,
     alive,
     children_of,
     end_all,
@@ -153,7 +153,7 @@ def test_a_killed_worker_ends_the_run_and_all_others(tmp_path, number):
     assert not any(map(alive, workers))
 
 
-def running(folder: Path, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
+def running(folder: Path, *words: str) -> tuple[Process, list[int]]:
     """A run of four ranks that has done a step, and its workers."""
     text = text_in(folder)
     process = start(folder, "train", *SMALL, "--data.paths", text, "--train.steps", "100000", *words)

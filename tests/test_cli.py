@@ -306,7 +306,8 @@ def losses(folder: Path, name: str = "tiny") -> list[float]:
 
 
 def test_train_starts_four_workers_and_reports(tmp_path):
-    ended = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3")
+    words = [*SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3"]
+    ended = hocket(tmp_path, "train", *words, fresh=True)
     assert ended.code == 0, ended.err
     assert ended.err == ""
     assert "4 = pp 2 x dp 2, ep 2 inside dp" in ended.out
@@ -317,7 +318,7 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     rates = [record["lr"] for record in records if "loss" in record]
     assert rates == pytest.approx([4e-3 * step / 15 for step in (1, 2, 3)]), "the warm-up of tiny, from its first step"
     assert (tmp_path / "runs/tiny/checkpoints/latest/meta.json").exists()
-    again = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "3")
+    again = hocket(tmp_path, "train", *words)
     assert "nothing to do" in again.out
 
 
@@ -339,7 +340,7 @@ def test_a_run_continues_with_identical_losses_on_another_mesh(tmp_path, more):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
-    process = start(tmp_path, "train", *words)
+    process = start(tmp_path, "train", *words, fresh=number == signal.SIGINT)
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "four steps")
     os.kill(process.pid, number)
@@ -378,7 +379,7 @@ def test_slurm_variables_start_workers(tmp_path):
             "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()),
         }  # fmt: skip
         words = ["train", *SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text, "--train.steps", "2"]
-        workers.append(start(tmp_path, *words, **slurm))
+        workers.append(start(tmp_path, *words, fresh=True, **slurm))
     for rank, ended in enumerate([finish(worker) for worker in workers]):
         assert ended.code == 0, ended.err
         assert ("step 2  loss" in ended.out) == (rank == 0)

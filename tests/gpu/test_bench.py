@@ -37,7 +37,7 @@ def test_contenders_agree_and_are_timed(tmp_path: Path, case: str):
     gpus = min(4, torch.cuda.device_count() // 2 * 2)
     if not gpus:
         pytest.skip("needs two GPUs")
-    done = finish(start(tmp_path, "bench", *WORDS, "--gpus", str(gpus), *CASES[case]), timeout=280)
+    done = finish(start(tmp_path, "bench", *WORDS, "--gpus", str(gpus), *CASES[case], fresh=True), timeout=280)
     print(done.out)
     assert done.code == 0, done.err
     (found,) = json.loads((tmp_path / "x.json").read_text())["workloads"]

@@ -1,4 +1,4 @@
-"""Run `hocket` as a user does: in a process of its own."""
+"""Run `hocket` in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -31,7 +33,8 @@ class Finished:
     err: str
 
 
-_started: list[subprocess.Popen[str]] = []
+Process = subprocess.Popen[str] | Forked
+_started: list[Process] = []
 
 
 def end_all() -> None:
@@ -54,22 +57,26 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def start(folder: Path, *arguments: str, module: str = "hocket", **variables: str) -> subprocess.Popen[str]:
-    """Start `python -m hocket ...` in a folder. Tests that use this end with `end_all`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = False, **variables: str) -> Process:
+    """Start `hocket ...` in a folder; `fresh` as a user does, else see `Forked`. Tests that use this `end_all`."""
+    env = environment(**variables)
+    if module == "hocket" and not fresh:
+        process: Process = Forked(arguments, folder, env)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     _started.append(process)
     return process
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 50.0) -> Finished:
+def finish(process: Process, timeout: float = 50.0) -> Finished:
     """Wait for the end. On a timeout kill it, and fail with what it printed."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -79,12 +86,12 @@ def finish(process: subprocess.Popen[str], timeout: float = 50.0) -> Finished:
         raise AssertionError(f"no end after {timeout:g} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
     finally:
         _started.remove(process)
-    return Finished(process.returncode, out, err)
+    return Finished(process.wait(timeout), out, err)
 
 
-def hocket(folder: Path, *arguments: str, **variables: str) -> Finished:
+def hocket(folder: Path, *arguments: str, fresh: bool = False, **variables: str) -> Finished:
     """Run a command to its end."""
-    return finish(start(folder, *arguments, **variables))
+    return finish(start(folder, *arguments, fresh=fresh, **variables))
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout: float = 40.0) -> None:

@@ -102,7 +102,7 @@ def _start(
     # The call is pickled by value here: multiprocessing's own pickler would put tensors into shared memory.
     call = pickle.dumps((fn, args))
     setup = (rank, world, timeout, backend, str(folder / "store"), str(log))
-    with _server_environment():
+    with server_environment():
         process = context.Process(target=_main, args=(call, setup, theirs), daemon=True)
         process.start()
     theirs.close()
@@ -110,7 +110,7 @@ def _start(
 
 
 @contextlib.contextmanager
-def _server_environment() -> Iterator[None]:
+def server_environment() -> Iterator[None]:
     """What the fork server, and so every rank, finds in its environment: only the call that starts it matters."""
     path = os.environ.get("PYTHONPATH")
     wanted = {**MULTICAST_OFF, "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
