@@ -207,6 +207,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, plan__p2p_defer_layers=0), {"plan__p2p_defer_parts": "all"}, "plan.p2p_defer_parts", "no effect"),
     (TINY, {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "no effect: every stage that receives"),
     (changed(TINY, plan__merge="off"), {"plan__p2p_backward_lane": "off"}, "plan.p2p_backward_lane", "is not merged"),
+    (TINY, {"plan__p2p_backward_lane": "off", "model__layers": 3, "model__dense_layers": ()}, "model.layers", "than 3"),
     (changed(TINY, mesh__pp=1), {"plan__p2p_backward_lane": "on"}, "plan.p2p_backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
     (changed(TINY, plan__merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
