@@ -54,3 +54,16 @@ def send_controls(result: Result) -> str:
 
 def _measured(row: Result, free: float) -> Sequence[str]:
     return f"{1e3 * row['seconds']:,.1f} ms", f"{row['seconds'] / free - 1:+.1%}", f"{1e3 * row['predicted']:,.1f} ms"
+
+
+def orders(result: Result) -> str:
+    """Measured and predicted steps, and what of them is no microbatch's."""
+    lines = []
+    for row in result["rows"]:
+        cells = [row["order"], str(row["in_flight"])]
+        for few, many in (row["seconds"], row["predicted"]):
+            cells += [f"{1e3 * few:,.1f} ms", f"{(2 * few - many) / few:.1%}"]
+        lines.append(cells)
+    count = result["microbatches"]
+    head = ["order", "chunks in flight", f"measured step of {count} microbatches", "of which bubble"]
+    return table([*head, "predicted step", "of which bubble"], lines)
