@@ -71,7 +71,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         merge=merge,
         group=among((0, 2 * pp, 2 * pp + 1, *((pp,) if stride == 2 else ()))),
         stride=stride,
-        layer_order=among(("literature", "early_release", "wgrad_last")),
+        layer_order=among(("literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF")),
         defer_wgrad="auto" if order in apart else among(("auto", "off")),
         p2p_backward_lane=among(("on", "off")),
         p2p_defer_layers=among((0, 1, 2, -1)),

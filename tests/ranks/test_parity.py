@@ -137,7 +137,7 @@ VALUES: dict[str, list[Any]] = {
     "kinds": ["dense", "moe", "mixed"],
     "shared_ffn": [0, 16],
     "microbatches": [1, 2, 3, 5, 8],
-    "layer_order": ["literature", "early_release", "wgrad_last"],
+    "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "order": ["auto", "sequential", "zb_h1", "zb_v"],
 }
 """What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
