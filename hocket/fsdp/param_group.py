@@ -361,6 +361,8 @@ class ParamGroup:
         self.settle()
         self.make_grads()
         with torch.no_grad():
+            if not self.has_grad:
+                self.main_grad.zero_()  # padding too, which no reduction has written
             view = self.grads.views()[index]
             if view is not value:
                 view.copy_(value)

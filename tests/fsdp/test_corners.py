@@ -1,6 +1,7 @@
 """Where two features meet: each of these was wrong once."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hocket
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.queue import Ticket
 from tests.helpers.ranks import run_ranks
@@ -137,7 +139,29 @@ def norm_of_what_was_written(rank: int) -> None:
     assert hocket.clip_grad_norm_(model, 1e9).item() == pytest.approx(2 * (WIDTH * WIDTH + WIDTH) ** 0.5)
 
 
-@pytest.mark.parametrize("story", [norm_of_what_is_left, norm_of_what_was_written], ids=lambda f: f.__name__)
+def norm_of_what_was_set(rank: int) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    ctx = hocket.fully_shard(model, options=hocket.ShardOptions(granularity="tensor"))
+    for group in hocket.unit_of(model).groups:
+        make = group.make_grads
+
+        def make_dirty(group: ParamGroup = group, make: Callable[[], None] = make) -> None:
+            fresh = group.grads.flat is None
+            make()
+            if fresh:
+                group.main_grad.fill_(float("nan"))  # what memory may hold that nobody has written
+
+        group.make_grads = make_dirty
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2)
+    assert hocket.clip_grad_norm_(ctx, 1e9).item() == pytest.approx(2 * (WIDTH * WIDTH + WIDTH) ** 0.5)
+    assert all((param.grad == 2).all() for param in model.parameters() if param.grad is not None)
+
+
+STORIES = [norm_of_what_is_left, norm_of_what_was_written, norm_of_what_was_set]
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda f: f.__name__)
 def test_clipping_sees_the_gradients_that_readers_see(story):
     run_ranks(story, 2, timeout=20)
 
