@@ -26,7 +26,7 @@ COMPUTE = 12  # of the two layers of a chunk, forward and backward
 def tenths(hop: str, fold: bool = False) -> Table:
     """The published costs, ten times as large: exact and whole, and whole numbers are added up fastest."""
     times = {key: 10 * value for key, value in published(Fraction(hop), fold).items()}
-    assert all(value.denominator == 1 for value in times.values())
+    assert all(value == int(value) for value in times.values())
     return Table({key: int(value) for key, value in times.items()})
 
 
