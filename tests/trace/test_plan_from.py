@@ -52,6 +52,14 @@ def test_json_holds_the_step_and_the_costs(traces: Any, capsys: pytest.CaptureFi
     assert found["measured"]["op_seconds"]["fwd experts moe"] > 0
 
 
+def test_a_search_begins_with_the_step_that_was_measured(traces: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    real, null, step = traces
+    assert run(["tiny", "--search", "--from", *real, "--null-from", *null, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"][0]["step_seconds"] == pytest.approx(step, rel=0.01)
+    assert found["words"][0] == "tiny"
+
+
 def test_other_plans_of_the_same_sizes_are_fine_and_other_sizes_are_refused(traces: Any, tmp_path: Path) -> None:
     real, null, _ = traces
     assert run(["tiny", "--train.microbatches", "6", "--plan.chunks", "1", "--from", *real, "--ops", "0"]) == 0
