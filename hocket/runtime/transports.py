@@ -158,19 +158,19 @@ def write_scaled(total: Tensor, into: Tensor, scale: float) -> None:
 
 
 def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
-    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32.
+    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in the dtype of `into`.
 
-    On a GPU one kernel reads every part once; a CPU gets the same bits.
+    Into fp32 one kernel reads every part once on a GPU; a CPU gets the same bits.
     """
     assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
     assert parts_WS.is_contiguous()
     assert into_S.is_contiguous()
-    if into_S.is_cuda:
+    if into_S.is_cuda and into_S.dtype is torch.float32:
         from hocket.kernels.sums import launch
 
         launch(parts_WS, into_S, scale, add)
         return
-    total = parts_WS[0].to(torch.float32, copy=True)
+    total = parts_WS[0].to(into_S.dtype, copy=True)
     for part in parts_WS[1:]:
         total.add_(part)
     total.mul_(scale)

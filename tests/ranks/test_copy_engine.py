@@ -29,11 +29,11 @@ BF16 = torch.bfloat16
 
 
 def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
-    """What a reduction promises, element by element in fp32, rounded to the dtype of `into` in the end."""
-    total = parts[0].float()
+    """What a reduction promises, element by element in the dtype of `into`."""
+    total = parts[0].to(into.dtype)
     for part in parts[1:]:
-        total = total + part.float()
-    return (into.float() + total * torch.tensor(scale, dtype=torch.float32)).to(into.dtype)
+        total = total + part.to(into.dtype)
+    return into + total * scale
 
 
 # Windows
