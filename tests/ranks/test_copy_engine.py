@@ -32,7 +32,7 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
     """What a reduction promises, element by element in the dtype of `into`."""
     total = parts[0].to(into.dtype)
     for part in parts[1:]:
-        total = total + part.to(into.dtype)
+        total = (total + part).to(into.dtype)
     return into + total * scale
 
 
