@@ -23,6 +23,7 @@ def test_lock_pins_what_the_project_asks_for() -> None:
     wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=]", requirement)[0] for requirement in wanted}
     assert names - {"torch"} <= set(pinned())
+    assert set(setup.TOOLS) <= set(pinned())
 
 
 def test_every_pin_has_a_version_and_a_hash_and_torch_is_apart() -> None:
