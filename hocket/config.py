@@ -111,7 +111,8 @@ class PlanConfig:
     group: int = 0
     """Microbatches per group of the interleaved order; 0 means pp."""
     stride: Literal[2, 3] = 2
-    """Warm-up steps by which neighbouring ranks of the merged interleaved order differ."""
+    """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a hop a step of its own, and keeps
+    more activations."""
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""

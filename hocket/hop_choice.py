@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hocket.config import Config
+from hocket.config import Config, PlanConfig
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
@@ -57,11 +57,16 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
         return
     cover = _covers(c, costs)[-1]
     price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
-    if 2 * cover.exposed > cover.hop and price is not None:
+    if 2 * cover.exposed <= cover.hop or price is None:
+        return
+    count = min(c.train.microbatches, _GROUPS * price.group)
+    wide = replace(c.plan, stride=3, group=price.group)
+    before, after = (_seconds(c, costs, plan, count) for plan in (c.plan, wide))
+    if after < before:
         reason = (
-            f"weight gradients behind the send leave {duration(cover.exposed)} of each hop of {duration(cover.hop)}; "
-            f"plan.stride = 3 with plan.group = {price.group} leaves none, for {price.chunks} more chunk activations "
-            f"in flight, {price.nbytes / 2**30:.2f} GiB"
+            f"{duration(cover.exposed)} of each hop stay exposed; with plan.stride = 3 and plan.group = {price.group}, "
+            f"{count} microbatches would take {duration(after)} instead of {duration(before)}, for {price.chunks} more "
+            f"chunk activations in flight, {price.nbytes / 2**30:.2f} GiB"
         )
         yield "plan.stride", 2, reason
 
@@ -110,7 +115,10 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
     plan = replace(c.plan, p2p_defer_layers=cover.layers, p2p_defer_parts=cover.parts)
-    microbatches = min(c.train.microbatches, _GROUPS * _group(c))
+    return _seconds(c, costs, plan, min(c.train.microbatches, _GROUPS * _group(c)))
+
+
+def _seconds(c: Config, costs: CostTable, plan: PlanConfig, microbatches: int) -> float:
     return float(simulate(build_program(layout_of(c), microbatches, plan, sharding_of(c)), costs).makespan)
 
 

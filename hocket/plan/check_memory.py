@@ -73,15 +73,19 @@ def activations_capped(facts: Facts) -> Iterator[Violation]:
 
 
 def receives_paced(facts: Facts) -> Iterator[Violation]:
-    """Invariant 11 for received tensors: at most one per direction waits for its first reader.
+    """Invariant 11 for received tensors: what the list has a reader for is read before the next receive is posted.
 
     A receive takes memory from the moment it is posted, and nothing but a dependency keeps the host from posting
-    all of a step at once.
+    all of a step at once. Two may wait for their readers, since neighbours that are three steps apart post one step
+    earlier.
     """
-    waiting: dict[str, int] = {}
+    waiting: dict[str, list[int]] = {}
     for i, op in enumerate(facts.ops):
         if op.verb == "recv":
-            p = waiting.get(op.part)
-            if p is not None and not any(facts.before(reader, i) for reader in facts.readers.get(p, ())[:1]):
+            earlier = waiting.setdefault(op.part, [])
+            late = [p for p in earlier if not any(facts.before(reader, i) for reader in facts.readers.get(p, ())[:1])]
+            read = [p for p in late if facts.readers.get(p, [i])[0] < i]
+            if read or len(late) > 1:
+                p = (read or late)[0]
                 yield facts.fail(11, f"{facts.show(i)} may be posted before {facts.show(p)} has a reader", i, p)
-            waiting[op.part] = i
+            waiting[op.part] = [*late, i][-2:]

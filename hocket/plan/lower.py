@@ -43,7 +43,7 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
     for rank, steps in enumerate(order):
         apart = any(step.wgrad for step in steps)
         per_step = [expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone) for step in steps]
-        per_step = insert_p2p(per_step, steps, layout, rank)
+        per_step = insert_p2p(per_step, steps, layout, rank, 2 if plan.stride == 3 else 1)
         if plan.defer_wgrad != "off" and not apart:
             layers = 1 if plan.p2p_defer_layers == "auto" else plan.p2p_defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
@@ -202,12 +202,15 @@ def _op(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
     return Op(verb, part, item[0], item[1], layer, lane)
 
 
-def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int) -> list[StepOps]:
-    """Insert sends behind the ops that make what is sent, and receives one step ahead of their readers.
+def insert_p2p(
+    per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int, ahead: int = 1
+) -> list[StepOps]:
+    """Insert sends behind the ops that make what is sent, and receives ahead of their readers.
 
-    The receive for the next item of a direction stands right behind the send of the item before it, but at most
-    two steps ahead; the first forward's at the start, the first backward's behind the last forward before it. Its
-    wait is wherever its value is first read: that falls out of the dependencies.
+    The receive for an item stands right behind the send of the item before it in its direction, or with `ahead` two
+    behind the one before that; but at most `ahead + 1` steps before its reader. The first forward's are at the start,
+    the first backward's behind the last forward before it. Its wait is wherever its value is first read: that falls out
+    of the dependencies.
     """
     if layout.pp == 1:
         return per_step
@@ -221,18 +224,18 @@ def insert_p2p(per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout,
             continue
         for n, (k, item) in enumerate(items):
             inserted = _send(item, part, layout, rank)
-            if n + 1 < len(items):
-                reader, following = items[n + 1]
-                if reader - k <= 2:
+            if n + ahead < len(items):
+                reader, following = items[n + ahead]
+                if reader - k <= ahead + 1:
                     inserted += _receive(following, part, layout, rank)
                 else:
-                    out[reader - 2] += _receive(following, part, layout, rank)
+                    out[reader - ahead - 1] += _receive(following, part, layout, rank)
             out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
-        first_step, first_item = items[0]
+        first = [op for _, item in items[:ahead] for op in _receive(item, part, layout, rank)]
         if forward:
-            out[0] = _receive(first_item, part, layout, rank) + out[0]
+            out[0] = first + out[0]
         else:
-            out[first_step - 1] += _receive(first_item, part, layout, rank)
+            out[items[0][0] - 1] += first
     return out
 
 

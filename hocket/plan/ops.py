@@ -191,11 +191,9 @@ class Layout:
         return ("attn", "mlp") if self.kinds[layer] == "dense" else ("attn", "experts")
 
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
-        """(pipeline rank, key) of the op that a send or recv of `rank` is matched with."""
+        """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
         forward = (op.part == "act") == (op.verb == "send")
-        place = self.behind(rank, op.chunk) if forward else self.before(rank, op.chunk)
-        assert place is not None, f"{op} of rank {rank} has no peer"
-        other, chunk = place
+        other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
         verb = "recv" if op.verb == "send" else "send"
         return other, (verb, op.part, op.microbatch, chunk, -1)
 

@@ -156,6 +156,21 @@ def test_stride_3_is_priced_by_what_its_order_holds() -> None:
     assert stride_price(layout, 5, 4, costs(layout, 1.0)) is None  # 1.5 groups of 4 need six microbatches
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_stride_of_3_hides_hops_as_long_as_a_step(pp: int) -> None:
+    """Its receives are posted a step earlier, so a hop may take a whole step; with 2 every step waits for it."""
+    layout = Layout(("dense",) * 2 * pp, pp=pp, chunks=2)
+    count = 9 * pp
+    free, late = costs(layout, hop=0.0), costs(layout, hop=6.0)  # a merged step of one layer computes for 7
+    near, far = build(layout, count), build(layout, count, stride=3, group=3 * pp // 2)
+    assert check(far) == []
+    dry_run(far, 1)
+    waits = [float(simulate(program, late).makespan - simulate(program, free).makespan) for program in (near, far)]
+    merged = 2 * count - far.in_flight[0]
+    assert waits[0] > 4 * merged  # the hop, but for the weight gradients behind it
+    assert waits[1] < 2 * merged
+
+
 def settings(**changes: Any) -> Settings:
     """The tiny recipe with nothing but dense layers, whose weight gradients cover nothing else."""
     changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, **changes}
@@ -195,8 +210,9 @@ def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_s
         settings().plan.p2p_defer_layers, settings().plan.p2p_defer_parts,
     )  # fmt: skip
     assert said(settings(), "plan.stride") == []
-    (reason,) = said(settings(train__slow_latency=(0.5,), **slow), "plan.stride")
-    assert "plan.stride = 3 with plan.group = 3" in reason
+    found = settings(train__slow_latency=(0.5,), train__microbatches=12, **slow)
+    (reason,) = said(found, "plan.stride")
+    assert "with plan.stride = 3 and plan.group = 3, 9 microbatches would take" in reason
     assert "GiB" in reason
 
 
