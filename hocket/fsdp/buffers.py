@@ -107,11 +107,7 @@ class StagingMemory:
         self._made_on: dict[int, int] = {}  # by identity
 
     def take(self, unit: object, numel: int) -> Tensor:
-        mine = [entry for entry in self._reducing if entry[2] == self._caller()]
-        for entry in mine[: max(0, self._held + len(self._reducing) + 1 - self.count)]:
-            entry[1].wait()
-            self._drop(entry)
-        del mine
+        self._make_room()
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
         self._made_on[id(buffer)] = self._caller()
         self._held += 1
@@ -129,6 +125,13 @@ class StagingMemory:
 
     def settle(self) -> None:
         for entry in [entry for entry in self._reducing if entry[2] == self._caller()]:
+            self._drop(entry)
+
+    def _make_room(self) -> None:
+        """For one more. A function of its own, since a local variable would keep the last buffer that goes."""
+        mine = [entry for entry in self._reducing if entry[2] == self._caller()]
+        for entry in mine[: max(0, self._held + len(self._reducing) + 1 - self.count)]:
+            entry[1].wait()
             self._drop(entry)
 
     def _drop(self, entry: tuple[Tensor, Ticket, int]) -> None:

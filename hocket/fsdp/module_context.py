@@ -243,8 +243,9 @@ class ShardContext:
         self.reductions_open = False
         self._drop_outside()
         no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
-        for unit in self.units:
-            unit.reduce_deferred()
+        with torch.inference_mode(False):  # memory that is made now is written later, outside of that mode
+            for unit in self.units:
+                unit.reduce_deferred()
         self._no_sync, self._accumulating = no_sync, accumulating
         self.reducing.join()
         self.outer.join()

@@ -270,12 +270,11 @@ class Unit:
             return
         sending = [group for group in now if group.trainable]
         for group in sending:
-            staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
-            del self._staged[group]
-            self._send(group, staged)
+            self._send(group)
         self.reduces += 1
 
-    def _send(self, group: ParamGroup, staged: Staged) -> None:
+    def _send(self, group: ParamGroup) -> None:
+        staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
         staged.fill_gaps()
         group.merge_local(staged.views)
         context = self.context
@@ -283,8 +282,10 @@ class Unit:
         # What replicas exchanged last lies where this adds up.
         after = [context.reducing.mark(f"staged {self.name}"), *self._outer_sent.pop(group, ())]
         ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), after)
-        staged.give(ticket)
-        self._outer_left[group] = self._reduced[group] = ticket
+        self._staged.pop(group).give(ticket)  # only now: after an exception `abort` gives it back
+        self._reduced[group] = ticket
+        if group.groups.outer.size > 1:
+            self._outer_left[group] = ticket
         if not context.accumulates:
             self._send_outer()
         context.reductions_open = True
@@ -293,10 +294,9 @@ class Unit:
         """Start what replicas exchange, for the groups reduced since the last time."""
         left, self._outer_left = self._outer_left, {}
         for group, ticket in left.items():
-            if group.groups.outer.size > 1:
-                sent = self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
-                self._outer_sent[group] = (sent,)
-                self._reduced[group] = sent
+            sent = self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
+            self._outer_sent[group] = (sent,)
+            self._reduced[group] = sent
 
     def _make_grads(self, group: ParamGroup) -> None:
         if group.grads.flat is None:
@@ -307,9 +307,9 @@ class Unit:
         """Give the memory of forgotten gradients back, in the order of the caller's work.
 
         On another stream than the one that made it, it is kept for the next reduction: the allocator would hand it on
-        in the order of the first.
+        in the order of the first. It is also kept if what replicas exchange is still to be added up there.
         """
-        if self._grads_made[group] != self.context.reducing.caller():
+        if group in self._outer_left or self._grads_made[group] != self.context.reducing.caller():
             return
         if group in self._reduced and self.context.reductions_open:
             self._reduced[group].wait()  # forgotten before anybody has waited for them

@@ -312,8 +312,8 @@ class ParamGroup:
         if add:
             self.tidy()
         self.grads.drop()
+        self._has = [before or new for before, new in zip(self._has, self._partial_has, strict=True)]
         self._make_room_in_partial()
-        self._has = [True] * len(self.members)
         self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0, add).then(self.partial.zero_)
         return self._outer
 

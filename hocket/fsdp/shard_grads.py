@@ -93,7 +93,11 @@ class ShardGrads:
     def make(self) -> None:
         """Get the memory, if it is not there; its content is arbitrary."""
         if self.flat is None:
-            self.flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self.flat = self._new(self._dtype)
+
+    def _new(self, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # where gradients may be read, and must be writable afterwards
+            return torch.empty(self._numel, dtype=dtype, device=self._device)
 
     def let_go(self) -> None:
         """Give the memory back."""
@@ -106,7 +110,7 @@ class ShardGrads:
             self._views = self._views or [self.flat[here] for here in self._ranges]
             return self._views
         if self._copy is None:
-            self._copy = torch.empty_like(self.flat, dtype=self._readable)
+            self._copy = self._new(self._readable)
             self._views = [self._copy[here] for here in self._ranges]
             self._versions = (-1, -1)
         if self._versions[0] != self.flat._version:

@@ -145,6 +145,24 @@ def test_staging_memory_goes_when_the_caller_is_behind_its_reduction():
     assert all(reference() is None for reference in references)
 
 
+def test_staging_memory_that_is_made_finds_room(monkeypatch):
+    """What goes is gone before memory is asked for, not afterwards."""
+    queue, (staging, _) = Queue("reduce", CPU), memory()
+    references, alive, empty = [], [], torch.empty
+
+    def counted(*args, **kwargs):
+        alive.append(sum(reference() is not None for reference in references))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for i in range(4):
+        buffer = staging.take(i, 100)
+        references.append(weakref.ref(buffer))
+        staging.give(buffer, reduction(queue, [], i))
+        del buffer
+    assert alive == [0, 1, 1, 1]
+
+
 def test_staging_memory_is_more_where_nothing_can_be_sent():
     staging, _ = memory(count=1)
     taken = [staging.take(i, 100) for i in range(3)]

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import hocket
@@ -30,7 +32,7 @@ def expect_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, shard), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(shard, ShardedParameter)
         assert whole.grad is not None
-        torch.testing.assert_close(shard.grad, whole.grad.flatten()[shard.lo : shard.hi].float(), msg=name)
+        torch.testing.assert_close(shard.grad, whole.grad.flatten()[shard.lo : shard.hi].to(shard.dtype), msg=name)
 
 
 class TwoGroups(nn.Module):
@@ -272,3 +274,43 @@ def readers_on_two_streams(rank: int) -> None:
 
 def test_memory_is_written_again_behind_the_readers_of_all_streams():
     run_ranks(readers_on_two_streams, 2, timeout=20)
+
+
+def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]) -> None:
+    model, plain = pair_of(nn.Linear(WIDTH, WIDTH))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    ctx = hocket.fully_shard(model, mesh=mesh, options=hocket.ShardOptions(outer=outer))
+    with ctx.accumulating():
+        model(inputs(5)).sum().backward()
+    for param in model.parameters():
+        param.grad = None
+    assert all(param.grad is None for param in model.parameters())
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+    expect_gradients(model, plain)
+
+
+@pytest.mark.parametrize("outer", ["replicate", "shard"])
+def test_gradients_may_be_forgotten_before_replicas_exchange_them(outer):
+    """The exchange takes place all the same, in the memory of gradients that nobody has any more."""
+    run_ranks(forgotten_while_accumulating, 2, outer, timeout=20)
+
+
+def read_for_inference(rank: int, main: torch.dtype) -> None:
+    model, plain = pair_of(nn.Linear(WIDTH, WIDTH))
+    ctx = hocket.fully_shard(model, precision=hocket.Precision(main=main))
+    with ctx.no_sync():
+        model(inputs(1)).sum().backward()
+    with torch.inference_mode():
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(2)
+    model(inputs(2)).sum().backward()
+    (2 * plain(inputs(1)).sum() + plain(inputs(2)).sum()).backward()
+    expect_gradients(model, plain)
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.float64])
+def test_gradients_may_be_read_in_inference_mode(main):
+    """Memory that is made there, for reductions that were put off and for readers, is written outside of it too."""
+    run_ranks(read_for_inference, 2, main, timeout=20)

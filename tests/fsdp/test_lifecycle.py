@@ -197,3 +197,31 @@ def abort_anywhere(rank: int) -> None:
 
 def test_abort_between_steps():
     run_ranks(abort_anywhere, 2)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def abort_without_memory(rank: int) -> None:
+    """An exception between backward and a reduction takes no staging memory with it."""
+    for slots in ("dynamic", 4):
+        pair = Pair(Case("stack", options={"slots": slots, "staging": 1}), rank, 2)
+        pair.microbatch()
+        pair.step()
+        before = pair.ctx.stats().staging_bytes
+        group = pair.ctx.units[1].groups[0]
+        make = group.make_grads
+        for _ in range(2):
+            group.make_grads = no_memory
+            with pytest.raises(MemoryError):
+                pair.forward().backward()
+            group.make_grads = make
+            pair.ctx.abort()
+            pair.microbatch()
+            pair.step()
+        assert pair.ctx.stats().staging_bytes == before
+
+
+def test_abort_when_there_is_no_memory_for_gradients():
+    run_ranks(abort_without_memory, 2)
