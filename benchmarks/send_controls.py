@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace, bench: Bench, slow: Link, rank: int) ->
     config, timer = bench.engine.config, Timer(bench.device)
     microbatches = batches(Workload(config), rank, 0, bench.device)
     losses = {name: bench.step(name, microbatches) for name in bench.programs}  # on a GPU also their rehearsal
-    assert len({tuple(each) for each in losses.values()}) == 1, f"plans differ in what they compute: {losses}"
+    assert_same(losses, 0.0 if bench.device.type == "cpu" else 1e-3)
     found: Blocks = {link: {name: [] for name in bench.programs} for link in ("real", "slow", "free")}
     with no_collection():
         for number in range(options.blocks):
@@ -203,6 +203,14 @@ def measure(options: argparse.Namespace, bench: Bench, slow: Link, rank: int) ->
                     rows[name].append(slowest(times)[1:])
     bench.use("real", slow)
     return found
+
+
+def assert_same(losses: Mapping[str, list[float]], tolerance: float) -> None:
+    """Fail if a plan's losses of a step differ from another's by more than `tolerance`."""
+    first = next(iter(losses.values()))
+    for name, found in losses.items():
+        worst = max((abs(a - b) for a, b in zip(first, found, strict=True)), default=0.0)
+        assert worst <= tolerance, f"{name} computes something else: losses differ by {worst}"
 
 
 def report(bench: Bench, links: Mapping[str, Config], slow: Link, found: Blocks) -> dict[str, Any]:

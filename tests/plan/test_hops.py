@@ -9,9 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from hocket.config import PlanConfig
+from hocket.parallel.stages import costs_of
 from hocket.plan.check import check
 from hocket.plan.connect import clocks
-from hocket.plan.cost import CostTable, OpCost
+from hocket.plan.cost import LAPTOP, CostTable, OpCost
 from hocket.plan.dryrun import dry_run
 from hocket.plan.hops import smallest_cover, stride_price
 from hocket.plan.lower import build_program
@@ -247,3 +248,25 @@ def test_an_op_that_waits_for_what_it_does_not_read_is_no_reader() -> None:
 def test_ops_have_the_cost_of_their_kind() -> None:
     table = costs(DENSE, 1.0)
     assert table.seconds(0, Op("wgrad", "mlp", layer=0)) == 2.0
+
+
+CARRIED: dict[str, set[tuple[str, str]]] = {
+    "gather_dense": {("gather", "dense"), ("gather", "embed"), ("gather", "head")},
+    "reduce_dense": {("reduce", "dense"), ("reduce", "embed"), ("reduce", "head")},
+    "gather_experts": {("gather", "experts")},
+    "reduce_experts": {("reduce", "experts")},
+    "a2a": {(verb, part) for verb in ("fwd", "bwd") for part in ("dispatch", "combine")},
+    "pp_fwd": {("recv", "act")},
+    "pp_bwd": {("recv", "grad")},
+}
+
+
+@pytest.mark.parametrize("purpose", CARRIED)
+def test_an_imitated_network_is_in_the_costs_of_what_it_carries(purpose: Any) -> None:
+    config = replace_leaf(recipe("tiny"), "mesh.dp", 4)
+    slow = replace(config.train, transport="slow", slow_groups=(purpose,), slow_latency=(7.0,), slow_bandwidth=(1e6,))
+    plain, late = (costs_of(c, LAPTOP).table for c in (config, replace(config, train=slow)))
+    changed = {key: cost for key, cost in late.items() if cost != plain[key]}
+    assert {key[:2] for key in changed} == CARRIED[purpose]
+    for key, cost in changed.items():
+        assert float(cost.seconds) == pytest.approx(float(plain[key].seconds) + 7.0 + cost.wire_bytes / 1e6)
