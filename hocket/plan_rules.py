@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.parallel.stages import layout_of
-from hocket.plan.layer import order_problem
+from hocket.plan.layer import MERGED, at_once, merged_order, order_problem
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.rule import Rule
@@ -38,6 +38,11 @@ def lane_matters(c: Config) -> bool:
     except ValueError:  # stages that cannot be: rules of their own say why
         return True
     return any(layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
+
+
+def order_matters(text: str) -> bool:
+    """Whether a layer order differs from the literature's where no weight gradient is deferred."""
+    return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
 
 
 PLAN_RULES: tuple[Rule, ...] = (
@@ -225,6 +230,25 @@ PLAN_RULES: tuple[Rule, ...] = (
         ),
         "no effect: no weight gradient runs after a send",
         "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers not 0, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.layer_order", "plan.defer_wgrad"),
+        lambda c, h: (
+            c.plan.layer_order != "literature"
+            and c.plan.merge == "on"
+            and c.plan.defer_wgrad == "off"
+            and not order_matters(c.plan.layer_order)
+        ),
+        "no effect: it differs from literature in weight gradients only, and these are not deferred",
+        "plan.defer_wgrad = on, or leave plan.layer_order out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.strategy", "mesh.dp"),
+        lambda c, h: c.mesh.dp == 1 and c.plan.strategy == "optim_grads",
+        "no effect: with one data-parallel rank nothing is sharded",
+        "mesh.dp = 2 or more, or leave plan.strategy out",
         only_if_set=True,
     ),
     Rule(

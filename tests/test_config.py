@@ -210,6 +210,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"plan__p2p_backward_lane": "off", "model__layers": 3, "model__dense_layers": ()}, "model.layers", "than 3"),
     (changed(TINY, mesh__pp=1), {"plan__p2p_backward_lane": "on"}, "plan.p2p_backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
+    (changed(TINY, mesh__dp=1, mesh__ep=1), {"plan__strategy": "optim_grads"}, "plan.strategy", "nothing is sharded"),
+    (changed(TINY, plan__defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "not deferred"),
     (changed(TINY, plan__merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
     (changed(TINY, plan__merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
     (changed(TINY, plan__order="zb_v"), {"plan__merge": "on"}, "plan.merge", "forwards and backwards run apart"),
