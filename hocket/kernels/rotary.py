@@ -25,9 +25,9 @@ TILE = 4096
 
 @triton.jit
 def _tile(start, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr):
-    """Positions of a tile, heads, and columns of half a head."""
+    """Positions of a tile, heads, and columns of half a head. Strides of the first two are any, so these are 64-bit."""
     position = (start + tl.arange(0, tile)).to(tl.int64)[:, None, None]
-    return position, tl.arange(0, block_h)[None, :, None], tl.arange(0, block_n)[None, None, :]
+    return position, tl.arange(0, block_h).to(tl.int64)[None, :, None], tl.arange(0, block_n)[None, None, :]
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from hocket.kernels import rotary
 from hocket.kernels.rotary import Rotary
 from hocket.model import layers
 from hocket.runtime import norms
+from tests.helpers.ranks import run_ranks
 from tests.ranks.test_islands import gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -133,3 +134,19 @@ def test_with_norm_managed_equals_ordinary(
         assert a.dtype == dtype
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=tolerance, atol=tolerance)
+
+
+def far_apart(rank: int) -> None:
+    """Only what is written of this memory exists."""
+    table, gap = layers.rotary_table(2, 4, 1e4, CPU), 2**30
+    x = torch.empty(2 * gap + 8, dtype=torch.bfloat16).as_strided((1, 2, 3, 4), (8, 4, gap, 1))
+    x.copy_(torch.randn(x.shape))
+    near, weight = x.contiguous(), torch.ones(4)
+    assert torch.equal(rotary.turn(x, table), rotary.turn(near, table))
+    found, wanted = (rotary.norm_turn_backward(g, near, table, weight, 1e-5) for g in (x, near))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_heads_may_be_far_apart() -> None:
+    """As those of long sequences are in what attention gives back."""
+    run_ranks(far_apart, 1)
