@@ -80,7 +80,7 @@ def main() -> None:
     nccl = groups.a2a.transport
     assert isinstance(nccl, Nccl)
     rows = options.tokens * TOP_K
-    copies = peer_copies(nccl.group, 2 * rows * HIDDEN, device)  # room for as many rows as leave
+    copies = peer_copies(nccl.group, 2 * rows * HIDDEN, device, timeout=60.0)  # room for as many rows as leave
     clock = Clock(device)
     cases: dict[str, Call] = {}
     alone: dict[str, Any] = {}

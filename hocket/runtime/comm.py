@@ -312,7 +312,7 @@ def _connect(
         return None
     assert isinstance(made, dist.ProcessGroup)
     if copied and purpose == "a2a":
-        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device))
+        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
     if copied:
         return CopyEngine(made, ranks, device)
     real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
