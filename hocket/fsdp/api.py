@@ -223,6 +223,11 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     context = context_of(module)
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
+    if context.in_backward:
+        raise ValueError(
+            "clip_grad_norm_ is called inside of a backward, before all gradients are there: call it afterwards; after "
+            "a backward that ended with an exception, call abort() of the ShardContext on all ranks"
+        )
     context.finish_step()
     groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)

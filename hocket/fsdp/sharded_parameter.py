@@ -83,6 +83,8 @@ class ShardedParameter(nn.Parameter):
             _GRAD.__set__(self, value)
         elif value is None:
             group.forget(self.position)
+        elif not isinstance(value, Tensor):
+            raise ValueError(f"grad={value!r} of {self.full_name} is no tensor: set one like the shard, or None")
         else:
             group.set_grad(self.position, value)
 

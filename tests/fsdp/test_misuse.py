@@ -150,6 +150,16 @@ def whole_data() -> None:
     layer().weight.data = torch.zeros(16, 16)
 
 
+def number_as_gradient() -> None:
+    layer().weight.grad = 0
+
+
+def clipped_in_backward() -> None:
+    model, ctx = sharded()
+    model[1].register_full_backward_hook(lambda *_: hocket.clip_grad_norm_(ctx, 1.0))
+    loss_of(model).backward()
+
+
 def replaced() -> None:
     layer().weight = nn.Parameter(torch.zeros(16, 16))
 
@@ -258,6 +268,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
     frozen_by_hand: "requires_grad of 1.linear.weight can't be set to False any more",
     whole_data: "data of shape (16, 16) does not fit the shard of 1.linear.weight",
+    number_as_gradient: "grad=0 of 1.linear.weight is no tensor",
+    clipped_in_backward: "clip_grad_norm_ is called inside of a backward",
     replaced: "1.linear.weight is sharded, and can't be replaced or removed",
     removed: "1.linear.bias is sharded, and can't be replaced or removed",
     called_with_other_weights: "0.linear.weight is sharded, and can't be replaced or removed",
