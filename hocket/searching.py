@@ -276,7 +276,10 @@ def bytes_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|MiB|MB)", text)
     if not match:
         raise ValueError(f"memory = {text} (command line, --memory): not a size; fix: give one such as 80GiB")
-    return int(float(match[1]) * {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}[match[2]])
+    size = int(float(match[1]) * {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}[match[2]])
+    if not size:
+        raise ValueError(f"memory = {text} (command line, --memory): no plan fits in nothing; fix: give more than 0")
+    return size
 
 
 def _gib(size: int) -> str:

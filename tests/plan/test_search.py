@@ -295,6 +295,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words, problem in (
         (["--memory", "1GiB"], "there is no --search"),
         (["--search", "--memory", "much"], "memory = much .*not a size; fix: give one such as 80GiB"),
+        (["--search", "--memory", "0GiB"], "memory = 0GiB .*fits in nothing; fix: give more than 0"),
         (["--search", "--svg", "x.svg"], "draws nothing"),
     ):
         with pytest.raises(ValueError, match=problem):
