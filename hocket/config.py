@@ -123,7 +123,7 @@ class PlanConfig:
     gradient of a merged step before it begins with the step."""
     p2p_defer_layers: int | Literal["auto"] = "auto"
     """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all, auto
-    as few as hide the hop."""
+    what makes the step shortest."""
     p2p_defer_parts: Literal["auto", "attn", "all"] = "auto"
     """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
     strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"

@@ -1,9 +1,11 @@
 """How the three settings of pipeline sends are chosen where they are `auto`, and what else could be had for memory.
 
 Note: [What hides a hop may uncover something else]
-A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. So the fewest weight
-gradients that cover the hop are only proposed; a step with them and one with as few as possible are simulated, and the
-shorter one is taken. A few microbatches show it: the steady state repeats itself.
+A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. On the other hand, what
+stands behind the send delays nobody: the more of it, the sooner a gradient comes through the pipeline, and the shorter
+is the bubble. So the fewest weight gradients that cover the hop are only one proposal; as few as possible and all are
+the others. All three are simulated, and the shortest step wins; of equal ones that which moves least. A few
+microbatches show it: the steady state repeats itself.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ Choice = tuple[str, object, str]
 _LAYERS, _PARTS, _LANE = "plan.p2p_defer_layers", "plan.p2p_defer_parts", "plan.p2p_backward_lane"
 _GROUPS = 3
 """Groups of microbatches of a simulated step."""
+_WORTH = 0.998
+"""Share of a step's time that more weight gradients behind the send must bring it to."""
 
 
 def choose_hops(c: Config, costs: CostTable) -> Iterator[Choice]:
@@ -55,7 +59,7 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
     """
     if c.mesh.pp == 1 or c.plan.merge != "on" or c.plan.stride != 2:
         return
-    cover = _covers(c, costs)[-1]
+    cover = smallest_cover(layout_of(c), costs, *_set(c))
     price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
@@ -69,6 +73,14 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
             f"chunk activations in flight, {price.nbytes / 2**30:.2f} GiB"
         )
         yield "plan.stride", 2, reason
+
+
+def _set(c: Config) -> tuple[tuple[int], tuple[Parts]]:
+    """The numbers of layers and the parts whose weight gradients are behind sends, where nothing is open."""
+    layers, parts = c.plan.p2p_defer_layers, c.plan.p2p_defer_parts
+    assert layers != "auto", "settings of sends are chosen before"
+    assert parts != "auto", "settings of sends are chosen before"
+    return (0 if nothing_to_put_behind(c) else layers,), (parts,)
 
 
 def nothing_to_put_behind(c: Config) -> str:
@@ -85,31 +97,32 @@ def nothing_to_put_behind(c: Config) -> str:
 
 
 def _covers(c: Config, costs: CostTable) -> list[Cover]:
-    """What may be put behind sends: as little as can be, and as much as hides the hop. One if that is the same."""
+    """What may be put behind sends: as little as can be, as much as hides the hop, and all. Equal ones once."""
     layers, parts = c.plan.p2p_defer_layers, c.plan.p2p_defer_parts
     kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
     if nothing_to_put_behind(c):
         layers = 0
     layout = layout_of(c)
-    least = smallest_cover(layout, costs, (1,) if layers == "auto" else (layers,), kinds[:1])
-    enough = smallest_cover(layout, costs, () if layers == "auto" else (layers,), kinds)
-    return [least] if least == enough else [least, enough]
+    counts = ((1,), (), (-1,)) if layers == "auto" else ((layers,),) * 3
+    choices = zip(counts, (kinds[:1], kinds, kinds[-1:]), strict=True)
+    least, enough, everything = (smallest_cover(layout, costs, numbers, some) for numbers, some in choices)
+    found = [least]
+    found += [enough] if enough != least else []
+    return found + ([everything] if everything.seconds > enough.seconds else [])
 
 
 def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
     """See Note: [What hides a hop may uncover something else]."""
-    least, *others = _covers(c, costs)
-    if not others:
-        return least, _describe(least)
-    enough = others[0]
-    short, long = _step(c, costs, least), _step(c, costs, enough)
-    if long < short:
-        return enough, _describe(enough)
+    covers = _covers(c, costs)
+    if len(covers) == 1:
+        return covers[0], _describe(covers[0])
+    times = [_step(c, costs, cover) for cover in covers]
+    best = 0
+    for i, seconds in enumerate(times):
+        best = i if seconds < _WORTH * times[best] else best
     count = min(c.train.microbatches, _GROUPS * _group(c))
-    return least, (
-        f"{_describe(least)}, and with more behind the send {count} microbatches would take {duration(long)} "
-        f"instead of {duration(short)}"
-    )
+    others = ", ".join(f"with {_name(covers[i])} {duration(times[i])}" for i in range(len(covers)) if i != best)
+    return covers[best], f"{_describe(covers[best])}; {count} microbatches take {duration(times[best])}, {others}"
 
 
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
@@ -135,6 +148,10 @@ def _lane(c: Config) -> tuple[str, str]:
 
 
 def _describe(cover: Cover) -> str:
+    return f"{_name(cover)} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"
+
+
+def _name(cover: Cover) -> str:
     what = "weight gradients" if cover.parts == "all" else "attention's weight gradients"
     count = "all layers" if cover.layers < 0 else f"{cover.layers} layer{'s' if cover.layers > 1 else ''}"
-    return f"{what} of {count} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"
+    return f"{what} of {count}"
