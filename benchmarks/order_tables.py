@@ -1,4 +1,4 @@
-"""Tables of orders: their bubbles, and the controls of pipeline sends."""
+"""Tables of orders: their bubbles, pairs at their ends, and the controls of pipeline sends."""
 
 from __future__ import annotations
 
@@ -54,6 +54,24 @@ def send_controls(result: Result) -> str:
 
 def _measured(row: Result, free: float) -> Sequence[str]:
     return f"{1e3 * row['seconds']:,.1f} ms", f"{row['seconds'] / free - 1:+.1%}", f"{1e3 * row['predicted']:,.1f} ms"
+
+
+def merged_ends(result: Result) -> str:
+    """Predicted steps without and with pairs at the ends, and what `auto` chooses."""
+    lines = []
+    for row in result["rows"]:
+        off, on = row["off"], row["on"]
+        cells = [
+            row["name"],
+            str(row["microbatches"]),
+            f"{1e3 * off['seconds']:,.1f} ms",
+            f"{1e3 * on['seconds']:,.1f} ms",
+        ]
+        cells += [f"{1 - on['seconds'] / off['seconds']:.1%}"]
+        cells += [f"{1e3 * off['exposed_a2a']:,.1f} → {1e3 * on['exposed_a2a']:,.1f} ms"]
+        lines.append([*cells, f"{off['peak_bytes'] / 2**30:.0f} → {on['peak_bytes'] / 2**30:.0f} GiB", row["auto"]])
+    head = ["step", "microbatches", "without", "with", "gain", "exposed all-to-all", "peak memory", "`auto`"]
+    return table(head, lines)
 
 
 def orders(result: Result) -> str:

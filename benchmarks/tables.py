@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.contender_tables import contenders, gates, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
-from benchmarks.order_tables import bubbles, bubbles_of_8b, orders, send_controls
+from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -244,6 +244,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "bubbles_of_8b": ("bubbles", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),
     "orders": ("orders", orders),
+    "merged_ends": ("merged_ends", merged_ends),
     "weight_grads": ("weight_grads", weight_grads),
     "kernels": ("kernels", pieces),
     "kernels_layer": ("kernels", layers),

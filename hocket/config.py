@@ -108,6 +108,8 @@ class PlanConfig:
     """Layers of every virtual stage; empty splits evenly."""
     merge: Switch = "auto"
     """Merge the forward of one microbatch with the backward of another, layer by layer."""
+    merge_ends: Switch = "auto"
+    """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
     group: int = 0
     """Microbatches per group of the interleaved order; 0 means pp."""
     stride: Literal[2, 3] = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hocket.config import Config
 from hocket.parallel.stages import layout_of
 from hocket.plan.layer import MERGED, at_once, merged_order, order_problem
-from hocket.plan.pipeline import smallest_group, warmup
+from hocket.plan.pipeline import groups, smallest_group, warmup
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.rule import Rule
 
@@ -16,9 +16,18 @@ def stages(c: Config) -> int:
 
 def merges(c: Config, rank: int) -> bool:
     """Whether a pipeline rank has forwards left to merge after its warm-up."""
-    group = c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
     total = c.train.microbatches * c.plan.chunks
-    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group, rank, True, c.plan.stride) < total
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True, c.plan.stride) < total
+
+
+def group_of(c: Config) -> int:
+    """Microbatches that pass through a chunk before the next chunk starts."""
+    return c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
+
+
+def has_pairs(c: Config) -> bool:
+    """Whether two microbatches follow each other on one chunk, so that the ends can be merged."""
+    return c.train.microbatches > 1 and (c.plan.chunks == 1 or groups(c.train.microbatches, group_of(c))[0] > 1)
 
 
 def separate_wgrads(c: Config) -> bool:
@@ -164,6 +173,18 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda c, h: c.plan.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
         "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
         "more train.microbatches, fewer plan.chunks, a smaller plan.group, or plan.merge = off",
+    ),
+    Rule(
+        ("plan.merge_ends", "plan.merge"),
+        lambda c, h: c.plan.merge_ends == "on" and c.plan.merge == "off",
+        "there are no ends of a merged order where nothing is merged",
+        "plan.merge = on, or plan.merge_ends = off",
+    ),
+    Rule(
+        ("plan.merge_ends", "plan.group", "train.microbatches"),
+        lambda c, h: c.plan.merge_ends == "on" and c.plan.merge == "on" and not has_pairs(c),
+        "no two microbatches follow each other on one chunk, so nothing at the ends would be merged",
+        "plan.group = 2 or more, or plan.merge_ends = off",
     ),
     Rule(
         ("plan.layer_order",),

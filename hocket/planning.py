@@ -110,7 +110,7 @@ def _misfits(timeline: Timeline, hardware: Hardware) -> Iterator[str]:
 def _numbers(numbers: dict[str, Any]) -> Iterator[str]:
     step = numbers["step_seconds"]
     counts = ", ".join(f"{count:,} {verb}" for verb, count in sorted(numbers["ops"].items()))
-    yield f"step {duration(step)}; {numbers['merged']:.0%} of the chunk forwards are merged with a backward"
+    yield f"step {duration(step)}; {numbers['merged']:.0%} of the chunk forwards run merged"
     yield f"ops  {counts}"
     columns = ["compute", *(f"exp. {kind}" for kind in KINDS), "idle", "in flight", "peak memory"]
     yield "rank  " + "  ".join(f"{name:>12}" for name in columns)

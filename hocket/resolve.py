@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.config import Config
+from hocket.ends_choice import choose_ends
 from hocket.hop_choice import choose_hops, stride_remark
 from hocket.leaves import leaf, out_of_bounds
 from hocket.parallel.stages import costs_of, hardware_of
@@ -84,9 +85,10 @@ def resolve(
             decisions.append(Decision(setting, value, reason))
     stop_if(broken_rules(config, host, origins))
     costs = price(config)
-    for setting, value, reason in choose_hops(config, costs):
-        config = replace_leaf(config, setting, value)
-        decisions.append(Decision(setting, value, reason))
+    for choose_by_costs in (choose_ends, choose_hops):
+        for setting, value, reason in choose_by_costs(config, costs):
+            config = replace_leaf(config, setting, value)
+            decisions.append(Decision(setting, value, reason))
     decided = {decision.setting for decision in decisions}
     # What the rules let pass because the user did not ask for it is still worth a remark.
     for rule in RULES:
@@ -137,6 +139,9 @@ def choose_merge(c: Config, h: Host) -> tuple[str, str]:
         return "off", f"in the order {c.plan.order} weight gradients fill the bubble, and nothing is merged"
     if c.plan.order == "sequential" and stages(c) > 1:
         return "off", "in the sequential order each microbatch ends before the next one starts"
+    if c.train.microbatches == 1:  # see Note: [One microbatch is not halved]
+        same = f": 2 with train.sequences = {c.train.sequences // 2} are the same batch"
+        return "off", f"one microbatch has nothing to merge with{same if c.train.sequences % 2 == 0 else ''}"
     if not any(merges(c, rank) for rank in range(c.mesh.pp)):
         return "off", f"all forwards of {c.train.microbatches} microbatches are warm-up: more microbatches would merge"
     return "on", "hides the expert all-to-all of one microbatch under another's compute"

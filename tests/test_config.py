@@ -37,6 +37,7 @@ TINY = recipe("tiny")
 SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
 ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
+ONE_STAGE = changed(TINY, mesh__pp=1, plan__chunks=1)
 ZB = changed(TINY, plan__order="zb_v", plan__merge="off")
 
 
@@ -124,6 +125,14 @@ CHOICES = [
     (changed(TINY, plan__merge="auto", plan__order="sequential"), Host(), "plan.merge", "off"),
     (changed(TINY, plan__merge="auto", train__microbatches=2, mesh__pp=1, plan__chunks=1), Host(), "plan.merge", "on"),
     (changed(TINY, plan__merge="auto", train__microbatches=1, mesh__pp=1, plan__chunks=1), Host(), "plan.merge", "off"),
+    (TINY, Host(), "plan.merge_ends", "off"),
+    (changed(TINY, plan__merge="off"), Host(), "plan.merge_ends", "off"),
+    (changed(TINY, mesh__ep=1), Host(), "plan.merge_ends", "off"),
+    (ONE_STAGE, Host(), "plan.merge_ends", "on"),
+    (changed(ONE_STAGE, mesh__pp=2, train__microbatches=8), Host(), "plan.merge_ends", "off"),
+    (changed(TINY, mesh__pp=1), Host(), "plan.merge_ends", "off"),
+    (changed(TINY, plan__group=4, plan__chunks=4, train__microbatches=8), Host(), "plan.merge_ends", "on"),
+    (changed(ONE_STAGE, train__dtype="bf16", train__sequences=30_000), Host(gpus=2), "plan.merge_ends", "off"),
     (changed(TINY, plan__defer_wgrad="auto", mesh__pp=1), Host(), "plan.defer_wgrad", "on"),
     (DENSE, Host(), "run.folder", "runs/run"),
 ]
@@ -196,6 +205,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, train__microbatches=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
     (changed(TINY, plan__order="sequential"), {"plan__merge": "on"}, "plan.merge", "nothing to merge"),
     (changed(TINY, train__microbatches=1, mesh__pp=1), {"plan__merge": "on"}, "plan.merge", "nothing would be merged"),
+    (changed(TINY, plan__merge="off"), {"plan__merge_ends": "on"}, "plan.merge_ends", "where nothing is merged"),
+    (changed(TINY, mesh__pp=1), {"plan__merge_ends": "on"}, "plan.merge_ends", "no two microbatches follow each other"),
     (changed(TINY, plan__merge="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "no effect"),
     (changed(TINY, mesh__pp=1), {"plan__p2p_defer_layers": 2}, "plan.p2p_defer_layers", "nothing is sent"),
     (TINY, {"plan__layer_order": "wgrad"}, "plan.layer_order", "neither one of literature, early_release, wgrad_last"),
@@ -333,6 +344,14 @@ def choose_all(config: Config, host: Host) -> Config:
         if leaf(config, setting) in ("auto", ""):
             config = replace_leaf(config, setting, choose(config, host)[0])
     return config
+
+
+def test_one_microbatch_could_be_two_of_half_the_size():
+    one = changed(ONE_STAGE, plan__merge="auto", train__microbatches=1, train__sequences=4)
+    reason = next(d.reason for d in resolve(one).decisions if d.setting == "plan.merge")
+    assert "2 with train.sequences = 2" in reason
+    odd = resolve(changed(one, train__sequences=1)).decisions
+    assert not any("train.sequences" in d.reason for d in odd)
 
 
 def test_all_problems_are_reported_at_once():

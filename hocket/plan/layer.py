@@ -57,6 +57,33 @@ that its activations are freed sooner. `wgrad_last` moves the experts' weight gr
 backward, under combine: the best order when all-to-alls take longer than attention.
 """
 
+Half = tuple[int, Token]
+"""A token of one half of a step of two forwards or two backwards: 0 for the earlier microbatch, 1 for the other."""
+
+
+def pair_template(text: str) -> tuple[Half, ...]:
+    """Parse a template of two items of one kind, such as `aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1`."""
+    halves = tuple((int(word[2]) - 1, (_VERBS[word[1]], _PARTS[word[0]])) for word in text.split())
+    assert len(set(halves)) == len(halves) in (10, 14), f"a template of a pair has 10 or 14 distinct ops, got {text!r}"
+    return halves
+
+
+FORWARDS = pair_template("aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1")
+"""Two forwards of one layer. `uF2` is the one of the layer *before*, since its combine runs under `uF1` and `aF1`:
+
+    compute       aF1 uF2' aF2  eF1      eF2      uF1       dF1 runs beside uF2' and aF2, dF2 beside eF1,
+    a2a               dF1       dF2      cF1      cF2       cF1 beside eF2, cF2 beside uF1 and the next aF1
+"""
+
+BACKWARDS = pair_template("cB1 cB2 eB1 dB1 eB2 dB2 eW1 aB1 uB1 eW2 aB2 uB2 aW1 aW2")
+"""Two backwards of one layer. `uB1` and `uB2` are those of the layer that comes next, as everywhere:
+
+    compute       eB1  eB2      eW1  aB1 uB1' eW2  aB2 uB2' aW1 aW2       cB1 runs beside eW2 and aB2, cB2 beside aW1,
+    a2a           cB2  dB1      dB2           cB1'          cB2'          aW2 and eB1, dB1 beside eB2, dB2 beside aB1
+
+Weight gradients of the earlier microbatch come first, so that they are added in ascending order.
+"""
+
 ALONE = template("aF dF eF cF uF cB eB eW dB aB uB aW")
 """A forward alone and a backward alone. The experts' weight gradient covers the backward dispatch."""
 
@@ -95,12 +122,17 @@ def without_wgrads(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
 
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order with each weight gradient right behind its input gradient: nothing is deferred."""
-    order: list[Token] = []
-    for verb, part in tokens:
+    return tuple(token for _, token in pair_at_once(tuple((0, token) for token in tokens)))
+
+
+def pair_at_once(halves: tuple[Half, ...]) -> tuple[Half, ...]:
+    """The same for a template of two items."""
+    order: list[Half] = []
+    for half, (verb, part) in halves:
         if verb != "wgrad":
-            order.append((verb, part))
+            order.append((half, (verb, part)))
         if verb == "bwd" and part in ("attn", "experts"):
-            order.append(("wgrad", part))
+            order.append((half, ("wgrad", part)))
     return tuple(order)
 
 

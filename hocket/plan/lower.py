@@ -19,8 +19,9 @@ from typing import Literal
 
 from hocket.config import PlanConfig
 from hocket.plan.connect import connect
-from hocket.plan.layer import ALONE, Token, at_once, merged_order, parts_of, without_wgrads
-from hocket.plan.ops import Key, Lane, Layout, Op, Part, Program, Verb
+from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
+from hocket.plan.ops import Key, Lane, Layout, Op, Program
+from hocket.plan.pairs import expand_pair, op_of, ops_of
 from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
 from hocket.plan.values import reads
@@ -42,8 +43,14 @@ def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding:
     ranks = []
     for rank, steps in enumerate(order):
         apart = any(step.wgrad for step in steps)
-        per_step = [expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone) for step in steps]
-        per_step = insert_p2p(per_step, steps, layout, rank, 2 if plan.stride == 3 else 1)
+        per_step = [
+            expand_pair(step, layout, rank, plan.defer_wgrad != "off")
+            if step.also
+            else expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
+            for step in steps
+        ]
+        early = plan.stride == 3 or any(step.also for step in steps)
+        per_step = insert_p2p(per_step, steps, layout, rank, 2 if early else 1)
         if plan.defer_wgrad != "off" and not apart:
             layers = 1 if plan.p2p_defer_layers == "auto" else plan.p2p_defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
@@ -114,7 +121,15 @@ def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[O
         return _zero_bubble(layout, microbatches, plan)
     if kind == "1f1b" and layout.chunks > 1:
         raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
-    order = one_f_one_b(layout.pp, layout.chunks, microbatches, group=plan.group, merge=merge, stride=plan.stride)
+    order = one_f_one_b(
+        layout.pp,
+        layout.chunks,
+        microbatches,
+        group=plan.group,
+        merge=merge,
+        stride=plan.stride,
+        ends=merge and plan.merge_ends == "on",
+    )
     return order, _merge_notes(order, microbatches, plan) if merge else []
 
 
@@ -131,7 +146,7 @@ def _zero_bubble(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[O
 
 
 def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]:
-    bare = [rank for rank, steps in enumerate(order) if not any(step.fwd and step.bwd for step in steps)]
+    bare = [rank for rank, steps in enumerate(order) if not any(step.merged for step in steps)]
     if not bare:
         return []
     text = (
@@ -152,7 +167,7 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
     """
     if step.wgrad:
         return [
-            _op("wgrad", part, step.wgrad, layer)
+            op_of("wgrad", part, step.wgrad, layer)
             for layer in reversed(layout.layers(rank, step.wgrad[1]))
             for part in reversed(layout.weighted_parts(layer))
         ]
@@ -162,27 +177,23 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
     after = dict(pairwise(backward))
 
     def emit(token: Token, layer: int | None, item: Item | None) -> None:
-        if layer is None or item is None:
-            return
-        if token == ("bwd", "unpermute"):  # see Note: [uB' belongs to the next layer]
+        if token == ("bwd", "unpermute") and layer is not None:  # see Note: [uB' belongs to the next layer]
             layer = after.get(layer)
-            if layer is None:
-                return
-        for verb, part in parts_of(token, layout, layer):
-            ops.append(_op(verb, part, item, layer))
+        if layer is not None and item is not None:
+            ops.extend(ops_of(token, item, layer, layout))
 
     def run(tokens: tuple[Token, ...], f: int | None, b: int | None) -> None:
         for token in tokens:
             emit(token, *((f, step.fwd) if token[0] == "fwd" else (b, step.bwd)))
 
     if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(_op("bwd", "head", step.bwd))
+        ops.append(op_of("bwd", "head", step.bwd))
     if step.bwd:
-        ops += [_op(*token, step.bwd, backward[0]) for token in parts_of(("bwd", "unpermute"), layout, backward[0])]
+        ops += ops_of(("bwd", "unpermute"), step.bwd, backward[0], layout)
     if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(_op("wgrad", "head", step.bwd))
+        ops.append(op_of("wgrad", "head", step.bwd))
     if step.fwd and layout.is_first(rank, step.fwd[1]):
-        ops.append(_op("fwd", "embed", step.fwd))
+        ops.append(op_of("fwd", "embed", step.fwd))
     pairs = min(len(forward), len(backward))
     for f, b in zip(forward[:pairs], backward[:pairs], strict=True):
         run(merged, f, b)
@@ -191,15 +202,10 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
     for f in forward[pairs:]:
         run(alone, f, None)
     if step.fwd and layout.is_last(rank, step.fwd[1]):
-        ops.append(_op("fwd", "head", step.fwd))
+        ops.append(op_of("fwd", "head", step.fwd))
     if step.bwd and layout.is_first(rank, step.bwd[1]):
-        ops += [_op("bwd", "embed", step.bwd), _op("wgrad", "embed", step.bwd)]
+        ops += [op_of("bwd", "embed", step.bwd), op_of("wgrad", "embed", step.bwd)]
     return ops
-
-
-def _op(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
-    lane: Lane = "a2a" if part in ("dispatch", "combine") else "compute"
-    return Op(verb, part, item[0], item[1], layer, lane)
 
 
 def insert_p2p(
@@ -208,9 +214,9 @@ def insert_p2p(
     """Insert sends behind the ops that make what is sent, and receives ahead of their readers.
 
     The receive for an item stands right behind the send of the item before it in its direction, or with `ahead` two
-    behind the one before that; but at most `ahead + 1` steps before its reader. The first forward's are at the start,
-    the first backward's behind the last forward before it. Its wait is wherever its value is first read: that falls out
-    of the dependencies.
+    behind the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
+    first forward's are at the start, the first backward's behind the last forward before it. Its wait is wherever its
+    value is first read: that falls out of the dependencies.
     """
     if layout.pp == 1:
         return per_step
@@ -218,8 +224,7 @@ def insert_p2p(
     directions: tuple[Literal["act", "grad"], ...] = ("act", "grad")
     for part in directions:
         forward = part == "act"
-        sides = [(k, step.fwd if forward else step.bwd) for k, step in enumerate(steps)]
-        items = [(k, item) for k, item in sides if item is not None]
+        items = [(k, item) for k, step in enumerate(steps) for item in (step.forwards if forward else step.backwards)]
         if not items:
             continue
         for n, (k, item) in enumerate(items):

@@ -16,6 +16,17 @@ Note: [Groups of equal size]
 Microbatches pass through the chunks in groups of N. When N does not divide M, a short last group can
 deadlock the merged order. Splitting M into M // N groups whose sizes differ by at most one, larger groups
 first, is legal for every M; where N divides M it is the usual order.
+
+Note: [Pairs at the ends]
+What is left of warm-up and cool-down can be merged too, forward with forward and backward with backward, if every rank
+takes yet another forward before it starts, so that none is left over:
+
+    F0 (F1|B0) (F2|B1) [B2]   becomes   (F0|F1) (F2|B0) [B1|B2]
+
+Two that run as one step are handed on one step later. Where they go around a ring of ranks, twice as many must be on
+their way for no rank to wait, which takes groups of `2 * pp`; and with any number of ranks but one, the first and the
+last microbatches come later to the others. So pairs are for one rank, or for all-to-alls that take longer than that.
+Only neighbours of one chunk are paired: their layers are the same, and share their gathers.
 """
 
 from __future__ import annotations
@@ -30,19 +41,36 @@ Item = tuple[int, int]
 class Step:
     """A forward of one item, a backward of one item, or both merged; or the weight gradients of one item.
 
-    In an order that has steps of weight gradients, backwards are without them.
+    `also` is a second item of the same kind, merged with a forward or a backward that has no other half. In an order
+    that has steps of weight gradients, backwards are without them.
     """
 
     fwd: Item | None = None
     bwd: Item | None = None
     wgrad: Item | None = None
+    also: Item | None = None
+
+    @property
+    def forwards(self) -> tuple[Item, ...]:
+        """The items that run forward."""
+        return tuple(item for item in (self.fwd, self.also if self.fwd else None) if item)
+
+    @property
+    def backwards(self) -> tuple[Item, ...]:
+        """The items that run backward."""
+        return tuple(item for item in (self.bwd, self.also if self.bwd else None) if item)
+
+    @property
+    def merged(self) -> bool:
+        """Whether two halves run as one."""
+        return len(self.forwards) + len(self.backwards) == 2
 
     def __str__(self) -> str:
         if self.wgrad:
             return f"W{self.wgrad[0]}.{self.wgrad[1]}"
-        f = f"F{self.fwd[0]}.{self.fwd[1]}" if self.fwd else ""
-        b = f"B{self.bwd[0]}.{self.bwd[1]}" if self.bwd else ""
-        return f"({f}|{b})" if f and b else f or f"[{b}]"
+        f = "|".join(f"F{m}.{c}" for m, c in self.forwards)
+        b = "|".join(f"B{m}.{c}" for m, c in self.backwards)
+        return f"({f}|{b})" if f and b else f"({f})" if self.also and f else f or f"[{b}]"
 
 
 Order = tuple[tuple[Step, ...], ...]
@@ -84,14 +112,22 @@ def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge
 
 
 def one_f_one_b(
-    pp: int, chunks: int, microbatches: int, *, group: int = 0, merge: bool = True, stride: int = 2
+    pp: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    group: int = 0,
+    merge: bool = True,
+    stride: int = 2,
+    ends: bool = False,
 ) -> Order:
     """1F1B over `chunks` virtual stages per rank, merged or not.
 
     One chunk gives plain 1F1B; one rank and one chunk, merged, gives `F0 | F1|B0 | ... | B_last`. `group` is
     the number of microbatches that pass through a chunk before the next chunk starts (0 means `pp`).
     `stride` is the difference in warm-up between neighbours; 3 hides the hop between ranks at the price of
-    more activations in flight and needs `group >= 1.5 * pp`.
+    more activations in flight and needs `group >= 1.5 * pp`. `ends` merges the two ends too: see
+    Note: [Pairs at the ends].
 
     Raises ValueError for a group or a stride for which no legal order exists.
     """
@@ -104,12 +140,17 @@ def one_f_one_b(
         raise ValueError(
             f"stride=3 needs a merged order and group >= 1.5 * pp = {-(-3 * pp // 2)}, got merge={merge}, group={group}"
         )
+    assert merge or not ends, "pairs at the ends belong to merged orders"
     forward = _forward_items(chunks, microbatches, group)
     backward = [(m, chunks - 1 - c) for m, c in forward]
-    return tuple(
-        tuple(_interleave(forward, backward, warmup(pp, chunks, microbatches, group, rank, merge, stride), merge))
-        for rank in range(pp)
-    )
+    order: list[tuple[Step, ...]] = []
+    for rank in range(pp):
+        warm = warmup(pp, chunks, microbatches, group, rank, merge, stride)
+        if ends:
+            warm = min(warm + 1, len(forward))
+        steps = _interleave(forward, backward, warm, merge)
+        order.append((*_paired(steps[:warm]), *steps[warm:-warm], *_paired(steps[-warm:])) if ends else tuple(steps))
+    return tuple(order)
 
 
 def forward_only(pp: int, chunks: int, microbatches: int) -> Order:
@@ -134,17 +175,31 @@ def _interleave(forward: list[Item], backward: list[Item], warm: int, merge: boo
     return steps + [Step(bwd=item) for item in backward[len(forward) - warm :]]
 
 
+def _paired(steps: list[Step]) -> list[Step]:
+    """Merge neighbours of one chunk; what is left over of forwards comes last, of backwards first, on every rank."""
+    out: list[Step] = []
+    backwards = bool(steps) and steps[0].bwd is not None
+    for step in reversed(steps) if backwards else steps:
+        last = out[-1] if out and not out[-1].also else None
+        if last and last.fwd and step.fwd and last.fwd[1] == step.fwd[1]:
+            out[-1] = Step(fwd=last.fwd, also=step.fwd)
+        elif last and last.bwd and step.bwd and last.bwd[1] == step.bwd[1]:
+            out[-1] = Step(bwd=step.bwd, also=last.bwd)
+        else:
+            out.append(step)
+    return out[::-1] if backwards else out
+
+
 def in_flight(steps: tuple[Step, ...]) -> int:
     """Most chunk activations that a rank holds at once. A merged step holds both of its halves."""
     live = peak = 0
     for step in steps:
-        live += step.fwd is not None
+        live += len(step.forwards)
         peak = max(peak, live)
-        live -= step.bwd is not None
+        live -= len(step.backwards)
     return peak
 
 
 def merged_share(steps: tuple[Step, ...]) -> float:
-    """Share of a rank's forwards that run merged with a backward."""
-    forwards = sum(step.fwd is not None for step in steps)
-    return sum(step.fwd is not None and step.bwd is not None for step in steps) / forwards
+    """Share of a rank's forwards that run merged."""
+    return sum(len(step.forwards) for step in steps if step.merged) / sum(len(step.forwards) for step in steps)

@@ -370,16 +370,18 @@ def summary(timeline: Timeline, program: Program) -> dict[str, Any]:
 
 
 def merged_share(ops: Sequence[Op]) -> float:
-    """Share of a rank's chunk forwards that run merged: a backward runs between their first and last op."""
+    """Share of a rank's chunk forwards that run merged: another pass has ops between their first and last one."""
     seen = 0
+    mine: Counter[tuple[int, int]] = Counter()
     first: dict[tuple[int, int], int] = {}
     merged: dict[tuple[int, int], bool] = {}
     for op in ops:
-        if op.layer < 0 or op.lane != "compute":
+        if op.layer < 0 or op.lane != "compute" or op.verb not in ("fwd", "bwd"):
             continue
-        if op.verb == "bwd":
-            seen += 1
-        elif op.verb == "fwd":
+        if op.verb == "fwd":
             item = (op.microbatch, op.chunk)
-            merged[item] = seen > first.setdefault(item, seen)
+            first.setdefault(item, seen)
+            merged[item] = seen - first[item] > mine[item]
+            mine[item] += 1
+        seen += 1
     return sum(merged.values()) / max(1, len(merged))

@@ -17,7 +17,7 @@ from hocket.trace.data import RankTrace
 VERSION = 1
 """Of the metadata that this code understands."""
 
-_LATER: dict[str, dict[str, Any]] = {"settings.plan": {"p2p_backward_lane": "on"}}
+_LATER: dict[str, dict[str, Any]] = {"settings.plan": {"p2p_backward_lane": "on", "merge_ends": "off"}}
 """Settings that came after the first traces, and what runs did before there was a choice."""
 
 

@@ -91,6 +91,19 @@ def test_gathers_and_reduces_of_a_dense_model_are_hidden() -> None:
     run_ranks(dense, 2, backend="nccl", timeout=180)
 
 
+def all_exchanges(rank: int) -> tuple[float, str]:
+    """Hidden share of the exchanges of a plan whose ends are merged too; and what was seen."""
+    whole = dataclasses.replace(MOE, plan=dataclasses.replace(MOE.plan, merge_ends="on"))
+    found = a_step(rank, whole)[0].of("a2a", op=r"fwd \w+ m|bwd \w+ m")
+    return found.hidden, str(found)
+
+
+@FOUR
+def test_pairs_at_the_ends_hide_the_exchange_of_all_experts() -> None:
+    for hidden, seen in run_ranks(all_exchanges, 4, backend="nccl", timeout=200):
+        assert hidden >= 0.7, seen
+
+
 def exchanges(rank: int) -> tuple[float, float, str]:
     """Hidden shares of the exchanges that a merged plan can hide: merged, sequential; and what was seen."""
     last = MOE.train.microbatches - 1

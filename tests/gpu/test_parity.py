@@ -36,6 +36,9 @@ OTHERS: dict[str, Config] = {
         model=dataclasses.replace(BASE.model, dense_layers=(1, 3, 5)),
         plan=dataclasses.replace(BASE.plan, p2p_backward_lane="off"),
     ),
+    "pairs at the ends": dataclasses.replace(
+        BASE, plan=dataclasses.replace(BASE.plan, merge_ends="on", group=4, p2p_defer_layers=1)
+    ),
     "zb_h1": dataclasses.replace(BASE, plan=PlanConfig(order="zb_h1", merge="off")),
     "zb_v": dataclasses.replace(BASE, plan=PlanConfig(order="zb_v", chunks=2, merge="off")),
 }

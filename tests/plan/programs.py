@@ -65,10 +65,12 @@ def _case(source: Any, most_ranks: int) -> Case:
     layout = replace(layout, turning=order == "zb_v")
     merge = "off" if order in apart else among(("auto", "off"))
     stride = among((2, 3)) if merge == "auto" else 2
+    ends = among(("off", "on")) if merge == "auto" else "off"
     plan = PlanConfig(
         order=order,
         chunks=chunks,
         merge=merge,
+        merge_ends=ends,
         group=among((0, 2 * pp, 2 * pp + 1, *((pp,) if stride == 2 else ()))),
         stride=stride,
         layer_order=among(("literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF")),

@@ -124,6 +124,7 @@ def worst(a: Tensor, b: Tensor) -> str:
 VALUES: dict[str, list[Any]] = {
     "dtype": ["fp32", "bf16"],
     "merge": ["off", "on"],
+    "merge_ends": ["off", "on"],
     "defer_wgrad": ["off", "on"],
     "p2p_backward_lane": ["on", "off"],
     "p2p_defer_layers": [0, 1, 2, -1],
@@ -152,6 +153,10 @@ def legal(case: dict[str, Any]) -> bool:
         chunks = 2 if case["order"] == "zb_v" else 1
         apart = case["merge"] == "off" and case["defer_wgrad"] == "on"
         return case["pp"] > 1 and case["chunks"] == chunks and apart and case["microbatches"] > 1
+    if case["merge_ends"] == "on" and (case["merge"] == "off" or case["microbatches"] == 1):
+        return False
+    if case["merge_ends"] == "on" and case["chunks"] > case["pp"]:  # groups of one microbatch
+        return False
     merges = case["microbatches"] * case["chunks"] > (case["chunks"] - 1) * min(case["pp"], case["microbatches"]) + 1
     return case["merge"] == "off" or merges
 
@@ -161,7 +166,7 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    names = ("merge", "defer_wgrad", "strategy", "layer_order", "order", "chunks")
+    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "order", "chunks")
     plan = {name: case[name] for name in (*names, *(name for name in case if name.startswith("p2p_")))}
     plan["layers_per_stage"] = tuple(counts)
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])

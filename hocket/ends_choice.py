@@ -1,0 +1,69 @@
+"""How `plan.merge_ends` is chosen where it is `auto`: by a rule where that is enough, else by two simulated steps.
+
+Note: [One microbatch is not halved]
+A single microbatch has nothing to merge with. Its two halves along the batch would do, but they are two microbatches:
+the auxiliary loss is a product of two averages over a microbatch, so that of halves is another loss, and what the
+sum of gradients rounds to changes too. Behind the user's back a plan changes neither. So it is said, where nothing is
+merged for that reason, that twice as many microbatches of half as many sequences are the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hocket.config import Config, PlanConfig, Switch
+from hocket.parallel.stages import hardware_of, layout_of, sharding_of
+from hocket.plan.cost import CostTable
+from hocket.plan.lower import build_program
+from hocket.plan.simulate import Timeline, simulate
+from hocket.plan.timeline import duration
+from hocket.plan_rules import group_of, has_pairs
+from hocket.rules import has_experts
+
+_BOTH: tuple[Switch, ...] = ("off", "on")
+_GROUPS = 3
+"""Groups of microbatches of a simulated step."""
+
+
+def choose_ends(c: Config, costs: CostTable) -> Iterator[tuple[str, str, str]]:
+    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
+    if c.plan.merge_ends == "auto":
+        idle = _nothing_to_gain(c)
+        value, reason = ("off", idle) if idle else _simulated(c, costs)
+        yield "plan.merge_ends", value, reason
+
+
+def _nothing_to_gain(c: Config) -> str:
+    """Why pairs at the ends cannot help, without a simulation; empty if they may."""
+    if c.plan.merge == "off":
+        return "nothing is merged"
+    if not has_experts(c) or c.mesh.ep == 1:
+        return "there is no expert all-to-all to hide"
+    if not has_pairs(c):
+        return "no two microbatches follow each other on one chunk"
+    enough = 2 * c.mesh.pp  # see Note: [Pairs at the ends]
+    if c.mesh.pp > 1 and (c.plan.chunks == 1 or group_of(c) < enough):
+        possible = c.plan.chunks > 1 and c.train.microbatches >= enough
+        bearable = f"; plan.group = {enough} or more would leave time for that" if possible else ""
+        return f"two forwards at once come to the next rank a step later{bearable}"
+    return ""
+
+
+def _simulated(c: Config, costs: CostTable) -> tuple[str, str]:
+    count = min(c.train.microbatches, _GROUPS * group_of(c))
+    off, on = (_step(replace(c.plan, merge_ends=ends), c, costs, count) for ends in _BOTH)
+    memory, hardware = max(use.peak_bytes for use in on.ranks), hardware_of(c)
+    if hardware.memory and memory > hardware.memory:
+        return "off", f"one more activation in flight, {memory / 2**30:.0f} GiB in all, does not fit {hardware.name}"
+    before, after = duration(float(off.makespan)), duration(float(on.makespan))
+    if on.makespan >= off.makespan:
+        return "off", f"{count} microbatches would take {after} instead of {before}"
+    return (
+        "on",
+        f"hides the all-to-alls at the start and the end: {count} microbatches take {after} instead of {before}",
+    )
+
+
+def _step(plan: PlanConfig, c: Config, costs: CostTable, microbatches: int) -> Timeline:
+    return simulate(build_program(layout_of(c), microbatches, plan, sharding_of(c)), costs)

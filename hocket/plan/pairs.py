@@ -1,0 +1,79 @@
+"""The ops of a step with two items of one kind: two forwards or two backwards, layer by layer.
+
+Both are of one chunk, so they run through the same layers, and one gather serves both. The order inside a layer is a
+template in `layer.py`; when such steps stand in an order is in `pipeline.py`, Note: [Pairs at the ends].
+
+Note: [Two of what is big are kept apart]
+The gradients of head and embedding have one slot each. Between the two weight gradients that write it stands other
+compute, under which the first one is reduced: the other half's backward of the head, or what is left of the last layer.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hocket.plan.layer import BACKWARDS, FORWARDS, Half, Token, pair_at_once, parts_of
+from hocket.plan.ops import Lane, Layout, Op, Part, Verb
+from hocket.plan.pipeline import Item, Step
+
+
+def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
+    """A part of one item's forward or backward."""
+    lane: Lane = "a2a" if part in ("dispatch", "combine") else "compute"
+    return Op(verb, part, item[0], item[1], layer, lane)
+
+
+def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
+    """What a template's token means for one layer of an item; nothing for a part that the layer does not have."""
+    return [op_of(verb, part, item, layer) for verb, part in parts_of(token, layout, layer)]
+
+
+def expand_pair(step: Step, layout: Layout, rank: int, defer: bool) -> list[Op]:
+    """The parts of a step of two forwards or two backwards in host order. `defer` leaves weight gradients where the
+    template has them; else each stands right behind its input gradient.
+    """
+    if step.forwards:
+        return _forwards(step.forwards, layout, rank)
+    return _backwards(step.backwards, layout, rank, BACKWARDS if defer else pair_at_once(BACKWARDS))
+
+
+def _forwards(items: tuple[Item, ...], layout: Layout, rank: int) -> list[Op]:
+    """Embeddings, layers, heads. The first half's head covers the second half's last combine."""
+    chunk = items[0][1]
+    layers = layout.layers(rank, chunk)
+    late: Half = (1, ("fwd", "unpermute"))  # that of the layer before: see layer.FORWARDS
+    ops = [op_of("fwd", "embed", item) for item in items if layout.is_first(rank, chunk)]
+    for layer in layers:
+        for half, token in FORWARDS:
+            where = layer - 1 if (half, token) == late else layer
+            if where in layers:
+                ops += ops_of(token, items[half], where, layout)
+    heads = [[op_of("fwd", "head", item)] if layout.is_last(rank, chunk) else [] for item in items]
+    return [*ops, *heads[0], *ops_of(late[1], items[1], layers[-1], layout), *heads[1]]
+
+
+def _backwards(items: tuple[Item, ...], layout: Layout, rank: int, order: tuple[Half, ...]) -> list[Op]:
+    """Heads, layers, embeddings. See Note: [Two of what is big are kept apart]."""
+    chunk = items[0][1]
+    layers = layout.layers(rank, chunk)[::-1]
+    next_unpermute: Token = ("bwd", "unpermute")  # see Note: [uB' belongs to the next layer]
+    ops: list[Op] = []
+    for item in items:
+        head = layout.is_last(rank, chunk)
+        ops += [op_of("bwd", "head", item)] if head else []
+        ops += ops_of(next_unpermute, item, layers[0], layout)
+        ops += [op_of("wgrad", "head", item)] if head else []
+    for layer, after in pairwise([*layers, None]):
+        assert layer is not None
+        for half, token in order:
+            if token != next_unpermute:
+                ops += ops_of(token, items[half], layer, layout)
+            elif after is not None:
+                ops += ops_of(token, items[half], after, layout)
+            elif layout.is_first(rank, chunk) and half == 0:
+                ops += _embedding(items[0])
+    return [*ops, *_embedding(items[1])] if layout.is_first(rank, chunk) else ops
+
+
+def _embedding(item: Item) -> list[Op]:
+    return [op_of("bwd", "embed", item), op_of("wgrad", "embed", item)]
