@@ -145,6 +145,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("plan.stride", lambda c, known: (2, 3)),
         Choice("plan.group", _groups),
     ),
+    (Choice("plan.merge_ends", lambda c, known: ("on", "off")),),
     (Choice("plan.layers_per_stage", _splits),),
     (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
     (
