@@ -126,6 +126,15 @@ def copy_engine_tax(result: Result) -> str:
     return table(["beside the products", "products take", "longer by"], rows)
 
 
+def row_exchange(result: Result) -> str:
+    """All-to-alls of rows alone, and what they cost products beside them."""
+    rows = []
+    for name, alone in result["alone"].items():
+        cells = [us(alone["seconds"]), f"{alone['gb_per_s']:.0f} GB/s", f"{result['beside'][name]['tax']:+.1%}"]
+        rows.append([name, *cells])
+    return table(["rows by", "alone", "leaving a rank", "products take longer by"], rows)
+
+
 def copy_engine_sum(result: Result) -> str:
     """The sum behind a copy engine's reduction, by the number of its programs."""
     cases, rows = result["beside"]["cases"], []

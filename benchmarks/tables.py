@@ -39,6 +39,7 @@ from benchmarks.sharding_tables import (
     headline,
     parts,
     parts_settings,
+    row_exchange,
     weight_grads,
 )
 from hocket import searching
@@ -273,6 +274,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "copy_engine": ("copy_engine", copy_engine),
     "copy_engine_tax": ("copy_engine", copy_engine_tax),
     "copy_engine_sum": ("copy_engine", copy_engine_sum),
+    "row_exchange": ("row_exchange", row_exchange),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
     "expert_parallel_long": ("expert_parallel_long", contenders),
