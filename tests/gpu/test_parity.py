@@ -102,7 +102,10 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
 
 def check(config: Config, seeds: int) -> None:
     world = 8 if torch.cuda.device_count() >= 8 else 4
-    config = dataclasses.replace(config, mesh=dataclasses.replace(BASE.mesh, dp=world // 2))
+    check_on(world, dataclasses.replace(config, mesh=dataclasses.replace(BASE.mesh, dp=world // 2)), seeds)
+
+
+def check_on(world: int, config: Config, seeds: int) -> None:
     ranks = run_ranks(compare, world, config, seeds, backend="nccl", timeout=300)
     for rank, result in enumerate(ranks):
         assert result["finite"], f"rank {rank}: {result}"
@@ -126,3 +129,14 @@ def test_merged_equals_sequential_under_random_delays(strategy: Any) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_plans_equal_the_sequential_one_under_random_delays(name: str) -> None:
     check(OTHERS[name], OTHER_SEEDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_without_a_pipeline_too(transport: Any) -> None:
+    """Experts on two ranks, everything merged, the ends in pairs; rows by copies where the transport can."""
+    plan = PlanConfig(order="1f1b", merge="on", merge_ends="on", defer_wgrad="on")
+    train = dataclasses.replace(BASE.train, transport=transport)
+    check_on(2, dataclasses.replace(BASE, mesh=MeshConfig(dp=2, ep=2), plan=plan, train=train), SEEDS)
