@@ -278,6 +278,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
     "expert_parallel_long": ("expert_parallel_long", contenders),
+    "expert_parallel_2": ("expert_parallel_2", contenders),
     "expert_parallel_long_gate": ("expert_parallel_long", gates),
     "pipeline_peers": ("pipeline_peers", contenders),
     "pipeline_peers_settings": ("pipeline_peers", settings),
