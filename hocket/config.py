@@ -183,8 +183,8 @@ class TrainConfig:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
-    """How collectives move bytes; copy_engine is NCCL with gathers and reduces that take no SM from compute,
-    copy_engine_gathers with such gathers alone; null pretends to (wrong results, for bounds), slow imitates a network.
+    """How collectives move bytes; with copy_engine gathers, reduces and experts' all-to-alls take no SM from compute,
+    with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a network.
     """
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
