@@ -52,7 +52,7 @@ class RankDied(Exception):
     """A rank ended without returning or raising anything: killed, or crashed in native code."""
 
 
-_LOST = b"Connection closed by peer"
+_LOST = (b"by peer", b"Broken pipe", b"gloo/transport")
 """In what gloo raises when a peer has died."""
 
 
@@ -136,7 +136,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
             raise RanksTimeout(f"no result after {timeout:g} s\n{_describe(ranks, list(waiting.values()))}")
         answers = [(rank, _read(rank)) for rank in ranks if rank.pipe in ready]
         # A rank that died does fail the others, so it is looked at first, also if that is noticed a moment later.
-        if any(answer and _LOST in answer for _, answer in answers):
+        if any(answer and any(words in answer for words in _LOST) for _, answer in answers):
             answers += _deaths([rank for pipe, rank in waiting.items() if pipe not in ready])
         for rank, answer in sorted(answers, key=lambda pair: pair[1] is not None):
             results[rank.number] = _result(rank, answer)
