@@ -196,7 +196,7 @@ class StagingRing:
             self._reducing.append((whole, ticket))
 
     def settle(self) -> None:
-        pass  # a ticket that the caller has come behind costs nothing
+        """Nothing to do: buffers stay, and waiting for a ticket that the caller has come behind costs nothing."""
 
     def _new(self) -> Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)

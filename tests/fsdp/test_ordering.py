@@ -49,6 +49,53 @@ def test_weights_are_gathered_behind_the_optimizer() -> None:
     run_ranks(updates, 2)
 
 
+def forgotten(rank: int) -> None:
+    """Nobody has read a gradient when all are forgotten."""
+    history, _, model = recorded(rank, 1)
+    model(torch.ones(3, 8)).sum().backward()
+    for shard in model.parameters():
+        shard.grad = None
+    gone = history.note("gone")
+    for unit in ("0", "1"):
+        assert history.before(history.one(f"reduce {unit}"), gone), unit
+
+
+def test_memory_of_forgotten_gradients_goes_behind_their_reduction() -> None:
+    run_ranks(forgotten, 2)
+
+
+class Scale(nn.Module):
+    """Autograd saves its weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def saved(rank: int, device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(*(Scale() for _ in range(4)))
+    options = hocket.ShardOptions(prefetch=0, device="cpu")
+    hocket.fully_shard(model, units=Scale, options=options)
+    x = torch.ones(3, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 16.0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gathering_again_leaves_what_autograd_has_saved(device: str) -> None:
+    """Weights are gathered twice, to where they were when forward saved them; torch would refuse new versions."""
+    run_ranks(saved, 2, device)
+
+
 def apart(rank: int) -> None:
     torch.manual_seed(rank)
     for strategy in ("no_shard", "optim_grads_params"):
