@@ -21,7 +21,7 @@ import torch
 from benchmarks.kernels import Sizes, seconds
 from benchmarks.record import write
 from hocket.model.families import qwen3_30b_a3b
-from hocket.parallel.expert import route
+from hocket.parallel.routing import route
 
 Values = Mapping[str, tuple[int, ...]]
 

@@ -19,7 +19,8 @@ from hocket.config import ModelConfig
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
-from hocket.parallel.expert import Splits, balance_bias
+from hocket.parallel.dispatch import Splits
+from hocket.parallel.routing import balance_bias
 from hocket.runtime.transports import RowTable
 
 Batch = tuple[Tensor, Tensor]

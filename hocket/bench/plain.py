@@ -20,7 +20,7 @@ from hocket.bench.workload import Workload
 from hocket.model.init import init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.expert import Splits, exchange_counts
+from hocket.parallel.dispatch import Splits, exchange_counts
 from hocket.runtime.actions import Microbatch
 
 

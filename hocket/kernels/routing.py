@@ -230,7 +230,7 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], balance loss).
 
-    What `parallel.expert.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
+    What `parallel.routing.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
     """
     return _Choose.apply(logits_TE, bias_E, config, aux)
 

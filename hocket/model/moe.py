@@ -11,16 +11,8 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.layers import Attention, Mlp, new_weight, swiglu
-from hocket.parallel.expert import (
-    Routing,
-    Splits,
-    exchange_counts,
-    group_rows,
-    permute,
-    route,
-    ungroup_rows,
-    unpermute,
-)
+from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
+from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, linear
 from hocket.runtime.norms import add_rms_norm
 
@@ -33,7 +25,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = new_weight(config.experts, config.hidden)
-        # Set by the trainer between steps (`parallel.expert.balance_bias`), never by a gradient.
+        # Set by the trainer between steps (`parallel.routing.balance_bias`), never by a gradient.
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
 

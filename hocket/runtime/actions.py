@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.transformer import Chunk
-from hocket.parallel.expert import Routing, Splits, exchange_counts
+from hocket.parallel.dispatch import Splits, exchange_counts
+from hocket.parallel.routing import Routing
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.comm import Group, Groups, Pending, RowTable

@@ -13,7 +13,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.moe import MoELayer
-from hocket.parallel.expert import Routing, Splits, group_rows, permute, route, ungroup_rows, unpermute
+from hocket.parallel.dispatch import Splits, group_rows, permute, ungroup_rows, unpermute
+from hocket.parallel.routing import Routing, route
 from hocket.runtime.transports import RowTable
 
 pytestmark = pytest.mark.gpu

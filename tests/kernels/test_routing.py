@@ -1,4 +1,4 @@
-"""The kernels that choose experts and place rows, against the formulas in `hocket/parallel/expert.py`."""
+"""The kernels that choose experts and place rows, against the formulas in `hocket/parallel/routing.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hocket.config import ModelConfig
 from hocket.kernels.routing import choose, regroup
-from hocket.parallel.expert import Splits, route
+from hocket.parallel.dispatch import Splits
+from hocket.parallel.routing import route
 from hocket.runtime.transports import RowTable
 
 CONFIGS = st.builds(

@@ -1,4 +1,4 @@
-"""The kernels that move rows, against the formulas in `hocket/parallel/expert.py`."""
+"""The kernels that move rows, against the formulas in `hocket/parallel/dispatch.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels import rows as kernels
 from hocket.kernels.rows import BLOCK, PAIRS
-from hocket.parallel.expert import Routing, permute, route, unpermute
+from hocket.parallel.dispatch import permute, unpermute
+from hocket.parallel.routing import Routing, route
 
 CONFIG = ModelConfig(experts=8, top_k=3)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.parallel.expert import (
-    Routing,
-    Splits,
-    balance_bias,
-    exchange_counts,
-    group_rows,
-    permute,
-    route,
-    ungroup_rows,
-    unpermute,
-)
+from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
+from hocket.parallel.routing import Routing, balance_bias, route
 from hocket.runtime.transports import RowTable
 
 CONFIG = ModelConfig(hidden=8, experts=8, top_k=3)

@@ -18,7 +18,7 @@ from hocket.config import ModelConfig
 from hocket.model.init import init_chunk
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.expert import exchange_counts
+from hocket.parallel.dispatch import exchange_counts
 from hocket.runtime.functional import embedding, grouped_linear, linear, scale
 from hocket.runtime.island import Island
 from hocket.runtime.norms import rms_norm

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from hocket.bench.plain import Exchange, PlainModel
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import MoELayer
-from hocket.parallel.expert import Routing, Splits
+from hocket.parallel.dispatch import Splits
+from hocket.parallel.routing import Routing
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.transports import RowTable
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage

@@ -20,7 +20,7 @@ from hocket.config import ModelConfig
 from hocket.model.layers import DenseLayer, swiglu
 from hocket.model.moe import Experts, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.expert import Splits, group_rows, ungroup_rows
+from hocket.parallel.dispatch import Splits, group_rows, ungroup_rows
 from hocket.runtime.functional import grouped_linear
 from hocket.runtime.transports import RowTable
 

@@ -1,8 +1,7 @@
-"""Expert parallelism: which rows go where, and moving them there, as values and pure functions.
+"""Dispatch: moving a token's rows to its experts and back, as values and pure functions.
 
 A token's hidden state is sent once per chosen expert. The rows pass through three orders:
 
-    slots     token t, choice j at t * top_k + j
     sent      by global expert, then token: what leaves a rank, already split by destination
     received  by source rank, then local expert, then token: what arrives
     grouped   by local expert, then source rank, then token: what the grouped GEMM reads
@@ -10,6 +9,13 @@ A token's hidden state is sent once per chosen expert. The rows pass through thr
 Every change of order is a gather in forward and a gather in backward, never an accumulation over an index,
 so it is deterministic on every device, and much faster than the backward of plain indexing. On GPUs the kernels of
 `hocket/kernels/rows.py` compute what the formulas here say, and read and write every row once.
+
+Note: [Who knows what of a dispatch]
+A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions below: `permute`
+makes the rows to send from tokens, `group_rows` and `ungroup_rows` stand before and behind the experts, `unpermute`
+makes tokens of the rows that came back. Whoever moves rows in between (`runtime/actions.py`) asks `exchange_counts` for
+the `Splits`, and sends by its `table` forwards, by `table.back` on the way back. So another way to tell the ranks how
+many rows come is another maker of `Splits`, and parts of the model do not change for it.
 
 Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, R rows.
 """
@@ -24,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.parallel.routing import Routing, inverse_of
 from hocket.runtime.transports import RowTable
 
 
@@ -39,25 +45,6 @@ class CountExchange(Protocol):
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
-
-    inverse_R: Tensor
-    """Sent row of every slot, int32."""
-    counts_E: Tensor
-    """Rows for every global expert, int64, on the device."""
-    tokens: int
-    top_k: int
-    aux: Tensor | None = None
-    """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
-
-    @cached_property
-    def order_R(self) -> Tensor:
-        """Slot of every sent row."""
-        return _inverse(self.inverse_R)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,62 +78,7 @@ class Splits:
 
             return regroup(self.counts_PL, sum(self.table.receive))
         order_R = _block_order(self.counts_PL, sum(self.table.receive))
-        return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, _inverse(order_R)
-
-
-def route(
-    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None = None, aux_scale: float = 1.0
-) -> tuple[Tensor, Routing]:
-    """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
-
-    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
-    (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
-    "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
-    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss.
-    """
-    assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
-    if usable(logits_TE) and len(logits_TE):
-        from hocket.kernels.routing import choose
-
-        probs_TK, inverse_R, counts_E, aux = choose(logits_TE, bias_E, config, config.aux_loss * aux_scale)
-        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux if config.aux_loss else None)
-    scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    expert_TK = choice_TE.topk(config.top_k, dim=-1).indices
-    probs_TK: Tensor = _Select.apply(scores_TE, expert_TK)
-    if config.normalize_top_k:
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
-    if config.route_scale != 1.0:
-        probs_TK = probs_TK * config.route_scale
-
-    tokens, experts = logits_TE.shape
-    sorted_R, order_R = expert_TK.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=logits_TE.device))
-    counts_E = edges.diff()
-    aux = None
-    if config.aux_loss:
-        aux = _balance_loss(scores_TE, counts_E, config)
-        probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
-        aux = aux.detach()
-    return probs_TK, Routing(_inverse(order_R), counts_E, tokens, config.top_k, aux)
-
-
-def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:
-    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1)."""
-    if config.router == "sigmoid":
-        scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-    tokens, experts = scores_TE.shape
-    share_E = counts_E.float() / (tokens * config.top_k)
-    return (scores_TE.mean(0) * share_E).sum() * experts
-
-
-def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The next bias: `rate` more for experts that got fewer rows than the mean, `rate` less for the others.
-
-    `counts_E` are the rows of a whole step, summed over microbatches and data-parallel ranks.
-    """
-    load_E = counts_E.to(bias_E.dtype)
-    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+        return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, inverse_of(order_R)
 
 
 def permute(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -188,12 +120,6 @@ def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
     return _Gather.apply(rows_RD, splits.inverse_R, splits.order_R)
 
 
-def _inverse(order_R: Tensor) -> Tensor:
-    inverse_R = torch.empty(order_R.shape, dtype=torch.int32, device=order_R.device)
-    inverse_R[order_R] = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
-    return inverse_R
-
-
 def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
     """Positions, in [P, L] block order, of rows taken in [L, P] block order, int32. `rows` spares a host sync."""
     sizes = counts_PL.reshape(-1)
@@ -203,34 +129,6 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
     shift = start_PL.t().reshape(-1) - grouped_start
     order_R = torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
     return order_R.to(torch.int32)
-
-
-class _Select(torch.autograd.Function):
-    """Scores of the chosen experts. They are distinct, so backward scatters without adding."""
-
-    @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(expert_TK)
-        ctx.experts = scores_TE.shape[1]
-        return scores_TE.gather(1, expert_TK)
-
-    @staticmethod
-    def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (expert_TK,) = ctx.saved_tensors
-        return g_TK.new_zeros(g_TK.shape[0], ctx.experts).scatter_(1, expert_TK, g_TK), None
-
-
-class _AttachLoss(torch.autograd.Function):
-    """Identity on `x` whose backward also gives `loss` the gradient `factor`: `x` carries the loss along."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return g, torch.full((), ctx.factor, dtype=torch.float32, device=g.device), None
 
 
 class _Gather(torch.autograd.Function):

@@ -1,0 +1,128 @@
+"""Routing: which experts a token goes to, with which weights, and in which order its rows leave the rank.
+
+Rows in *sent* order stand by global expert, then token, so they are already split by destination; *slots* number
+token t's choice j as t * top_k + j. `dispatch.py` moves rows by what is decided here.
+
+Shapes: T tokens, E global experts, K top_k, R rows (T * K).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+from hocket.kernels.usable import usable
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
+
+    inverse_R: Tensor
+    """Sent row of every slot, int32."""
+    counts_E: Tensor
+    """Rows for every global expert, int64, on the device."""
+    tokens: int
+    top_k: int
+    aux: Tensor | None = None
+    """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
+
+    @cached_property
+    def order_R(self) -> Tensor:
+        """Slot of every sent row."""
+        return inverse_of(self.inverse_R)
+
+
+def route(
+    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None = None, aux_scale: float = 1.0
+) -> tuple[Tensor, Routing]:
+    """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
+
+    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
+    (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
+    "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
+    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss.
+    """
+    assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
+    if usable(logits_TE) and len(logits_TE):
+        from hocket.kernels.routing import choose
+
+        probs_TK, inverse_R, counts_E, aux = choose(logits_TE, bias_E, config, config.aux_loss * aux_scale)
+        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux if config.aux_loss else None)
+    scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    expert_TK = choice_TE.topk(config.top_k, dim=-1).indices
+    probs_TK: Tensor = _Select.apply(scores_TE, expert_TK)
+    if config.normalize_top_k:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
+    if config.route_scale != 1.0:
+        probs_TK = probs_TK * config.route_scale
+
+    tokens, experts = logits_TE.shape
+    sorted_R, order_R = expert_TK.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=logits_TE.device))
+    counts_E = edges.diff()
+    aux = None
+    if config.aux_loss:
+        aux = _balance_loss(scores_TE, counts_E, config)
+        probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
+        aux = aux.detach()
+    return probs_TK, Routing(inverse_of(order_R), counts_E, tokens, config.top_k, aux)
+
+
+def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:
+    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1)."""
+    if config.router == "sigmoid":
+        scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    tokens, experts = scores_TE.shape
+    share_E = counts_E.float() / (tokens * config.top_k)
+    return (scores_TE.mean(0) * share_E).sum() * experts
+
+
+def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The next bias: `rate` more for experts that got fewer rows than the mean, `rate` less for the others.
+
+    `counts_E` are the rows of a whole step, summed over microbatches and data-parallel ranks.
+    """
+    load_E = counts_E.to(bias_E.dtype)
+    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+
+
+def inverse_of(order_R: Tensor) -> Tensor:
+    """Where each number from 0 on stands in `order`, a permutation of them; int32."""
+    inverse_R = torch.empty(order_R.shape, dtype=torch.int32, device=order_R.device)
+    inverse_R[order_R] = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
+    return inverse_R
+
+
+class _Select(torch.autograd.Function):
+    """Scores of the chosen experts. They are distinct, so backward scatters without adding."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_TK)
+        ctx.experts = scores_TE.shape[1]
+        return scores_TE.gather(1, expert_TK)
+
+    @staticmethod
+    def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (expert_TK,) = ctx.saved_tensors
+        return g_TK.new_zeros(g_TK.shape[0], ctx.experts).scatter_(1, expert_TK, g_TK), None
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Identity on `x` whose backward also gives `loss` the gradient `factor`: `x` carries the loss along."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return g, torch.full((), ctx.factor, dtype=torch.float32, device=g.device), None
