@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "recipes")
+COMMANDS = ("train", "plan", "trace", "bench", "doctor", "recipes")
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
        hocket bench RECIPE [--against NAME,NAME]   measure the step against others; --list shows whom
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
+       hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list the recipes
 
 Every setting of a recipe can be changed, for example --train.steps 50 --plan.merge off --data.paths my/texts

@@ -10,15 +10,16 @@ import json
 import os
 import re
 import runpy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
 from hocket.rules import Host
 from hocket.train.tokenizer import tokenizer_vocab
+from hocket.variables import WANTED, Moment, Policy, apply
 
-MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
 
 
@@ -121,26 +122,21 @@ def tasks_here(tasks: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def prepare(env: MutableMapping[str, str], local_world: int) -> list[str]:
+def prepare(
+    env: MutableMapping[str, str], local_world: int, policy: Policy = "set", passed: Collection[Moment] = ()
+) -> list[str]:
     """Set what must be set before torch is imported. What the user has set stays; remarks say where that matters.
 
-    Raises ValueError if NVLink multicast has been switched on.
+    `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
+    NVLink multicast has been switched on.
     """
-    for name, value in MULTICAST_OFF.items():
-        if env.setdefault(name, value) != value:
-            reason = "NVLink multicast must be off"
-            raise ValueError(f"{name} = {env[name]} (environment): {reason}; fix: {name}={value}, or unset it")
-    notes = []
-    # One queue per stream: with fewer, collectives wait behind compute that was launched before them.
-    if env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
-        value = env["CUDA_DEVICE_MAX_CONNECTIONS"]
-        notes.append(f"CUDA_DEVICE_MAX_CONNECTIONS = {value} (environment) is kept; below 32 less overlaps")
+    remarks = apply(env, policy, passed)
     threads = env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
     if not re.fullmatch(r"\d*[1-9]\d*", threads):
         raise ValueError(
             f"OMP_NUM_THREADS = {threads} (environment): not a number of threads; fix: 1 or more, or unset it"
         )
-    return notes
+    return remarks
 
 
 def cores() -> int:
@@ -167,12 +163,10 @@ def find_gpus(copies: bool = False) -> tuple[int, str, str]:
     """(number of GPUs that torch can use, name of the first one, why they cannot serve `copies` by copy engines).
 
     A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
-    CUDA, which its version file says without an import of torch.
+    CUDA.
     """
-    torch_package = importlib.util.find_spec("torch")
-    assert torch_package is not None, "torch is not installed"
-    assert torch_package.origin is not None
-    if not runpy.run_path(str(Path(torch_package.origin).with_name("version.py"))).get("cuda"):
+    _, cuda = torch_build()
+    if not cuda:
         return 0, "", ""
     read, write = os.pipe()
     child = os.fork()
@@ -195,3 +189,12 @@ def find_gpus(copies: bool = False) -> tuple[int, str, str]:
     os.waitpid(child, 0)
     count, name, missing = json.loads(text) if text else (0, "", "")
     return count, name, missing
+
+
+def torch_build() -> tuple[str, str]:
+    """(version of torch, version of CUDA it was built for or empty), from its version file, without importing it."""
+    package = importlib.util.find_spec("torch")
+    assert package is not None, "torch is not installed"
+    assert package.origin is not None
+    found = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    return str(found["__version__"]), found.get("cuda") or ""

@@ -19,9 +19,7 @@ import ctypes
 import fcntl
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -35,8 +33,10 @@ from hocket.children import Child, explain, explain_hang
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
 from hocket.leaves import problem
+from hocket.ports import find_port
 from hocket.resolve import Settings, resolve
 from hocket.runtime.recorder import HANG_EXIT_CODE
+from hocket.variables import passed
 
 GRACE = 2.5
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
@@ -77,9 +77,10 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     Raises ValueError for settings that cannot work.
     """
     worker = find_worker(os.environ, config.run.port)
-    notes = prepare(os.environ, worker.local_world if worker else config.mesh.pp * config.mesh.dp)
+    local_world = worker.local_world if worker else config.mesh.pp * config.mesh.dp
+    notes = prepare(os.environ, local_world, passed=passed(sys.modules))
     settings = resolve(config, probe(config, origins, worker), origins)
-    if worker is None:
+    if worker is None or worker.rank == 0:
         sys.stderr.writelines(f"hocket: {note}\n" for note in notes)
     return settings, worker
 
@@ -229,21 +230,12 @@ def start_workers(settings: Settings, job: Job) -> int:
             kill(children)
 
 
-PORTS = range(20_000, 32_000)
-"""Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it
-before rank 0 listens there."""
-
-
 def free_port(settings: Settings) -> int:
     """The configured port if it is free, or any free one. Raises ValueError if it is in use."""
-    wanted = settings.run.port
-    for port in [wanted] if wanted else random.sample(PORTS, 100):
-        with socket.socket() as probe_socket, contextlib.suppress(OSError):
-            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe_socket.bind(("127.0.0.1", port))
-            probe_socket.listen()
-            return port
-    raise ValueError(port_in_use(settings, wanted))
+    port = find_port(settings.run.port)
+    if not port:
+        raise ValueError(port_in_use(settings, settings.run.port))
+    return port
 
 
 def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:

@@ -1,0 +1,245 @@
+"""What each value that the doctor has found means for overlap. Pure: a table of functions over `Found`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hocket.doctor.found import Check, Found, Gpu, State
+from hocket.variables import WANTED, survey
+
+OLDEST_PYTHON, OLDEST_TORCH, COPY_ENGINE_NCCL = (3, 11), (2, 11), (2, 28)
+GIB, MIB = 2**30, 2**20
+SHM_PER_GPU = 64 * MIB
+"""Of shared memory, for what NCCL's processes tell each other."""
+OPEN_FILES = 4096
+TEMPORARY = 1 * GIB
+CORES_PER_GPU = 2
+"""One issues the ops of a rank; autograd's and NCCL's threads need another."""
+BUSY_MIB = 2048
+"""Used memory of a GPU from which on somebody else works there."""
+KERNELS = ("ncclDevKernel", "ncclSymk", "ncclKernel")
+"""In the names of kernels that communicate."""
+
+Checks = Iterator[Check]
+
+
+def environment(f: Found) -> Checks:
+    """Variables that hocket sets or wants, and those that harm."""
+    wanted = {variable.name for variable in WANTED}
+    for finding in survey(f.env, "set", f.passed):
+        found = finding.found or "not set, hocket sets " + finding.wanted
+        if finding.state in ("ok", "set"):
+            yield Check("environment", finding.name, "ok", found)
+        else:
+            state = "stops" if finding.state == "refused" else "costs"
+            found = f"{finding.found or 'not set'}{f', wanted {finding.wanted}' if finding.name in wanted else ''}"
+            yield Check("environment", finding.name, state, found, finding.cost, finding.fix)
+    threads = f.env.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and f.cores and int(threads) * max(1, f.torch.gpus) > max(f.cores, 1):
+        cost = f"{max(1, f.torch.gpus)} ranks of {threads} threads share {f.cores} cores and take turns"
+        fix = "unset it, and hocket divides the cores"
+        yield Check("environment", "OMP_NUM_THREADS", "costs", threads, cost, fix)
+
+
+def software(f: Found) -> Checks:
+    """Versions."""
+    if f.python:
+        text = ".".join(map(str, f.python))
+        if f.python[:2] < OLDEST_PYTHON:
+            yield Check("software", "python", "stops", text, "hocket cannot be imported", "Python 3.11 or newer")
+        else:
+            yield Check("software", "python", "ok", text)
+    if f.torch.error:
+        yield Check("software", "torch", "stops", f.torch.error, "nothing can run", "reinstall torch, or its driver")
+        return
+    numbers = tuple(int(part) for part in f.torch.version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < OLDEST_TORCH:
+        yield Check("software", "torch", "stops", f.torch.version, "it lacks what hocket calls", "torch 2.11 or newer")
+    else:
+        yield Check("software", "torch", "ok", f.torch.version + ("" if f.torch.cuda else ", without CUDA"))
+    if not f.torch.gpus:
+        yield Check("software", "NCCL", "unknown", "-", "torch uses no GPU here")
+        return
+    nccl = ".".join(map(str, f.torch.nccl))
+    if f.torch.nccl < COPY_ENGINE_NCCL:
+        cost = "no gathers on copy engines: every collective takes SMs from the compute that it hides under"
+        yield Check("software", "NCCL", "costs", nccl or "none", cost, "a torch with NCCL 2.28 or newer")
+    else:
+        yield Check("software", "NCCL", "ok", nccl)
+    if f.torch.triton:
+        yield Check("software", "triton", "ok", f.torch.triton)
+    else:
+        yield Check("software", "triton", "stops", "none", "hocket's GPU kernels are written in it", "install triton")
+
+
+def gpus(f: Found) -> Checks:
+    """What the driver and torch say of the GPUs."""
+    if not f.gpus and not f.torch.gpus:
+        yield Check("GPUs", "GPUs", "unknown", "none", "clocks, power, memory errors and partitions need one")
+        return
+    if f.torch.error:
+        yield Check("GPUs", "GPUs", "unknown", f"{len(f.gpus)} listed by the driver", "torch gives no answer")
+    elif f.gpus and f.torch.gpus < len(f.gpus):
+        yield from _unused(f)
+    elif not f.gpus:
+        yield Check("GPUs", "driver's tool", "unknown", "no nvidia-smi", "clocks, power and partitions are not known")
+        return
+    else:
+        yield Check("GPUs", "GPUs", "ok", f"{len(f.gpus)} x {f.gpus[0].name}, driver {f.driver or '?'}")
+    if len({gpu.name for gpu in f.gpus}) > 1:
+        names = ", ".join(sorted({gpu.name for gpu in f.gpus}))
+        yield Check("GPUs", "kinds", "costs", names, "all ranks wait for the slowest", "GPUs of one kind")
+    for number, gpu in enumerate(f.gpus):
+        for state, text, cost, fix in _of_gpu(gpu):
+            yield Check("GPUs", f"GPU {number}", state, text, cost, fix)
+
+
+def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
+    """State, what was found, cost and fix of everything that is wrong with one GPU."""
+    owner = "by the host's owner"
+    if g.mig.lower() == "enabled":
+        cost = "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all"
+        yield "stops", "MIG is on", cost, f"a GPU without MIG, which is turned off {owner}"
+    if 0 < g.clock_mhz < g.max_clock_mhz:
+        cost = f"compute takes up to {g.max_clock_mhz / g.clock_mhz - 1:.0%} longer"
+        found = f"clock held at {g.clock_mhz} of {g.max_clock_mhz} MHz"
+        yield "costs", found, cost, f"nvidia-smi --reset-applications-clocks, {owner}"
+    if 0 < g.power_watts < g.default_watts:
+        found = f"limited to {g.power_watts:.0f} of {g.default_watts:.0f} W"
+        yield "costs", found, "the clock falls under load", f"nvidia-smi -pl {g.default_watts:.0f}, {owner}"
+    if g.slowed_by:
+        fix = "look at cooling and power of the host"
+        yield "costs", ", ".join(g.slowed_by), "it is slow, and its peers wait for it", fix
+    if g.uncorrected:
+        found = f"{g.uncorrected} memory errors that ECC could not correct"
+        yield "stops", found, "a run dies, or computes nonsense", "another GPU, and tell the host's owner"
+    if g.ecc.lower() == "disabled":
+        yield "costs", "ECC is off", "a flipped bit goes unnoticed", f"nvidia-smi -e 1, {owner}"
+    if g.compute_mode.lower() == "prohibited":
+        yield "stops", "computing is prohibited", "no process may use it", f"nvidia-smi -c 0, {owner}"
+    if g.used_mib > BUSY_MIB:
+        found = f"{g.used_mib / 1024:.0f} GiB in use"
+        yield "costs", found, "somebody else works there, and peers wait for it", "wait until it is free"
+
+
+def _unused(f: Found) -> Checks:
+    visible = f.env.get("CUDA_VISIBLE_DEVICES")
+    found = f"{f.torch.gpus} of {len(f.gpus)} can be used"
+    if visible is not None:
+        yield Check("GPUs", "GPUs", "ok", f"{found}: CUDA_VISIBLE_DEVICES = {visible or '(empty)'}")
+    elif not f.torch.cuda:
+        fix = "a torch with CUDA, as from PyPI"
+        yield Check("GPUs", "GPUs", "stops", found, "torch is a build without CUDA, so all runs on CPUs", fix)
+    else:
+        fix = f"a driver for CUDA {f.torch.cuda}, or a torch for driver {f.driver or '(not known)'}"
+        yield Check("GPUs", "GPUs", "stops", found, "torch cannot start CUDA on the others", fix)
+
+
+def links(f: Found) -> Checks:
+    """How GPUs reach each other, and whether copy engines do the work."""
+    if f.torch.gpus < 2:
+        yield Check("links", "P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "it takes two GPUs to see a link")
+        yield Check("links", "copy engine", "unknown", "-", "it takes two GPUs to see what moves the bytes")
+        return
+    if f.torch.apart:
+        pairs = ", ".join(f"{a} to {b}" for a, b in f.torch.apart[:6])
+        cost = "bytes go through host memory, far slower than NVLink, and no copy engine can serve collectives"
+        yield Check(
+            "links", "P2P", "costs", f"not from GPU {pairs}", cost, "train.transport = nccl; see the host's IOMMU"
+        )
+    else:
+        yield Check("links", "P2P", "ok", "every GPU reaches every other")
+    slow = {pair: how for pair, how in f.links.items() if not how.startswith("NV")}
+    if not f.links:
+        yield Check("links", "NVLink", "unknown", "no nvidia-smi", "how GPUs are joined is not known")
+    elif slow:
+        (a, b), how = next(iter(sorted(slow.items())))
+        cost = "over PCIe a gather takes several times as long, and needs as much more compute to hide under"
+        found = f"{len(slow)} of {len(f.links)} pairs have none (GPU {a} and {b}: {how})"
+        yield Check(
+            "links", "NVLink", "costs", found, cost, "fewer, larger messages: more train.sequences; or such a host"
+        )
+    else:
+        yield Check("links", "NVLink", "ok", f"all {len(f.links)} pairs: {', '.join(sorted(set(f.links.values())))}")
+    yield from _copy_engine(f)
+
+
+def _copy_engine(f: Found) -> Checks:
+    if f.torch.no_copy_engine:
+        cost = "collectives run on SMs, and slow down the compute that they hide under"
+        yield Check(
+            "links",
+            "copy engine",
+            "costs",
+            f.torch.no_copy_engine,
+            cost,
+            "what the reason asks for; until then train.transport = nccl",
+        )
+    elif not f.copies:
+        yield Check("links", "copy engine", "unknown", "not tried", f.no_probe)
+    elif kernels := sorted({name for name in f.copies if any(word in name for word in KERNELS)}):
+        cost = "NCCL has fallen back to kernels without a word: gathers take SMs from compute"
+        yield Check("links", "copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, "unset NCCL_* variables")
+    elif any("Memcpy" in name for name in f.copies):
+        yield Check("links", "copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")
+    else:
+        yield Check(
+            "links", "copy engine", "unknown", ", ".join(f.copies)[:60], "the trace shows neither copies nor NCCL"
+        )
+
+
+def host(f: Found) -> Checks:
+    """Cores, memory and limits."""
+    if f.torch.gpus and f.cores < CORES_PER_GPU * f.torch.gpus:
+        cost = "GPUs wait for hosts that issue their work by turns"
+        yield Check(
+            "host",
+            "cores",
+            "costs",
+            f"{f.cores} for {f.torch.gpus} GPUs",
+            cost,
+            f"{CORES_PER_GPU} per GPU, or fewer GPUs",
+        )
+    else:
+        yield Check("host", "cores", "ok", str(f.cores or "not known"))
+    if f.torch.gpus and 0 < f.shm < SHM_PER_GPU * f.torch.gpus:
+        found, wanted = f"{f.shm / MIB:.0f} MiB", SHM_PER_GPU * f.torch.gpus / MIB
+        fix = f"{wanted:.0f} MiB or more: docker run --shm-size, or --ipc=host"
+        yield Check(
+            "host", "/dev/shm", "stops", found, "NCCL fails as soon as it is full, often in the first step", fix
+        )
+    elif f.shm:
+        yield Check("host", "/dev/shm", "ok", _size(f.shm))
+    else:
+        yield Check("host", "/dev/shm", "unknown", "not there", "shared memory cannot be measured on this system")
+    if 0 < f.open_files < OPEN_FILES and f.torch.gpus:
+        cost = "each group holds sockets to its peers: a run of many groups fails at its start"
+        yield Check("host", "open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")
+    else:
+        yield Check("host", "open files", "ok", str(f.open_files or "not known"))
+    locked = "no limit" if f.locked < 0 else f"{_size(f.locked)}; over several hosts RDMA wants no limit (ulimit -l)"
+    yield Check("host", "locked memory", "ok", locked)
+    if f.temporary_free < TEMPORARY:
+        found = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}"
+        cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
+        yield Check("host", "temporary files", "costs", found, cost, "make room, or TMPDIR=another folder")
+    else:
+        yield Check("host", "temporary files", "ok", f"{_size(f.temporary_free)} free in {f.temporary}")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2g} MiB"
+
+
+AREAS: tuple[Callable[[Found], Checks], ...] = (environment, software, gpus, links, host)
+"""In the order of the report."""
+
+
+def examine(found: Found) -> tuple[Check, ...]:
+    """All judgements of a host."""
+    return tuple(check for area in AREAS for check in area(found))
+
+
+def exit_code(checks: tuple[Check, ...]) -> int:
+    """1 if anything costs something or stops a run, 0 if not. What could not be checked is no finding."""
+    return int(any(check.state in ("costs", "stops") for check in checks))

@@ -1,0 +1,94 @@
+"""What the doctor has found on a host. Values alone, so that a test can make any host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hocket.variables import Moment
+
+State = Literal["ok", "costs", "stops", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, as the driver's own tool describes it. Empty or 0 is what it does not say."""
+
+    name: str
+    memory_mib: int = 0
+    used_mib: int = 0
+    clock_mhz: int = 0
+    """What applications are allowed."""
+    max_clock_mhz: int = 0
+    power_watts: float = 0.0
+    """The limit that is set."""
+    default_watts: float = 0.0
+    ecc: str = ""
+    uncorrected: int = 0
+    """Memory errors since the driver was loaded that could not be corrected."""
+    mig: str = ""
+    compute_mode: str = ""
+    slowed_by: tuple[str, ...] = ()
+    """Why the clock is held down right now, but for being idle and for the limits above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """What torch, asked in a process of its own, says of the host."""
+
+    version: str
+    cuda: str = ""
+    """Version that torch was built for; empty is a build without."""
+    gpus: int = 0
+    """That torch can use."""
+    nccl: tuple[int, ...] = ()
+    triton: str = ""
+    apart: tuple[tuple[int, int], ...] = ()
+    """Pairs of GPUs of which the first cannot reach the memory of the second."""
+    no_copy_engine: str = ""
+    """Why copy engines cannot serve collectives; empty if they can, or without GPUs."""
+    error: str = ""
+    """What torch said when it could not be asked; empty if it could."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Everything that the checks look at. Sizes in bytes; 0 or empty is not known."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    passed: Collection[Moment] = ()
+    python: tuple[int, ...] = ()
+    torch: Torch
+    gpus: tuple[Gpu, ...] = ()
+    """That the driver lists, whether or not torch may use them."""
+    driver: str = ""
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
+    copies: tuple[str, ...] = ()
+    """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
+    no_probe: str = "nobody asked for it"
+    """Why none was tried."""
+    cores: int = 0
+    shm: int = 0
+    """Size of the shared memory of processes."""
+    open_files: int = 0
+    """Files and sockets that one process may hold."""
+    locked: int = -1
+    """Bytes that one process may lock into memory; -1 is no limit."""
+    temporary: str = ""
+    """Folder of temporary files."""
+    temporary_free: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One judgement."""
+
+    area: str
+    name: str
+    state: State
+    found: str
+    cost: str = ""
+    """What it costs, or why nothing can be said."""
+    fix: str = ""

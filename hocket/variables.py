@@ -1,0 +1,171 @@
+"""Environment variables that decide whether communication overlaps: what hocket wants, what others cost.
+
+Each is read once, at a moment of its own: set later, it has no effect and nothing says so. So `survey` compares what is
+wanted with what was found and with what has already happened in this process. Pure: the environment comes as a value.
+
+Note: [Who sets what]
+hocket sets what is missing before torch is imported, in the process that forks the workers, or in each worker of
+torchrun and Slurm. A value that a user has set stays, whatever it is: it is reported, with what it costs. The exception
+is NVLink multicast. No setting leaves it on, and a user who turns it on gets an error, not another value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Moment = Literal["threads start", "CUDA starts", "groups are made"]
+Policy = Literal["set", "check", "ignore"]
+"""What to do about variables that are not set: set them, only say so, or nothing."""
+State = Literal["ok", "set", "missing", "late", "kept", "refused"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that hocket wants to have a value."""
+
+    name: str
+    value: str
+    read: Moment
+    """When its value is read, once for all."""
+    cost: str
+    """What another value costs."""
+    must: bool = False
+    """Whether nothing starts with another value."""
+
+
+@dataclass(frozen=True)
+class Harm:
+    """A variable that costs overlap when it is set at all, or set to certain values."""
+
+    name: str
+    values: tuple[str, ...]
+    """Values that harm; empty means any."""
+    cost: str
+    fix: str = ""
+    """Empty means: unset it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One variable: what was wanted, what was found, and what that means."""
+
+    name: str
+    wanted: str
+    found: str
+    """Empty if it was not set."""
+    state: State
+    """`set`: was missing, hocket sets it; `late`: set, but its reader has read it before; `kept`: the user's."""
+    cost: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        found = self.found or "(not set)"
+        return f"{self.name} = {found} (environment): {_WORDS[self.state]}; {self.cost}; fix: {self.fix}"
+
+
+_WORDS: Mapping[State, str] = {
+    "ok": "as wanted",
+    "set": "set by hocket",
+    "missing": "not set, and hocket was told not to set it",
+    "late": "set too late: its reader has started before",
+    "kept": "is kept",
+    "refused": "NVLink multicast must be off",
+}
+
+_MULTICAST = "memory of all ranks is mapped a second time for it, and hocket uses none of that"
+
+WANTED: tuple[Variable, ...] = (
+    Variable("NCCL_NVLS_ENABLE", "0", "groups are made", _MULTICAST, must=True),
+    Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", "groups are made", _MULTICAST, must=True),
+    Variable("NVSHMEM_DISABLE_NVLS", "1", "groups are made", _MULTICAST, must=True),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "32",
+        "CUDA starts",
+        "streams share that many queues, and below 32 less overlaps: communication of one lane waits behind compute "
+        "of another that was launched before",
+    ),
+)
+"""In the order in which they are reported. hocket's order of ops never relies on the order of launches, so it never
+needs CUDA_DEVICE_MAX_CONNECTIONS=1."""
+
+HARMFUL: tuple[Harm, ...] = (
+    Harm("CUDA_LAUNCH_BLOCKING", ("1",), "every launch waits until its kernel has ended: nothing overlaps"),
+    Harm("TORCH_NCCL_BLOCKING_WAIT", ("1",), "the host stops at every wait for a collective: nothing is queued ahead"),
+    Harm("NCCL_BLOCKING_WAIT", ("1",), "the host stops at every wait for a collective: nothing is queued ahead"),
+    Harm(
+        "TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is preceded by one that compares ranks", "INFO or OFF"
+    ),
+    Harm("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), "every tensor is allocated by the driver, which stops the device"),
+    Harm("NCCL_LAUNCH_ORDER_IMPLICIT", ("1",), "NCCL orders the launches of all groups: lanes wait for each other"),
+    Harm("NCCL_P2P_DISABLE", ("1",), "GPUs of one host talk through host memory, many times slower than NVLink"),
+    Harm("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk through the network"),
+    Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: train.transport = copy_engine fails"),
+    Harm("NCCL_CTA_POLICY", (), "it overrules what each group asks for: copy engines are used by none, or by all"),
+    Harm("NCCL_MAX_CTAS", (), "it overrules how many SMs each group may take"),
+    Harm("NCCL_MIN_CTAS", (), "it overrules how many SMs each group may take"),
+    Harm("NCCL_MAX_NCHANNELS", (), "it overrules how many SMs each group may take"),
+    Harm("NCCL_MIN_NCHANNELS", (), "it overrules how many SMs each group may take"),
+    Harm("NCCL_ALGO", (), "NCCL no longer chooses by size and by what links there are"),
+    Harm("NCCL_PROTO", (), "NCCL no longer chooses by size and by what links there are"),
+)
+"""What nobody asks hocket to set, and what it costs where somebody has."""
+
+
+def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
+    """What has already happened in this process, from its loaded modules. Imports nothing."""
+    found: set[Moment] = set()
+    torch = modules.get("torch")
+    if torch is not None:
+        found.add("threads start")
+        if torch.cuda.is_initialized():
+            found.add("CUDA starts")
+        if "torch.distributed" in modules and torch.distributed.is_available() and torch.distributed.is_initialized():
+            found.add("groups are made")
+    return frozenset(found)
+
+
+def survey(env: Mapping[str, str], policy: Policy = "set", passed: Collection[Moment] = ()) -> list[Finding]:
+    """What was found of every wanted variable, then of those that harm. Changes nothing."""
+    return [*_wanted(env, policy, passed), *_harmful(env)]
+
+
+def _wanted(env: Mapping[str, str], policy: Policy, passed: Collection[Moment]) -> Iterator[Finding]:
+    for v in WANTED:
+        found = env.get(v.name, "")
+        state: State = "ok"
+        fix = ""
+        if found and found != v.value:
+            state, fix = ("refused" if v.must else "kept"), f"{v.name}={v.value}, or unset it"
+        elif not found and v.read in passed:
+            state, fix = "late", f"{v.name}={v.value} in the shell, before Python starts"
+        elif not found:
+            state = "set" if v.must or policy == "set" else "missing"
+            fix = "" if state == "set" else f"{v.name}={v.value} in the shell, or overlap.env = set"
+        yield Finding(v.name, v.value, found, state, v.cost if fix else "", fix)
+
+
+def _harmful(env: Mapping[str, str]) -> Iterator[Finding]:
+    for harm in HARMFUL:
+        found = env.get(harm.name, "")
+        if found and (not harm.values or found.upper() in harm.values):
+            yield Finding(harm.name, "", found, "kept", harm.cost, harm.fix or f"unset {harm.name}")
+
+
+def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Moment] = ()) -> list[str]:
+    """Set what is missing, as far as the policy goes, and return remarks on what is not as wanted.
+
+    Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
+    """
+    findings = survey(env, policy, passed)
+    must = {v.name for v in WANTED if v.must}
+    for finding in findings:
+        if finding.name in must and finding.state in ("refused", "late"):
+            raise ValueError(str(finding))
+        if finding.state == "set":
+            env[finding.name] = finding.wanted
+    if policy == "ignore":
+        return []
+    return [str(finding) for finding in findings if finding.state in ("kept", "missing", "late")]

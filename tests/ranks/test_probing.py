@@ -1,0 +1,40 @@
+"""Measurements of links and products: their answers travel whole, and a rank that fails says why."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hocket.probing.rank import measure
+from hocket.probing.request import Measured, Request
+from hocket.probing.start import run
+from tests.helpers.ranks import run_ranks
+
+REQUEST = Request(
+    world=2, products=((32, 64, 128),), transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096))
+)
+
+
+def test_requests_and_answers_travel_as_json() -> None:
+    assert Request.from_json(REQUEST.to_json()) == REQUEST
+    measured = Measured(products={(1, 2, 3): 0.5}, transfers={("pp", 7): 1.5, ("pp", 8): 2.5}, names=("a", "b"))
+    assert Measured.from_json(measured.to_json()) == measured
+
+
+def on_a_rank(rank: int) -> Measured:
+    return measure(REQUEST, rank)
+
+
+def test_all_ranks_measure_what_was_asked_for_and_agree() -> None:
+    first, second = run_ranks(on_a_rank, 2)
+    assert first == second
+    assert set(first.products) == set(REQUEST.products)
+    assert set(first.transfers) == set(REQUEST.transfers)
+    assert all(0 < seconds < 5 for seconds in (*first.products.values(), *first.transfers.values()))
+
+
+def test_a_rank_that_fails_says_why_and_nobody_waits_for_it() -> None:
+    wrong = Request(world=1, device="cuda", products=((1, 1, 1),), transport="nccl")
+    with pytest.raises(ValueError, match=r"probe \(rank 0 of 1\): .*; fix: "):
+        run(wrong, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, limit=40.0)
