@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from hocket.doctor.found import Check, Found, Gpu, State
@@ -21,6 +22,9 @@ KERNELS = ("ncclDevKernel", "ncclSymk", "ncclKernel")
 """In the names of kernels that communicate."""
 
 Checks = Iterator[Check]
+_env, _soft, _gpu, _link, _host = (
+    functools.partial(Check, area) for area in ("environment", "software", "GPUs", "links", "host")
+)
 
 
 def environment(f: Found) -> Checks:
@@ -29,16 +33,16 @@ def environment(f: Found) -> Checks:
     for finding in survey(f.env, "set", f.passed):
         found = finding.found or "not set, hocket sets " + finding.wanted
         if finding.state in ("ok", "set"):
-            yield Check("environment", finding.name, "ok", found)
+            yield _env(finding.name, "ok", found)
         else:
             state = "stops" if finding.state == "refused" else "costs"
             found = f"{finding.found or 'not set'}{f', wanted {finding.wanted}' if finding.name in wanted else ''}"
-            yield Check("environment", finding.name, state, found, finding.cost, finding.fix)
+            yield _env(finding.name, state, found, finding.cost, finding.fix)
     threads = f.env.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and f.cores and int(threads) * max(1, f.torch.gpus) > max(f.cores, 1):
         cost = f"{max(1, f.torch.gpus)} ranks of {threads} threads share {f.cores} cores and take turns"
         fix = "unset it, and hocket divides the cores"
-        yield Check("environment", "OMP_NUM_THREADS", "costs", threads, cost, fix)
+        yield _env("OMP_NUM_THREADS", "costs", threads, cost, fix)
 
 
 def software(f: Found) -> Checks:
@@ -46,52 +50,52 @@ def software(f: Found) -> Checks:
     if f.python:
         text = ".".join(map(str, f.python))
         if f.python[:2] < OLDEST_PYTHON:
-            yield Check("software", "python", "stops", text, "hocket cannot be imported", "Python 3.11 or newer")
+            yield _soft("python", "stops", text, "hocket cannot be imported", "Python 3.11 or newer")
         else:
-            yield Check("software", "python", "ok", text)
+            yield _soft("python", "ok", text)
     if f.torch.error:
-        yield Check("software", "torch", "stops", f.torch.error, "nothing can run", "reinstall torch, or its driver")
+        yield _soft("torch", "stops", f.torch.error, "nothing can run", "reinstall torch, or its driver")
         return
     numbers = tuple(int(part) for part in f.torch.version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < OLDEST_TORCH:
-        yield Check("software", "torch", "stops", f.torch.version, "it lacks what hocket calls", "torch 2.11 or newer")
+        yield _soft("torch", "stops", f.torch.version, "it lacks what hocket calls", "torch 2.11 or newer")
     else:
-        yield Check("software", "torch", "ok", f.torch.version + ("" if f.torch.cuda else ", without CUDA"))
+        yield _soft("torch", "ok", f.torch.version + ("" if f.torch.cuda else ", without CUDA"))
     if not f.torch.gpus:
-        yield Check("software", "NCCL", "unknown", "-", "torch uses no GPU here")
+        yield _soft("NCCL", "unknown", "-", "torch uses no GPU here")
         return
     nccl = ".".join(map(str, f.torch.nccl))
     if f.torch.nccl < COPY_ENGINE_NCCL:
         cost = "no gathers on copy engines: every collective takes SMs from the compute that it hides under"
-        yield Check("software", "NCCL", "costs", nccl or "none", cost, "a torch with NCCL 2.28 or newer")
+        yield _soft("NCCL", "costs", nccl or "none", cost, "a torch with NCCL 2.28 or newer")
     else:
-        yield Check("software", "NCCL", "ok", nccl)
+        yield _soft("NCCL", "ok", nccl)
     if f.torch.triton:
-        yield Check("software", "triton", "ok", f.torch.triton)
+        yield _soft("triton", "ok", f.torch.triton)
     else:
-        yield Check("software", "triton", "stops", "none", "hocket's GPU kernels are written in it", "install triton")
+        yield _soft("triton", "stops", "none", "hocket's GPU kernels are written in it", "install triton")
 
 
 def gpus(f: Found) -> Checks:
     """What the driver and torch say of the GPUs."""
     if not f.gpus and not f.torch.gpus:
-        yield Check("GPUs", "GPUs", "unknown", "none", "clocks, power, memory errors and partitions need one")
+        yield _gpu("GPUs", "unknown", "none", "clocks, power, memory errors and partitions need one")
         return
     if f.torch.error:
-        yield Check("GPUs", "GPUs", "unknown", f"{len(f.gpus)} listed by the driver", "torch gives no answer")
+        yield _gpu("GPUs", "unknown", f"{len(f.gpus)} listed by the driver", "torch gives no answer")
     elif f.gpus and f.torch.gpus < len(f.gpus):
         yield from _unused(f)
     elif not f.gpus:
-        yield Check("GPUs", "driver's tool", "unknown", "no nvidia-smi", "clocks, power and partitions are not known")
+        yield _gpu("driver's tool", "unknown", "no nvidia-smi", "clocks, power and partitions are not known")
         return
     else:
-        yield Check("GPUs", "GPUs", "ok", f"{len(f.gpus)} x {f.gpus[0].name}, driver {f.driver or '?'}")
+        yield _gpu("GPUs", "ok", f"{len(f.gpus)} x {f.gpus[0].name}, driver {f.driver or '?'}")
     if len({gpu.name for gpu in f.gpus}) > 1:
         names = ", ".join(sorted({gpu.name for gpu in f.gpus}))
-        yield Check("GPUs", "kinds", "costs", names, "all ranks wait for the slowest", "GPUs of one kind")
+        yield _gpu("kinds", "costs", names, "all ranks wait for the slowest", "GPUs of one kind")
     for number, gpu in enumerate(f.gpus):
         for state, text, cost, fix in _of_gpu(gpu):
-            yield Check("GPUs", f"GPU {number}", state, text, cost, fix)
+            yield _gpu(f"GPU {number}", state, text, cost, fix)
 
 
 def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
@@ -126,105 +130,85 @@ def _unused(f: Found) -> Checks:
     visible = f.env.get("CUDA_VISIBLE_DEVICES")
     found = f"{f.torch.gpus} of {len(f.gpus)} can be used"
     if visible is not None:
-        yield Check("GPUs", "GPUs", "ok", f"{found}: CUDA_VISIBLE_DEVICES = {visible or '(empty)'}")
+        yield _gpu("GPUs", "ok", f"{found}: CUDA_VISIBLE_DEVICES = {visible or '(empty)'}")
     elif not f.torch.cuda:
         fix = "a torch with CUDA, as from PyPI"
-        yield Check("GPUs", "GPUs", "stops", found, "torch is a build without CUDA, so all runs on CPUs", fix)
+        yield _gpu("GPUs", "stops", found, "torch is a build without CUDA, so all runs on CPUs", fix)
     else:
         fix = f"a driver for CUDA {f.torch.cuda}, or a torch for driver {f.driver or '(not known)'}"
-        yield Check("GPUs", "GPUs", "stops", found, "torch cannot start CUDA on the others", fix)
+        yield _gpu("GPUs", "stops", found, "torch cannot start CUDA on the others", fix)
 
 
 def links(f: Found) -> Checks:
     """How GPUs reach each other, and whether copy engines do the work."""
     if f.torch.gpus < 2:
-        yield Check("links", "P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "it takes two GPUs to see a link")
-        yield Check("links", "copy engine", "unknown", "-", "it takes two GPUs to see what moves the bytes")
+        yield _link("P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "it takes two GPUs to see a link")
+        yield _link("copy engine", "unknown", "-", "it takes two GPUs to see what moves the bytes")
         return
     if f.torch.apart:
         pairs = ", ".join(f"{a} to {b}" for a, b in f.torch.apart[:6])
         cost = "bytes go through host memory, far slower than NVLink, and no copy engine can serve collectives"
-        yield Check(
-            "links", "P2P", "costs", f"not from GPU {pairs}", cost, "train.transport = nccl; see the host's IOMMU"
-        )
+        yield _link("P2P", "costs", f"not from GPU {pairs}", cost, "train.transport = nccl; see the host's IOMMU")
     else:
-        yield Check("links", "P2P", "ok", "every GPU reaches every other")
+        yield _link("P2P", "ok", "every GPU reaches every other")
     slow = {pair: how for pair, how in f.links.items() if not how.startswith("NV")}
     if not f.links:
-        yield Check("links", "NVLink", "unknown", "no nvidia-smi", "how GPUs are joined is not known")
+        yield _link("NVLink", "unknown", "no nvidia-smi", "how GPUs are joined is not known")
     elif slow:
         (a, b), how = next(iter(sorted(slow.items())))
         cost = "over PCIe a gather takes several times as long, and needs as much more compute to hide under"
         found = f"{len(slow)} of {len(f.links)} pairs have none (GPU {a} and {b}: {how})"
-        yield Check(
-            "links", "NVLink", "costs", found, cost, "fewer, larger messages: more train.sequences; or such a host"
-        )
+        yield _link("NVLink", "costs", found, cost, "fewer, larger messages: more train.sequences; or such a host")
     else:
-        yield Check("links", "NVLink", "ok", f"all {len(f.links)} pairs: {', '.join(sorted(set(f.links.values())))}")
+        yield _link("NVLink", "ok", f"all {len(f.links)} pairs: {', '.join(sorted(set(f.links.values())))}")
     yield from _copy_engine(f)
 
 
 def _copy_engine(f: Found) -> Checks:
     if f.torch.no_copy_engine:
         cost = "collectives run on SMs, and slow down the compute that they hide under"
-        yield Check(
-            "links",
-            "copy engine",
-            "costs",
-            f.torch.no_copy_engine,
-            cost,
-            "what the reason asks for; until then train.transport = nccl",
-        )
+        fix = "what the reason asks for; until then train.transport = nccl"
+        yield _link("copy engine", "costs", f.torch.no_copy_engine, cost, fix)
     elif not f.copies:
-        yield Check("links", "copy engine", "unknown", "not tried", f.no_probe)
+        yield _link("copy engine", "unknown", "not tried", f.no_probe)
     elif kernels := sorted({name for name in f.copies if any(word in name for word in KERNELS)}):
         cost = "NCCL has fallen back to kernels without a word: gathers take SMs from compute"
-        yield Check("links", "copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, "unset NCCL_* variables")
+        yield _link("copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, "unset NCCL_* variables")
     elif any("Memcpy" in name for name in f.copies):
-        yield Check("links", "copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")
+        yield _link("copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")
     else:
-        yield Check(
-            "links", "copy engine", "unknown", ", ".join(f.copies)[:60], "the trace shows neither copies nor NCCL"
-        )
+        yield _link("copy engine", "unknown", ", ".join(f.copies)[:60], "the trace shows neither copies nor NCCL")
 
 
 def host(f: Found) -> Checks:
     """Cores, memory and limits."""
     if f.torch.gpus and f.cores < CORES_PER_GPU * f.torch.gpus:
         cost = "GPUs wait for hosts that issue their work by turns"
-        yield Check(
-            "host",
-            "cores",
-            "costs",
-            f"{f.cores} for {f.torch.gpus} GPUs",
-            cost,
-            f"{CORES_PER_GPU} per GPU, or fewer GPUs",
-        )
+        found, fix = f"{f.cores} for {f.torch.gpus} GPUs", f"{CORES_PER_GPU} per GPU, or fewer GPUs"
+        yield _host("cores", "costs", found, cost, fix)
     else:
-        yield Check("host", "cores", "ok", str(f.cores or "not known"))
+        yield _host("cores", "ok", str(f.cores or "not known"))
     if f.torch.gpus and 0 < f.shm < SHM_PER_GPU * f.torch.gpus:
         found, wanted = f"{f.shm / MIB:.0f} MiB", SHM_PER_GPU * f.torch.gpus / MIB
         fix = f"{wanted:.0f} MiB or more: docker run --shm-size, or --ipc=host"
-        yield Check(
-            "host", "/dev/shm", "stops", found, "NCCL fails as soon as it is full, often in the first step", fix
-        )
+        yield _host("/dev/shm", "stops", found, "NCCL fails as soon as it is full, often in the first step", fix)
     elif f.shm:
-        yield Check("host", "/dev/shm", "ok", _size(f.shm))
+        yield _host("/dev/shm", "ok", _size(f.shm))
     else:
-        yield Check("host", "/dev/shm", "unknown", "not there", "shared memory cannot be measured on this system")
+        yield _host("/dev/shm", "unknown", "not there", "shared memory cannot be measured on this system")
     if 0 < f.open_files < OPEN_FILES and f.torch.gpus:
         cost = "each group holds sockets to its peers: a run of many groups fails at its start"
-        yield Check("host", "open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")
+        yield _host("open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")
     else:
-        yield Check("host", "open files", "ok", str(f.open_files or "not known"))
+        yield _host("open files", "ok", str(f.open_files or "not known"))
     locked = "no limit" if f.locked < 0 else f"{_size(f.locked)}; over several hosts RDMA wants no limit (ulimit -l)"
-    yield Check("host", "locked memory", "ok", locked)
+    yield _host("locked memory", "ok", locked)
     if f.temporary_free < TEMPORARY:
         found = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}"
         cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
-        yield Check("host", "temporary files", "costs", found, cost, "make room, or TMPDIR=another folder")
+        yield _host("temporary files", "costs", found, cost, "make room, or TMPDIR=another folder")
     else:
-        yield Check("host", "temporary files", "ok", f"{_size(f.temporary_free)} free in {f.temporary}")
+        yield _host("temporary files", "ok", f"{_size(f.temporary_free)} free in {f.temporary}")
 
 
 def _size(nbytes: int) -> str:
