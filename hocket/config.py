@@ -8,6 +8,9 @@ from typing import Literal, get_args
 
 Switch = Literal["auto", "on", "off"]
 
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""What of a model data-parallel ranks share, from nothing to everything. See docs/fsdp.md, Strategies."""
+
 Purpose = Literal[
     "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
 ]
@@ -128,8 +131,9 @@ class PlanConfig:
     what makes the step shortest."""
     p2p_defer_parts: Literal["auto", "attn", "all"] = "auto"
     """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
-    strategy: Literal["optim_grads", "optim_grads_params"] = "optim_grads_params"
-    """What is sharded: optimizer state and gradients, or the weights too."""
+    strategy: Strategy = "optim_grads_params"
+    """What data-parallel ranks share instead of each keeping it whole: nothing, the optimizer's state, also gradients,
+    or also weights. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
 

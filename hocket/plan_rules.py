@@ -267,9 +267,16 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.strategy", "mesh.dp"),
-        lambda c, h: c.mesh.dp == 1 and c.plan.strategy == "optim_grads",
+        lambda c, h: c.mesh.dp == 1 and c.plan.strategy != "optim_grads_params",
         "no effect: with one data-parallel rank nothing is sharded",
         "mesh.dp = 2 or more, or leave plan.strategy out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.prefetch", "plan.strategy"),
+        lambda c, h: c.mesh.dp > 1 and c.plan.strategy == "no_shard",
+        "no effect: every rank has all weights, and nothing is gathered",
+        "another plan.strategy, or leave plan.prefetch out",
         only_if_set=True,
     ),
     Rule(

@@ -3,7 +3,7 @@
 Ordinary parameters, stock torch functions, ordinary autograd, `torch.optim.AdamW`. It plays all
 data-parallel ranks: each has parameters of its own, and the experts of an expert-parallel rank see the rows
 of all ranks of its group in the order in which the exchange delivers them, so that every matrix product has
-the operands it has in a planned run. Gradients are summed as `reduce` sums them.
+the operands it has in a planned run. Gradients are summed as `add` and `reduce` sum them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, Strategy
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
@@ -58,6 +58,7 @@ class Reference:
     seed: int = 0
     clip: float = math.inf
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = adamw
+    strategy: Strategy = "optim_grads_params"
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -70,12 +71,13 @@ class Reference:
             grads = {name: torch.zeros_like(value) for name, value in main.items()}
             loads = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in result.biases.items()}
             result.losses.append([])
-            for batches in microbatches:
+            held: dict[tuple[int, str], Tensor] = {}
+            for m, batches in enumerate(microbatches):
                 ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
                 losses = self._forward(ranks, batches, loads)
                 torch.autograd.backward(losses, [torch.tensor(1 / len(microbatches))] * self.dp)
                 result.losses[-1].append([loss.item() for loss in losses])
-                self._reduce(ranks, grads)
+                self._reduce(ranks, grads, held, last=m == len(microbatches) - 1)
             result.grads.append({name: grad.clone() for name, grad in grads.items()})
             result.norms.append(self._step(optimizer, main, grads))
             for name, load in loads.items():
@@ -112,16 +114,30 @@ class Reference:
             losses += [chunk.loss(x, targets) for chunk, x, (_, targets) in zip(group, xs, inputs, strict=True)]
         return losses
 
-    def _reduce(self, ranks: list[Chunk], grads: dict[str, Tensor]) -> None:
-        """Add one microbatch's gradients: in rank order, in fp32, divided by dp."""
+    def _reduce(
+        self, ranks: list[Chunk], grads: dict[str, Tensor], held: dict[tuple[int, str], Tensor], last: bool
+    ) -> None:
+        """Add one microbatch's gradients: in rank order, in fp32, divided by dp.
+
+        Where gradients stay whole they are first added up on each rank, in fp32 in `held`, and rounded at the `last`
+        microbatch; without sharding the sum of ranks is rounded too.
+        """
         params = [dict(chunk.named_parameters()) for chunk in ranks]
         for name in params[0]:
+            parts = self.ep if ".experts." in name else 1
+            late = self.strategy in ("no_shard", "optim") and self.dp > parts
             all_grads = [of_rank[name].grad for of_rank in params]
-            if ".experts." in name:
-                for ep_rank, out in enumerate(grads[name].chunk(self.ep)):
-                    out += rank_sum(all_grads[ep_rank :: self.ep]) * (1 / self.dp)
-            else:
-                grads[name] += rank_sum(all_grads) * (1 / self.dp)
+            if late:
+                for r, grad in enumerate(all_grads):
+                    assert grad is not None
+                    held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
+                if not last:
+                    continue
+                all_grads = [held[r, name].to(self.dtype) for r in range(self.dp)]
+            for part, out in enumerate(grads[name].chunk(parts)):
+                total = rank_sum(all_grads[part::parts])
+                total = total.to(self.dtype).float() if late and self.strategy == "no_shard" else total
+                out += total * (1 / self.dp)
 
     def _step(self, optimizer: torch.optim.Optimizer, main: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
         norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))

@@ -16,7 +16,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from hocket import config as config_module
-from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, Purpose, TrainConfig
+from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, Purpose, Strategy, TrainConfig
 from hocket.leaves import BOUNDS, leaf, leaves
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import H200
@@ -222,6 +222,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, mesh__pp=1), {"plan__p2p_backward_lane": "on"}, "plan.p2p_backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, plan__merge="off"), {"plan__prefetch": 3}, "plan.prefetch", "no effect"),
     (changed(TINY, mesh__dp=1, mesh__ep=1), {"plan__strategy": "optim_grads"}, "plan.strategy", "nothing is sharded"),
+    (changed(TINY, plan__strategy="no_shard"), {"plan__prefetch": 3}, "plan.prefetch", "every rank has all weights"),
     (changed(TINY, plan__defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "not deferred"),
     (changed(TINY, plan__merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
     (changed(TINY, plan__merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
@@ -395,7 +396,7 @@ def configs(draw: st.DrawFn) -> Config:
             p2p_backward_lane=draw(st.sampled_from(["auto", "on", "off"])),
             p2p_defer_layers=draw(st.sampled_from(["auto", -1, 0, 1, 2, 3])),
             p2p_defer_parts=draw(st.sampled_from(["auto", "attn", "all"])),
-            strategy=draw(st.sampled_from(["optim_grads", "optim_grads_params"])),
+            strategy=draw(st.sampled_from(get_args(Strategy))),
             prefetch=draw(st.integers(0, 3)),
         ),
         train=TrainConfig(microbatches=microbatches),

@@ -79,9 +79,14 @@ class ShardGroups:
     """See `Placement.part`."""
 
     @property
+    def alike(self) -> int:
+        """How many ranks of the reduce group keep the same elements: all of them, where nothing is sharded."""
+        return self.reduce.size // self.gather.size
+
+    @property
     def replicas(self) -> int:
         """How many ranks of the mesh keep the same elements."""
-        return 1 if self.outer_shards else self.outer.size
+        return self.alike * (1 if self.outer_shards else self.outer.size)
 
 
 _made: dict[object, ShardGroups] = {}

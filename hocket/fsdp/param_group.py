@@ -17,7 +17,9 @@ With an outer group that shards too, main and main_grad have S/R elements: part 
     partial    [S]    where the reduction within a shard group adds up, in the accumulate dtype
 
 Then weight is gathered from main over the outer group after an update, and partial is reduce-scattered into main_grad.
-Without sharding W is 1, and parameters are bound to weight. Without replicas R is 1. There are no other cases.
+Without sharding W is 1, and parameters are bound to weight. Without replicas R is 1. Ranks that are all alike may also
+reduce over a group that is larger than the one they gather over: then each gets the whole sum, and nothing is left for
+an outer group. There are no other cases.
 
 Note: [What the outer all-reduce adds up]
 After it all replicas hold the same gradients. If more microbatches follow in the same step, only the first replica
@@ -76,7 +78,8 @@ class ParamGroup:
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(member.name, tuple(member.param.shape)) for member in members]
-        self.kept = FlatLayout.build(shapes, inner.size * parts, granularity=granularity)
+        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, granularity=granularity)
+        self.kept = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
         self.layout = self.kept.joined(parts)
@@ -295,7 +298,9 @@ class ParamGroup:
             self.grads.drop()
             self._has = [True] * len(self.members)
         self._summed = False
-        self._reducing = self.groups.reduce.reduce_sum(flat, self.partial, 1.0 / self.groups.divide, add)
+        reduce = self.groups.reduce
+        call = reduce.all_sum if self.groups.alike > 1 else reduce.reduce_sum
+        self._reducing = call(flat, self.partial, 1.0 / self.groups.divide, add)
         return self._reducing
 
     def reduce_outer(self) -> Pending:

@@ -34,8 +34,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Over how many ranks weights and gradients are spread."""
-    return Sharding(dense=config.mesh.dp, experts=config.mesh.dp // config.mesh.ep)
+    """Over how many ranks weights and gradients are spread, and what of them is."""
+    return Sharding(config.mesh.dp, config.mesh.dp // config.mesh.ep, config.plan.strategy)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:
@@ -52,7 +52,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     """
     length = config.data.sequence_length
     tokens, width = config.train.sequences * length, 2 if config.train.dtype == "bf16" else 4
-    costs = op_costs(config.model, layout_of(config), tokens, length, config.mesh, hardware, width)
+    costs = op_costs(config.model, layout_of(config), tokens, length, sharding_of(config), hardware, width)
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := _carried_by(key)) in links}

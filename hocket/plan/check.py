@@ -4,7 +4,7 @@
     2  Between two ranks, sends and receives come in the same order.              here, check_order.py
     3  The halves of a merged step are independent.                               check_order.py
     4  Every part runs forward, backward and, with weights, wgrad exactly once.   here
-    5  bwd after fwd, wgrad after bwd, reduce after wgrads, step after reduces.   here, check_slots.py
+    5  bwd after fwd, wgrad after bwd, reduce after all wgrads, step after it.    here, check_slots.py
     6  A value is made before its readers and dropped once, after them.           check_memory.py
     7  Weight and gradient slots keep what readers need; the bound holds.         check_slots.py
     8  A side value's consumer runs backward before its producer.                 here

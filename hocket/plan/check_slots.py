@@ -108,15 +108,17 @@ class _Gradient:
 
 
 class _GradientSlots:
-    """Follows every gradient from its first write to its reduce."""
+    """Follows every gradient from its first write to its reduce, by way of its unit's sum where there is an add."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.used: dict[tuple[str, int], _Gradient] = {}
         self.slot_of: dict[tuple[UnitName, int], int] = {}
-        self.reduced_slot: dict[tuple[str, int], int] = {}  # slot -> its latest reduce
-        self.reduced: dict[tuple[UnitName, int], int] = {}
-        self.latest: dict[UnitName, int] = {}  # unit -> its latest reduce
+        self.read_slot: dict[tuple[str, int], int] = {}  # slot -> its latest add or reduce
+        self.read: dict[tuple[UnitName, int], int] = {}  # likewise, of a unit's microbatch
+        self.latest: dict[UnitName, int] = {}  # likewise, of a unit
+        self.sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
+        self.ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
 
     def write(self, i: int, unit: UnitName) -> Iterator[Violation]:
         facts, op = self.facts, self.facts.ops[i]
@@ -124,8 +126,8 @@ class _GradientSlots:
         count = facts.program.grad_slots.get(unit[0], 0)
         if not 0 <= op.slot < count:
             yield facts.fail(7, f"{facts.show(i)}: {unit[0]} has {count} gradient slots", i)
-        if owner in self.reduced:
-            p = self.reduced[owner]
+        if owner in self.read:
+            p = self.read[owner]
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
         if self.slot_of.setdefault(owner, op.slot) != op.slot:
             yield facts.fail(
@@ -136,14 +138,26 @@ class _GradientSlots:
             p = gradient.writers[-1]
             yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not reduced yet", i, p)
             gradient = None
-        if slot in self.reduced_slot and not facts.before(self.reduced_slot[slot], i):
-            p = self.reduced_slot[slot]
+        if slot in self.read_slot and not facts.before(self.read_slot[slot], i):
+            p = self.read_slot[slot]
             yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
         if gradient is None:
             gradient = self.used[slot] = _Gradient(owner)
         gradient.writers.append(i)
 
+    def add(self, i: int) -> Iterator[Violation]:
+        yield from self._read(i)
+        self.sums[unit_moved(self.facts.ops[i])] = i
+
     def reduce(self, i: int) -> Iterator[Violation]:
+        yield from self._read(i)
+        unit = unit_moved(self.facts.ops[i])
+        if unit in self.sums:  # that it comes behind the latest add, `_read` has asked; each add comes behind the last
+            self.ended[unit] = i
+            del self.sums[unit]
+
+    def _read(self, i: int) -> Iterator[Violation]:
+        """What an add and a reduce ask of the slot that they read."""
         facts, op = self.facts, self.facts.ops[i]
         unit = unit_moved(op)
         slot = (op.part, op.slot)
@@ -159,12 +173,17 @@ class _GradientSlots:
             p = self.latest[unit]
             if facts.ops[p].microbatch >= op.microbatch or not facts.before(p, i):
                 yield facts.fail(9, f"{facts.show(i)} adds to the gradient after {facts.show(p)}: not ascending", i, p)
-        self.latest[unit] = self.reduced[unit, op.microbatch] = self.reduced_slot[slot] = i
+        if unit in self.ended:
+            p = self.ended[unit]
+            yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
+        self.latest[unit] = self.read[unit, op.microbatch] = self.read_slot[slot] = i
 
     def finish(self) -> Iterator[Violation]:
         for gradient in self.used.values():
             p = gradient.writers[-1]
             yield self.facts.fail(12, f"the gradient of {self.facts.show(p)} is never reduced", p)
+        for p in self.sums.values():
+            yield self.facts.fail(12, f"what {self.facts.show(p)} added up is never reduced", p)
 
 
 def gradients_kept(facts: Facts) -> Iterator[Violation]:
@@ -173,7 +192,9 @@ def gradients_kept(facts: Facts) -> Iterator[Violation]:
     for i, op in enumerate(facts.ops):
         if not has_place(op, facts.layout):
             continue
-        if op.verb == "reduce":
+        if op.verb == "add":
+            yield from slots.add(i)
+        elif op.verb == "reduce":
             yield from slots.reduce(i)
         elif (unit := unit_written(op, facts.layout)) is not None:
             yield from slots.write(i, unit)

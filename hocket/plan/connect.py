@@ -114,7 +114,7 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
     where: dict[Key, int] = {}
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
-    slot_reduced: dict[tuple[str, int], int] = {}  # gradient slot -> its latest reduce
+    slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
     last_reader: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
     computed = -1  # the latest compute op
@@ -130,8 +130,8 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
                 need.append(gathered[unit])
         elif (unit := unit_written(op, layout)) is not None:
             slot = (unit[0], op.slot)
-            if slot in slot_reduced:
-                need.append(slot_reduced[slot])
+            if slot in slot_read:
+                need.append(slot_read[slot])
             written[unit, op.microbatch] = i
         elif op.verb == "recv" and computed >= 0:  # see Note: [A receive is not posted early]
             need.append(computed)
@@ -143,9 +143,10 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
         elif op.verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[op.part, op.slot] = i
-        elif op.verb == "reduce":
+        elif op.verb in ("add", "reduce"):
+            # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
             need.append(written[unit_moved(op), op.microbatch])
-            slot_reduced[op.part, op.slot] = i
+            slot_read[op.part, op.slot] = i
         elif op.verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
         if op.lane == "compute":

@@ -7,7 +7,7 @@ n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are el
     matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
-    all-gather, reduce      (n - 1) / n * P elements received
+    all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
     all-to-all              (ep - 1) / ep * R * D elements received: one copy per row, even routing
     pipeline hop            T * D elements
 
@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from hocket.config import MeshConfig, ModelConfig
+from hocket.config import ModelConfig
 from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
 from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
+from hocket.plan.shard import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +305,11 @@ class _Pricing:
         saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * t * b
         return OpCost(seconds, gemm + grouped + core, 0, traffic, output, saved)
 
+    def local(self, memory_bytes: int) -> OpCost:
+        """Cost of a compute op that only reads and writes."""
+        seconds = max(memory_bytes / self.hardware.memory_bandwidth, self.hardware.host_gap)
+        return OpCost(seconds, memory_bytes=memory_bytes)
+
     def transfer(self, kind: Kind, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
         """Cost of a collective or a hop, with the local reads and writes that belong to it."""
         seconds = self.hardware.links[kind].seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
@@ -311,40 +317,40 @@ class _Pricing:
 
 
 def op_costs(
-    model: ModelConfig, layout: Layout, tokens: int, seq: int, mesh: MeshConfig, hardware: Hardware, dtype_bytes: int
+    model: ModelConfig, layout: Layout, tokens: int, seq: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
 ) -> CostTable:
     """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
 
     Assumes even routing: every rank gets as many rows as it sends. A hop's seconds belong to the recv.
     """
-    assert (layout.pp, layout.ep) == (mesh.pp, mesh.ep), "layout and mesh differ"
     price = _Pricing(hardware, tokens, dtype_bytes)
     table: dict[CostKey, OpCost] = {}
     cases = [("embed", ""), ("head", "")]
     for kind in sorted(set(layout.kinds)):
         cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
     for part, kind in cases:
-        size = part_size(model, part, kind, seq, mesh.ep)
+        size = part_size(model, part, kind, seq, layout.ep)
         if part in ("dispatch", "combine"):
             rows = tokens * size.output * dtype_bytes
-            cost = price.transfer("a2a", rows * (mesh.ep - 1) // mesh.ep, rows)
+            cost = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, rows)
             table["fwd", part, kind] = table["bwd", part, kind] = cost
             continue
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
             table[verb, part, kind] = price.compute(size, verb)
     hop = tokens * model.hidden * dtype_bytes
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp", hop, hop)
-    slots, state = _add_units(model, layout, mesh, price, table)
+    slots, state = _add_units(model, layout, sharding, price, table)
     return CostTable(layout.kinds, table, slots, state)
 
 
 def _add_units(
-    model: ModelConfig, layout: Layout, mesh: MeshConfig, price: _Pricing, table: dict[CostKey, OpCost]
+    model: ModelConfig, layout: Layout, sharding: Sharding, price: _Pricing, table: dict[CostKey, OpCost]
 ) -> tuple[tuple[Mapping[Unit, int], ...], tuple[int, ...]]:
-    """Add gather, reduce and step to the table; return slot sizes and state per pipeline rank.
+    """Add gather, add, reduce and step to the table; return slot sizes and state per pipeline rank.
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
-    per element, though the first of a step only writes. AdamW reads weight, gradient and both averages and writes
+    per element, though the first of a step only writes. So does an add, of the whole unit; that the last reduce reads
+    the sum is left out. AdamW reads weight, gradient and both averages and writes
     weight and averages: 28 bytes; the norm reads the gradients once more. In the step, what is held whole is cast,
     unless fp32 is what computes. Every rank's step waits for the slowest, through the norm's all-reduce.
     """
@@ -356,21 +362,26 @@ def _add_units(
         largest: dict[Unit, int] = {}
         shards = copied = 0
         for unit, kind in _units(layout, rank):
-            weights = unit_weights(model, unit, kind, mesh.ep)
-            group = mesh.dp // mesh.ep if unit == "experts" else mesh.dp
-            shard = -(-weights // group)
-            wire = shard * (group - 1) * b
+            weights = unit_weights(model, unit, kind, layout.ep)
+            group = sharding.size(unit)
+            whole = not sharding.gathers(unit)
+            part = -(-weights // group)
+            wire = part * (group - 1) * b
+            shard = weights if whole else part
             table["gather", unit, kind] = price.transfer("gather", wire, local_bytes=shard * (4 + b))
-            table["reduce", unit, kind] = price.transfer("reduce", wire, local_bytes=shard * (8 + b))
+            sent = 2 * wire if whole else wire
+            table["reduce", unit, kind] = price.transfer("reduce", sent, local_bytes=shard * (8 + b))
+            sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
+            table["add", unit, kind] = replace(price.local(weights * (8 + b)), grad_bytes=sums)
             largest[unit] = max(largest.get(unit, 0), weights * b)
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             shards += shard
-            copied += shard if group == 1 and b != 4 else 0
+            copied += shard if whole and b != 4 else 0
         slots.append(largest)
         state.append(12 * shards + b * copied)
         traffic = max(traffic, 32 * shards + (4 + b) * copied)
-    table["step", "all", ""] = price.transfer("reduce", 8 if mesh.pp * mesh.dp > 1 else 0, local_bytes=traffic)
+    table["step", "all", ""] = price.transfer("reduce", 8 if layout.pp * sharding.dense > 1 else 0, local_bytes=traffic)
     return tuple(slots), tuple(state)
 
 

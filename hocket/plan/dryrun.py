@@ -84,6 +84,7 @@ class _Rank:
         self.weights: dict[tuple[str, int], UnitName] = {}  # slot -> what was last gathered into it
         self.resident: dict[UnitName, int] = {}  # unit -> its slot
         self.gradients: dict[tuple[str, int], tuple[UnitName, int, Gradients]] = {}
+        self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
 
     def run(self, position: int) -> None:
         op = self.ops[position]
@@ -102,8 +103,11 @@ class _Rank:
                 self.resident[unit] = op.slot
             case "release":
                 self._take(self.resident, unit_moved(op), op, "the weights of")
+            case "add":
+                self.sums.setdefault(unit_moved(op), []).append(self._complete_gradient(op))
             case "reduce":
-                self._reduce(op)
+                added = self.sums.pop(unit_moved(op), [])
+                self.outcome.reduced[op.part, op.layer] += [*added, self._complete_gradient(op)]
         for p in op.frees:
             self._take(self.values, self.ops[p].key, op, "to drop the value of")
 
@@ -150,15 +154,16 @@ class _Rank:
             held = self.gradients[unit[0], op.slot] = (*owner, {})
         held[2][op.part] = token
 
-    def _reduce(self, op: Op) -> None:
+    def _complete_gradient(self, op: Op) -> tuple[int, Gradients]:
+        """(microbatch, gradient) of the slot that an add or reduce reads; the slot is empty then."""
         slot = (op.part, op.slot)
         if slot not in self.gradients:
             raise ValueError(f"dry run, rank {self.rank}: {op} finds its slot empty")
         _, _, gradients = self.gradients.pop(slot)
-        self.outcome.reduced[op.part, op.layer].append((op.microbatch, gradients))
+        return op.microbatch, gradients
 
     def finish(self) -> None:
-        for name in ("values", "states", "resident", "gradients"):
+        for name in ("values", "states", "resident", "gradients", "sums"):
             left = getattr(self, name)
             if left:
                 raise ValueError(

@@ -4,7 +4,7 @@
     expand     steps x layer templates          the parts of every layer, in host order
     insert_p2p                                  sends and receives
     defer_past_send                             weight gradients that hide the send
-    shard      shard.py                         gather, release, reduce; slots
+    shard      shard.py                         gather, release, add, reduce; slots
     connect    connect.py                       dependencies
     free       connect.py                       where each value is dropped
 
@@ -90,7 +90,7 @@ def _finish(
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
     on_compute = plan.p2p_backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
-    sharded = shard(flat, layout, sharding, plan.strategy, plan.prefetch)
+    sharded = shard(flat, layout, sharding, plan.prefetch)
     return Program(
         layout=layout,
         microbatches=microbatches,

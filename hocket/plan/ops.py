@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
-Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "reduce", "step"]
+Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"]
 """fwd, bwd (input gradients), wgrad (weight gradients), pipeline send and recv, gather and release of a
-unit's weights, reduce of a unit's gradients, and the optimizer step."""
+unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of them over ranks, and the
+optimizer step."""
 
 Part = Literal[
     "embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head",
@@ -57,8 +58,8 @@ class Op:
     `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the
     layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
     same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
-    has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad or
-    reduce; -1 means none.
+    has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad, add
+    or reduce; -1 means none.
     """
 
     verb: Verb
@@ -214,7 +215,7 @@ class Program:
 
     All data-parallel and expert-parallel ranks of a pipeline stage run the same list. `weight_slots` and
     `grad_slots` give the number of slots each class of units has on every rank; a class that is missing in
-    `weight_slots` is never gathered (its group has one member, so each rank holds its weights whole).
+    `weight_slots` is never gathered: each rank holds its weights whole.
     `in_flight` is the largest number of chunk activations each rank may hold at once. `notes` are remarks
     for the user, such as "nothing is merged".
     """

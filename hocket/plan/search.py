@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from hocket.config import Config
+from hocket.config import Config, Strategy
 from hocket.leaves import leaf
 from hocket.plan.balance import balanced
 from hocket.plan.layer import MERGED
@@ -154,7 +154,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("plan.p2p_defer_parts", lambda c, known: ("attn", "all")),
     ),
     (Choice("plan.p2p_backward_lane", lambda c, known: ("on", "off")),),
-    (Choice("plan.strategy", lambda c, known: ("optim_grads_params", "optim_grads")),),
+    (Choice("plan.strategy", lambda c, known: get_args(Strategy)),),
     (Choice("plan.prefetch", lambda c, known: (0, 1, 2, 4)),),
 )
 """What is searched, and beside what. See Note: [How the search goes]."""

@@ -5,9 +5,16 @@ Within one step weights do not change, so a gathered unit stays valid until its 
 one. Which unit gives way is a paging problem, and since the plan knows the future it can be solved exactly:
 of the units that nobody reads soon, drop the one whose next reader is farthest away (Belady's rule, which
 needs the fewest gathers possible for a given number of slots). Keeping the last layer from its forward to its
-backward, or sharing one gather between the two halves of a merged step, are not special cases. `optim_grads`
-is the same pass with a slot for every unit; `optim_grads_params` takes the fewest slots that the prefetch
-distance needs. So the memory for gathered weights is bounded by construction.
+backward, or sharing one gather between the two halves of a merged step, are not special cases. `optim` and
+`optim_grads` are the same pass with a slot for every unit; `optim_grads_params` takes the fewest slots that the
+prefetch distance needs. So the memory for gathered weights is bounded by construction. Under `no_shard` every
+rank has all weights, and there is nothing to gather.
+
+Note: [Gradients that stay whole]
+`no_shard` and `optim` reduce a unit's gradients once a step. Those of all microbatches but the last are added up
+on the rank: an `add` behind the last weight gradient of the unit and microbatch, on the same lane, so the slot is
+free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
+group has one member there is nothing to put off: each reduce is local.
 """
 
 from __future__ import annotations
@@ -15,23 +22,30 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from hocket.config import Strategy
 from hocket.plan.ops import UNITS, Layout, Op, Unit
 from hocket.plan.values import UnitName, unit_read, unit_written
-
-Strategy = Literal["optim_grads", "optim_grads_params"]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many ranks weights and gradients are spread: those of experts, and all others."""
+    """Over how many ranks weights and gradients are spread, those of experts and all others, and what of them is."""
 
     dense: int = 1
     experts: int = 1
+    strategy: Strategy = "optim_grads_params"
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense
+
+    def gathers(self, unit: Unit) -> bool:
+        """Whether weights are gathered: no rank has all of them."""
+        return self.size(unit) > 1 and self.strategy != "no_shard"
+
+    def adds_up(self, unit: Unit) -> bool:
+        """Whether gradients stay whole until the last microbatch. See Note: [Gradients that stay whole]."""
+        return self.size(unit) > 1 and self.strategy in ("no_shard", "optim")
 
 
 @dataclass(frozen=True)
@@ -52,8 +66,8 @@ class Visit:
     end: int
 
 
-def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, strategy: Strategy, prefetch: int) -> Sharded:
-    """Insert gather, release, reduce and step ops. Every rank gets the same number of slots of a class.
+def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int) -> Sharded:
+    """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
 
     A gather runs `prefetch` layer passes ahead of its first reader.
     """
@@ -64,11 +78,11 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, strategy: S
         mine = [[v for v in per_rank if v.unit[0] == unit] for per_rank in visits]
         if not any(mine):
             continue
-        if sharding.size(unit) > 1:
-            if strategy == "optim_grads":
-                weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
-            else:
+        if sharding.gathers(unit):
+            if sharding.strategy == "optim_grads_params":
                 weight_slots[unit] = max(_slots_needed(per_rank, prefetch) for per_rank in mine)
+            else:
+                weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
     for ops in ranks:
         for name, count in _grad_slots_needed(ops, layout).items():
             grad_slots[name] = max(grad_slots.get(name, 0), count)
@@ -78,7 +92,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, strategy: S
         behind: dict[int, list[Op]] = defaultdict(list)
         for unit, slots in weight_slots.items():
             _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
-        placed = _reduce(ops, layout, grad_slots, behind)
+        placed = _reduce(ops, layout, sharding, grad_slots, behind)
         out.append([*_merge(placed, before, behind), Op("step", "all")])
     return Sharded(out, weight_slots, grad_slots)
 
@@ -182,14 +196,21 @@ def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
     return needed
 
 
-def _reduce(ops: list[Op], layout: Layout, slots: Mapping[str, int], behind: dict[int, list[Op]]) -> list[Op]:
-    """Give every weight gradient its slot and insert a reduce behind the last one of a unit and microbatch."""
+def _reduce(
+    ops: list[Op], layout: Layout, sharding: Sharding, slots: Mapping[str, int], behind: dict[int, list[Op]]
+) -> list[Op]:
+    """Give every weight gradient its slot and insert a reduce, or an add, behind the last one of a unit and microbatch.
+
+    See Note: [Gradients that stay whole].
+    """
     placed = list(ops)
     slot_of: dict[tuple[UnitName, int], int] = {}
     free = {unit: deque(range(count)) for unit, count in slots.items()}
     ends: dict[int, list[tuple[UnitName, int]]] = defaultdict(list)
-    for key, (_, last) in _grad_spans(ops, layout).items():
+    spans = _grad_spans(ops, layout)
+    for key, (_, last) in spans.items():
         ends[last].append(key)
+    final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
     for i, op in enumerate(ops):
         name = unit_written(op, layout)
         if name is None:
@@ -200,6 +221,9 @@ def _reduce(ops: list[Op], layout: Layout, slots: Mapping[str, int], behind: dic
         placed[i] = Op(op.verb, op.part, op.microbatch, op.chunk, op.layer, op.lane, slot_of[key])
         for (unit, chunk, layer), m in ends.get(i, ()):
             slot = slot_of[(unit, chunk, layer), m]
-            behind[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
+            if sharding.adds_up(unit) and m != final[unit, chunk, layer]:
+                behind[i].append(Op("add", unit, m, chunk, layer, "compute", slot))
+            else:
+                behind[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
             free[unit].append(slot)
     return placed

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import Lane, Op, Program
 from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
-from hocket.plan.values import UnitName, follows, unit_written
+from hocket.plan.values import UnitName, follows, unit_moved, unit_written
 
 
 class Costs(Protocol):
@@ -33,7 +33,7 @@ class Costs(Protocol):
         ...
 
     def grad_bytes(self, rank: int, op: Op) -> int:
-        """Size of the reduced gradients of a wgrad's unit."""
+        """Size of the reduced gradients of a wgrad's unit, or of the sum that an add makes beside them."""
         ...
 
     def fixed_bytes(self, program: Program, rank: int) -> int:
@@ -130,18 +130,18 @@ def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Cost
 
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
-    Gradients live from the start of their unit's first wgrad to the end of the step.
+    Gradients live from the start of their unit's first wgrad to the end of the step, sums of them from the first add.
     """
     ops = program.ranks[rank]
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
     position_of = {op.key: position for position, op in enumerate(ops) if op.verb in ("fwd", "bwd")}
     continued_by = {position_of[key]: p for p, op in enumerate(ops) for key in follows(op) if key in position_of}
     changes: list[tuple[Time, int]] = []
-    written: set[UnitName] = set()
+    written: set[tuple[str, UnitName]] = set()
     for position, op in enumerate(ops):
-        unit = unit_written(op, program.layout)
-        if unit is not None and unit not in written:
-            written.add(unit)
+        unit = unit_moved(op) if op.verb == "add" else unit_written(op, program.layout)
+        if unit is not None and (op.verb, unit) not in written:
+            written.add((op.verb, unit))
             changes.append((spans[position].start, costs.grad_bytes(rank, op)))
         size = costs.output_bytes(rank, op)
         if size:

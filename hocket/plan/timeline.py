@@ -38,7 +38,7 @@ def letter(op: Op) -> str:
         return name if op.verb == "fwd" else name.lower()
     if op.verb == "recv":
         return ">" if op.part == "act" else "<"
-    return {"wgrad": "w", "gather": "g", "reduce": "r", "step": "S"}.get(op.verb, " ")
+    return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S"}.get(op.verb, " ")
 
 
 def duration(seconds: float) -> str:

@@ -88,7 +88,7 @@ class Actions:
 
     def _find(self, op: Op) -> Callable[..., Any]:
         name = f"{op.verb}_{op.part}"
-        if op.verb in ("wgrad", "send", "recv", "gather", "release", "reduce", "step"):
+        if op.verb in ("wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"):
             name = op.verb
         return getattr(self, name)
 
@@ -224,11 +224,18 @@ class Actions:
         views = unit.grad_views(op.slot)
         island.queue.drain(lambda weight: views[weight], written)
 
+    def add(self, op: Op) -> None:
+        self._complete(op).add(op.slot)
+
     def reduce(self, op: Op) -> CommResult:
+        return None, self._complete(op).reduce(op.slot)
+
+    def _complete(self, op: Op) -> PlannedUnit:
+        """The unit of an op, with all of its gradient in the slot."""
         name = unit_moved(op)
         unit = self._units[name]
         unit.zero_missing(op.slot, self._written.pop((name, op.slot)))
-        return None, unit.reduce(op.slot)
+        return unit
 
     def gather(self, op: Op) -> CommResult:
         return None, self._units[unit_moved(op)].gather(op.slot)

@@ -152,6 +152,16 @@ class Group:
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
         return self.transport.reduce_sum(full, into, scale, add)
 
+    def all_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
+        """`into` (n, fp32) += scale * the sum over ranks of their `full` (n), rounded to the dtype of `full`.
+
+        All ranks get the same. `full` is overwritten. Otherwise like `reduce_sum`; on the copy engine n is a multiple
+        of the group's size.
+        """
+        assert full.numel() == into.numel(), f"{self.name}: {full.numel()} != {into.numel()}"
+        self._count("all_sum", 2 * (self.size - 1) * full.nbytes // self.size)
+        return self.transport.all_sum(full, into, scale, add)
+
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0."""
         assert rows.shape[0] == sum(table.send), f"{self.name}: {rows.shape[0]} rows to send, {table}"
@@ -352,6 +362,7 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
             return
         for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
+            group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
     elif group.name == "a2a":
         table = RowTable([[1] * group.size] * group.size, group.rank)
         group.all_to_all(torch.empty_like(rows), rows, table).wait()

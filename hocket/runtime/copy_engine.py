@@ -217,6 +217,16 @@ class CopyEngine(Nccl):
         local_sum(parts.view(-1, into.numel()), into, scale, add)
         return DONE
 
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        mine = full.view(len(self.ranks), -1)[dist.get_rank(self.group)]
+        part = self.scratch.take(mine.numel(), into.dtype)
+        self.reduce_sum(full, part, 1.0, add=False)
+        mine.copy_(part)
+        self.scratch.give(part)
+        self.all_gather(full, mine)
+        local_sum(full.view(1, -1), into, scale, add)
+        return DONE
+
     def destroy(self) -> None:
         for window in reversed(self.windows):
             window.close()

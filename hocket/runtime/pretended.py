@@ -54,6 +54,10 @@ class Null:
         local_sum(mine.view(1, -1), into.view(-1), scale, add)
         return DONE
 
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        local_sum(full.view(1, -1), into.view(-1), scale, add)
+        return DONE
+
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         self._fill(out)
         return DONE
@@ -130,6 +134,9 @@ class Slow:
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         nbytes = full.nbytes - into.numel() * full.itemsize
         return self._late(nbytes, lambda: self.inner.reduce_sum(full, into, scale, add))
+
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        return self._late(2 * full.nbytes, lambda: self.inner.all_sum(full, into, scale, add))
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         foreign = sum(table.send) - table.send[self.rank]

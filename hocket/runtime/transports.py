@@ -134,6 +134,7 @@ class Transport(Protocol):
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending: ...
     def all_counts(self, counts: Tensor) -> Tensor: ...
     def send(self, tensor: Tensor, to: int) -> Pending: ...
@@ -193,6 +194,9 @@ class Local:
         local_sum(full.view(1, -1), into.view(-1), scale, add)
         return DONE
 
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        return self.reduce_sum(full, into, scale, add)
+
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         out.copy_(rows)
         return DONE
@@ -246,6 +250,24 @@ class Gloo:
                 into.add_(total if scale == 1.0 else total.mul_(scale))
             else:
                 write_scaled(total, into, scale)
+            self.scratch.give(total)
+            self.scratch.give(received)
+
+        return Pending(work.wait).then(accumulate)
+
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        # Everything goes everywhere, more than an all-reduce would send, for the order of the sum.
+        received = self.scratch.take(len(self.ranks) * full.numel(), full.dtype)
+        work = _all_gather(_bytes(received), _bytes(full), group=self.group, async_op=True)
+
+        def accumulate() -> None:
+            first, *rest = received.view(len(self.ranks), full.numel())
+            total = self.scratch.take(into.numel(), into.dtype)
+            total.copy_(first)
+            for part in rest:
+                total.add_(part)
+            full.copy_(total)
+            local_sum(full.view(1, -1), into.view(-1), scale, add)
             self.scratch.give(total)
             self.scratch.give(received)
 
@@ -306,6 +328,11 @@ class Nccl:
         _reduce_scatter(part, full, group=self.group)
         local_sum(part.view(1, -1), into.view(-1), scale, add)
         self.scratch.give(part)
+        return DONE
+
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        dist.all_reduce(full, group=self.group)
+        local_sum(full.view(1, -1), into.view(-1), scale, add)
         return DONE
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:

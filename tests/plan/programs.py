@@ -78,10 +78,10 @@ def _case(source: Any, most_ranks: int) -> Case:
         p2p_backward_lane=among(("on", "off")),
         p2p_defer_layers=among((0, 1, 2, -1)),
         p2p_defer_parts=among(("attn", "all")),
-        strategy=among(("optim_grads", "optim_grads_params")),
         prefetch=among((0, 1, 2, 4)),
     )
-    return Case(layout, among(range(1, 9)), plan, Sharding(dense=among((1, 2)), experts=among((1, 2))))
+    strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))
+    return Case(layout, among(range(1, 9)), plan, Sharding(among((1, 2)), among((1, 2)), strategy))
 
 
 @st.composite

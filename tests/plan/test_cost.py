@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from hocket.config import MeshConfig, ModelConfig, PlanConfig
+from hocket.config import MeshConfig, ModelConfig, PlanConfig, Strategy
 from hocket.plan.cost import (
     H200,
     HARDWARE,
@@ -37,7 +38,11 @@ SMALL = ModelConfig(
 
 
 def table(model: ModelConfig, mesh: MeshConfig, tokens: int, seq: int, chunks: int = 1) -> CostTable:
-    return op_costs(model, layout_of(model, mesh, chunks), tokens, seq, mesh, H200, 2)
+    return op_costs(model, layout_of(model, mesh, chunks), tokens, seq, sharding_of(mesh), H200, 2)
+
+
+def sharding_of(mesh: MeshConfig, strategy: Strategy = "optim_grads_params") -> Sharding:
+    return Sharding(mesh.dp, mesh.dp // mesh.ep, strategy)
 
 
 def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
@@ -45,8 +50,8 @@ def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
 
 
 def program_of(model: ModelConfig, mesh: MeshConfig, chunks: int, microbatches: int) -> Program:
-    sharding = Sharding(dense=mesh.dp, experts=mesh.dp // mesh.ep)
-    return build_program(layout_of(model, mesh, chunks), microbatches, PlanConfig(chunks=chunks), sharding)
+    plan = PlanConfig(chunks=chunks)
+    return build_program(layout_of(model, mesh, chunks), microbatches, plan, sharding_of(mesh))
 
 
 @pytest.mark.parametrize(
@@ -159,8 +164,24 @@ def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:
 @pytest.mark.parametrize(("dp", "copy"), [(1, 2), (2, 0)])
 def test_only_weights_that_are_held_whole_and_not_fp32_have_a_second_copy(dp: int, copy: int) -> None:
     mesh = MeshConfig(dp=dp)
-    single, half = (op_costs(SMALL, layout_of(SMALL, mesh), 64, 64, mesh, LAPTOP, b).state_bytes[0] for b in (4, 2))
+    layout, sharding = layout_of(SMALL, mesh), sharding_of(mesh)
+    single, half = (op_costs(SMALL, layout, 64, 64, sharding, LAPTOP, b).state_bytes[0] for b in (4, 2))
     assert half * 12 == single * (12 + copy)
+
+
+def test_strategies_differ_in_what_is_kept_sent_and_added_up() -> None:
+    mesh, key = MeshConfig(dp=4), ("reduce", "dense", "dense")
+    built = {}
+    for strategy in get_args(Strategy):
+        built[strategy] = op_costs(LLAMA, layout_of(LLAMA, mesh), 64, 64, sharding_of(mesh, strategy), H200, 2)
+    sent = {strategy: costs.table[key].wire_bytes for strategy, costs in built.items()}
+    assert sent["no_shard"] == 2 * sent["optim"] == 2 * sent["optim_grads"] == 2 * sent["optim_grads_params"]
+    state = {strategy: costs.state_bytes[0] for strategy, costs in built.items()}
+    assert state["optim"] == state["optim_grads"] == state["optim_grads_params"]
+    assert state["no_shard"] == pytest.approx(state["optim"] * 4 * 14 / 12, rel=1e-3)
+    add, weights = Op("add", "dense", 0, 0, 0, slot=0), unit_weights(LLAMA, "dense", "dense", 1)
+    assert [costs.grad_bytes(0, add) for costs in built.values()][:2] == [0, 4 * weights]
+    assert built["optim"].seconds(0, add) == pytest.approx(10 * weights / H200.memory_bandwidth)
 
 
 def test_measured_seconds_replace_modelled_ones_and_nothing_else() -> None:
@@ -182,7 +203,7 @@ def test_predictions_respond_to_links_as_they_must(name: str) -> None:
     built = program_of(SMALL, mesh, 1, 4)
 
     def predict(links: Mapping[Kind, Link]) -> tuple[float, float]:
-        costs = op_costs(SMALL, built.layout, 4096, 64, mesh, replace(chosen, links=links), 2)
+        costs = op_costs(SMALL, built.layout, 4096, 64, sharding_of(mesh), replace(chosen, links=links), 2)
         timeline = simulate(built, costs)
         return float(timeline.makespan), sum(float(use.exposed_total) for use in timeline.ranks)
 

@@ -146,10 +146,38 @@ def test_last_layer_keeps_its_weights_for_the_backward() -> None:
 
 
 def test_optim_grads_gathers_every_unit_once() -> None:
-    program = build(MOE4, 4, strategy="optim_grads")
+    program = build(MOE4, 4, Sharding(2, 2, "optim_grads"))
     gathers = [(op.part, op.layer) for op in program.ranks[0] if op.verb == "gather"]
     assert len(gathers) == len(set(gathers)) == 4 + 4 + 2
     assert program.weight_slots["dense"] == 4
+
+
+def test_optim_reduces_every_unit_once_and_adds_up_before() -> None:
+    program = build(MOE4, 4, Sharding(2, 2, "optim"), merge="on")
+    ops = program.ranks[0]
+    assert sum(op.verb == "gather" for op in ops) == 4 + 4 + 2
+    for unit, layer in (("dense", 2), ("experts", 0), ("head", -1)):
+        found = [(op.verb, op.microbatch) for op in ops if op.part == unit and op.layer == layer and op.slot >= 0]
+        found = [entry for entry in found if entry[0] in ("add", "reduce")]
+        assert found == [("add", 0), ("add", 1), ("add", 2), ("reduce", 3)]
+    assert {op.lane for op in ops if op.verb == "add"} == {"compute"}
+    once = build(MOE4, 1, Sharding(2, 2, "optim"))
+    assert not any(op.verb == "add" for _, _, op in once)
+
+
+def test_no_shard_gathers_nothing_and_reduces_once() -> None:
+    program = build(MOE4, 3, Sharding(2, 2, "no_shard"))
+    assert not program.weight_slots
+    assert not any(op.verb in ("gather", "release") for _, _, op in program)
+    assert sum(op.verb == "reduce" for _, _, op in program) == 4 + 4 + 2
+
+
+def test_units_that_nobody_shares_are_reduced_as_they_come() -> None:
+    program = build(MOE4, 3, Sharding(dense=2, experts=1, strategy="optim"))
+    found = [(op.verb, op.part) for _, _, op in program if op.verb in ("add", "reduce")]
+    assert found.count(("reduce", "experts")) == 3 * 4
+    assert found.count(("reduce", "dense")) == 4
+    assert ("add", "experts") not in found
 
 
 def test_groups_of_one_are_never_gathered() -> None:

@@ -41,8 +41,10 @@ def test_complete(case: Case) -> None:
     hops = m * (layout.stages - 1) if layout.pp > 1 else 0
     hops -= m if layout.turning and layout.pp > 1 else 0  # where the last rank hands on to itself
     assert {found[verb, part] for verb in ("send", "recv") for part in ("act", "grad")} == {hops}
-    assert found["reduce", "dense"] == m * len(layout.kinds)
-    assert found["reduce", "experts"] == m * moe
+    for unit, layers in (("dense", len(layout.kinds)), ("experts", moe)):
+        reduces = 1 if case.sharding.adds_up(unit) else m
+        assert found["reduce", unit] == reduces * layers
+        assert found["add", unit] == (m - reduces) * layers
     assert found["step", "all"] == layout.pp
 
 
@@ -73,10 +75,10 @@ def test_memory_is_bounded(case: Case) -> None:
             if op.verb in ("gather", "release"):
                 weights[op.part] += 1 if op.verb == "gather" else -1
                 assert weights[op.part] <= program.weight_slots[op.part]
-            elif op.verb in ("wgrad", "reduce"):
+            elif op.verb in ("wgrad", "add", "reduce"):
                 unit = case.layout.unit(op.part) or op.part
                 held.symmetric_difference_update(
-                    {(unit, op.slot)} if op.verb == "reduce" or (unit, op.slot) not in held else ()
+                    {(unit, op.slot)} if op.verb != "wgrad" or (unit, op.slot) not in held else ()
                 )
                 gradients[unit] = sum(name == unit for name, _ in held)
                 assert gradients[unit] <= program.grad_slots[unit]

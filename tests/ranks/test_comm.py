@@ -127,13 +127,19 @@ def _rank_order(rank, world, dtype):
     for _ in range(3):
         expected = expected + mine
     assert torch.equal(into, expected)
+    into, sent = torch.full((64 * world,), 0.1), parts[rank].clone()
+    groups.reduce_dense.all_sum(sent, into, 1 / 3).wait()
+    assert torch.equal(sent, total.to(dtype)), "what all have got is rounded"
+    assert torch.equal(into, torch.full_like(into, 0.1) + sent.float() * (1 / 3))
+    groups.reduce_dense.all_sum(parts[rank].clone(), into, 0.5, add=False).wait()
+    assert torch.equal(into, sent.float() * 0.5)
     backward = parts[-1].float()
     for part in reversed(parts[:-1]):
         backward = backward + part
     transport = groups.reduce_dense.transport
     assert isinstance(transport, Gloo)
     held = {buffer.data_ptr() for buffer in transport.scratch.free}
-    groups.reduce_dense.reduce_sum(parts[rank], into, 1.0).wait()
+    groups.reduce_dense.reduce_sum(parts[rank], torch.zeros(64), 1.0).wait()
     assert {buffer.data_ptr() for buffer in transport.scratch.free} == held
     return torch.equal(total, backward)
 
@@ -236,6 +242,8 @@ def test_null_needs_no_peers_and_keeps_shapes():
     into = torch.zeros(4)
     groups.reduce_dense.reduce_sum(torch.arange(16.0), into, 0.5).wait()
     assert into.tolist() == [2.0, 2.5, 3.0, 3.5]
+    groups.reduce_dense.all_sum(torch.arange(4.0), into, 0.5, add=False).wait()
+    assert into.tolist() == [0.0, 0.5, 1.0, 1.5]
     big = torch.full((3 << 17,), float("nan"))
     edge(groups.recv_act).recv(big, edge(groups.recv_act).other).wait()
     assert big.isfinite().all()

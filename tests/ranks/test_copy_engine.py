@@ -221,6 +221,18 @@ def test_all_that_a_step_communicates_lies_in_windows():
     run_ranks(the_same_steps, 4, CONFIG)
 
 
+def whole_gradients(rank: int, config: Config) -> None:
+    expected, _ = a_run(rank, config, "gloo")
+    got, windows = a_run(rank, config, "copy_engine")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert windows == [0, 1, 0, 1], "nothing is gathered but sums, in the memory of the reductions"
+
+
+def test_sums_that_every_rank_gets_lie_in_windows_too():
+    plan = dataclasses.replace(CONFIG.plan, strategy="no_shard")
+    run_ranks(whole_gradients, 4, dataclasses.replace(CONFIG, plan=plan))
+
+
 def test_an_evaluation_gathers_from_windows_too():
     run_ranks(evaluation, 2, dataclasses.replace(CONFIG, mesh=MeshConfig(dp=2)))
 

@@ -71,11 +71,14 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
 
 
 def whole(pieces: list[Piece]) -> dict[str, Tensor]:
-    """Whole tensors from the pieces of all ranks; every element must be kept by exactly one rank."""
+    """Whole tensors from the pieces of all ranks; every element is kept by one of them, or alike by all who have it."""
     out: dict[str, Tensor] = {}
-    seen: dict[str, int] = {}
+    held: dict[tuple[str, int, int], Tensor] = {}
     for name, shape, lo, hi, values in pieces:
+        assert torch.equal(held.setdefault((name, lo, hi), values), values), name
         out.setdefault(name, torch.full((math.prod(shape),), math.nan))[lo:hi] = values
+    seen: dict[str, int] = {}
+    for name, lo, hi in held:
         seen[name] = seen.get(name, 0) + hi - lo
     assert all(seen[name] == tensor.numel() for name, tensor in out.items())
     shapes = {name: shape for name, shape, *_ in pieces}
@@ -93,7 +96,8 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 
 def assert_parity(c: Config) -> None:
     batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
-    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw).run(batches)
+    dtype, strategy = DTYPES[c.train.dtype], c.plan.strategy
+    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy).run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)
 
@@ -129,7 +133,7 @@ VALUES: dict[str, list[Any]] = {
     "p2p_backward_lane": ["on", "off"],
     "p2p_defer_layers": [0, 1, 2, -1],
     "p2p_defer_parts": ["attn", "all"],
-    "strategy": ["optim_grads", "optim_grads_params"],
+    "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "ep": [1, 2],
     "dp": [1, 2],
     "pp": [1, 2],
@@ -218,6 +222,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),
     "long prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=5)),
     "no prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=0)),
+    "nothing sharded on three ranks": (dict(layers=2), dict(dp=3), dict(merge="on", strategy="no_shard")),
+    "experts whole, three ranks": (dict(layers=2, experts=6), dict(dp=6, ep=2), dict(merge="on", strategy="no_shard")),
+    "a tied head, reduced once": (dict(layers=2, tied=True), dict(dp=2), dict(merge="on", strategy="optim")),
+    "experts kept on one rank, the rest reduced once": (dict(layers=3), dict(dp=2, ep=2), dict(strategy="optim")),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.parallel.stages import costs_of, hardware_of
-from hocket.plan.values import unit_written
+from hocket.plan.values import unit_moved, unit_written
 from hocket.runtime.actions import Microbatch
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import config
@@ -31,7 +31,7 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     units = engine.sharded.units.values()
 
     def step(lr: float | None = None) -> Tensor:
-        gradients.append(sum(unit.group.grads.nbytes for unit in units))
+        gradients.append(sum(unit.group.grads.nbytes + unit.sum_bytes for unit in units))
         return finish(lr)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
@@ -40,9 +40,9 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     stats = engine.sharded.stats()
     moments = sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in engine.optimizer.state.values())
     by_unit = {
-        unit_written(op, engine.layout): costs.grad_bytes(pp, op)
+        (op.verb, unit_moved(op) if op.verb == "add" else unit_written(op, engine.layout)): costs.grad_bytes(pp, op)
         for op in engine.program.ranks[pp]
-        if op.verb == "wgrad"
+        if op.verb in ("wgrad", "add")
     }
     return {
         "kept": (stats.shard_bytes + moments, costs.state_bytes[pp]),
@@ -54,11 +54,18 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("mesh", [dict(), dict(dp=2), dict(dp=2, ep=2), dict(pp=2, dp=2)], ids=str)
-def test_a_plan_predicts_what_is_kept_and_what_gradients_take(mesh: dict[str, int], dtype: Any) -> None:
+WAYS: list[tuple[dict[str, int], str, str]] = [
+    (mesh, "optim_grads_params", dtype)
+    for mesh in (dict(), dict(dp=2), dict(dp=2, ep=2), dict(pp=2, dp=2))
+    for dtype in ("fp32", "bf16")
+]
+WAYS += [(dict(dp=2, ep=2), "no_shard", "bf16"), (dict(dp=2), "no_shard", "fp32"), (dict(dp=2, ep=2), "optim", "bf16")]
+
+
+@pytest.mark.parametrize(("mesh", "strategy", "dtype"), WAYS, ids=str)
+def test_a_plan_predicts_what_is_kept_and_what_gradients_take(mesh: dict[str, int], strategy: str, dtype: Any) -> None:
     model = dict(layers=4, dense_layers=(0, 2), hidden=64, head_dim=16, ffn=192, expert_ffn=128, vocab=256)
-    c = config(model, mesh, dict(merge="on"), 3, dtype)
+    c = config(model, mesh, dict(merge="on", strategy=strategy), 3, dtype)
     for found in run_ranks(bytes_of, c.mesh.pp * c.mesh.dp, c):
         for what, (allocated, predicted) in found.items():
             assert allocated == pytest.approx(predicted, rel=PADDING), what

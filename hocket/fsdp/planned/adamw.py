@@ -46,6 +46,8 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
+        replicas = [unit.group.groups.replicas for unit in model.units.values()]
+        self._replicas = torch.tensor(replicas, device=model.device)  # of every unit's gradient
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for piece in self._pieces.values():
@@ -94,11 +96,12 @@ class PlannedAdamW:
     def grad_norm(self) -> Tensor:
         """Norm of the gradients of the whole model, fp64, on the device. Every rank calls this.
 
-        Every element of every gradient is kept by exactly one rank of the world, so the squares simply add up. In
-        fp64 the order in which they do makes no difference that would survive rounding the clip factor to fp32.
+        Every element of every gradient is kept by one rank of the world, or by as many as its group has replicas, and
+        the squares add up. In fp64 the order in which they do makes no difference that would survive rounding the clip
+        factor to fp32.
         """
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads()]
-        square = torch.stack(norms).square().sum().reshape(1)
+        square = (torch.stack(norms).square() / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)
 

@@ -46,7 +46,7 @@ class Stats:
     weight_slot_bytes: int
     grad_slot_bytes: int
     shard_bytes: int
-    """Of main weights, copies of those held whole, and gradients while there are any."""
+    """Of main weights, copies of those held whole, and gradients and sums of them while there are any."""
 
 
 class _Numbers(TypedDict):
@@ -71,6 +71,7 @@ class PlannedModel:
         device: torch.device,
     ) -> None:
         self.groups = groups
+        self.device = device
         self._numbers = _Numbers(dtype=dtype, device=device)
         self._windows: list[Window] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
@@ -80,10 +81,12 @@ class PlannedModel:
         experts = {name: params for name, params in members.items() if name[0] == "experts"}
         dense = {name: params for name, params in members.items() if name not in experts}
         alone = Group("outer", (0,), 0, Local())
+        replicated = not program.weight_slots  # nothing is gathered: each rank has all weights
         for units, gather, reduce, part in (
             (dense, groups.gather_dense, groups.reduce_dense, (0, 1)),
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
+            gather = alone if replicated else gather
             where = ShardGroups(gather, reduce, alone, alone, mesh.dp, outer_shards=False, part=part)
             formats = Precision(compute=dtype)
             stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
@@ -151,12 +154,12 @@ class PlannedModel:
         reduce = [self.groups.reduce_dense, self.groups.reduce_experts]
         return Stats(
             gathers=sum(group.calls["all_gather"] for group in gather),
-            reduces=sum(group.calls["reduce_sum"] for group in reduce),
+            reduces=sum(group.calls["reduce_sum"] + group.calls["all_sum"] for group in reduce),
             gathered_bytes=sum(group.sent_bytes for group in gather),
             reduced_bytes=sum(group.sent_bytes for group in reduce),
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
-            shard_bytes=sum(unit.group.nbytes for unit in self.units.values()),
+            shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values()),
         )
 
     def assert_clean(self) -> None:

@@ -18,6 +18,9 @@ what the reduce lane does to it lies in between in that order too:
 - The step comes after all reduces (invariant 5), and is on the compute lane. So what the compute lane does there next
   comes after the last reduce and after the optimizer.
 
+What adds have summed up is held in the same way: made by the unit's first add, which is on the compute lane, read by
+its reduce, gone with the step.
+
 After an exception no op says so. Then the caller's stream waits for all lanes, and the next step's lanes for that.
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
@@ -79,6 +83,7 @@ class PlannedUnit:
         self.gathered_version = -1
         self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
+        self._sum: Tensor | None = None  # of this step's gradients so far, whole; see `add`
         self._weight_views: dict[int, list[Tensor]] = {}
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
         if self.whole:
@@ -175,6 +180,25 @@ class PlannedUnit:
         has = [weight in written for weight in self.weights]
         self.group.fill_gaps(self._grad_slots.buffers[slot], list(views.values()), has)
 
+    def add(self, slot: int) -> None:
+        """Add a gradient in a slot to the sum of this step's earlier ones, which the reduce takes in. Frees the slot.
+
+        The sum is whole, in the dtype in which gradients are kept; where those are whole themselves, in their place.
+        """
+        flat = self._grad_slots.buffers[slot][: self.group.layout.total]
+        if self._sum is None:
+            alike, kept = self.group.groups.alike > 1, self.group.main_grad
+            self._sum = kept if alike else torch.empty_like(flat, dtype=kept.dtype)
+            self._sum.copy_(flat)
+        else:
+            self._sum.add_(flat)
+        self._grad_slots.free(slot)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of what adds have summed up, where that is not in the place of the gradients."""
+        return 0 if self._sum is None or self._sum is self.group.grads.flat else self._sum.nbytes
+
     def reduce(self, slot: int) -> Pending:
         """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait."""
         slots = self._grad_slots
@@ -185,6 +209,9 @@ class PlannedUnit:
             slots.free(slot)
             self.reducing.pop(slot, None)
 
+        if self._sum is not None:
+            flat = slots.buffers[slot][: self.group.layout.total]
+            flat.copy_(self._sum.add_(flat))  # rounded once
         pending = self.group.reduce(slots.buffers[slot])
         if not pending.done:
             self.reducing[slot] = pending
@@ -192,6 +219,7 @@ class PlannedUnit:
 
     def forget_grads(self) -> None:
         """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
+        self._sum = None
         self.group.forget_gradients()
 
     # The whole
