@@ -117,6 +117,33 @@ class Stage(nn.Module):
         return x if self.head is None else self.head(x)
 
 
+class HeldStage(PipelineStage):
+    """The library's stage, for layers with functions of their own in autograd.
+
+    Between the two halves of a split backward the library keeps nodes of the graph, but not what is above them, and in
+    torch 2.11 a node written in Python lives only as long as that. So here a microbatch's graph stays until its weight
+    gradients are there. What it saves is needed until then anyway, but for what lies above the topmost weight.
+    """
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        self.held: dict[int, list[Any]] = {}
+        """By microbatch: nodes above its outputs."""
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            ends = [*self.fwd_cache[bwd_chunk_id][0], *([] if loss is None else [loss])]
+            # A view's node is one of C++, which owns what is below it.
+            self.held[bwd_chunk_id] = [end.view_as(end).grad_fn for end in ends if end.requires_grad]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.held.pop(bwd_chunk_id, None)
+
+
 class Pipelining:
     """The stages of this rank under one schedule of the library."""
 
@@ -193,7 +220,7 @@ class Pipelining:
             return torch.empty(*shape, width, dtype=self.workload.dtype, device="meta", requires_grad=True)
 
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        return PipelineStage(
+        return HeldStage(
             module,
             stage,
             self.layout.stages,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig  # pyrefly: ignore[missing-import]
 from torchtitan.distributed import ParallelDims  # pyrefly: ignore[missing-import]
@@ -26,6 +25,7 @@ from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule  # 
 from torchtitan.models.llama4.infra.parallelize import apply_fsdp  # pyrefly: ignore[missing-import]
 
 from hocket.bench.contender import Contender
+from hocket.bench.peers.pipelining import HeldStage
 from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
 from hocket.bench.plain import adamw, first_value
 from hocket.bench.workload import Workload
@@ -151,14 +151,14 @@ class Torchtitan:
         stages = [self._stage(number, model) for number, model in zip(self.numbers, self.models, strict=True)]
         return build_pipeline_schedule(job, stages, self._loss)
 
-    def _stage(self, number: int, model: TitanModel) -> PipelineStage:
+    def _stage(self, number: int, model: TitanModel) -> HeldStage:
         """Shapes are told: torchtitan would run the model once to find them."""
         c = self.workload.config
         shape = (c.train.sequences, c.data.sequence_length)
         hidden = torch.empty(*shape, c.model.hidden, dtype=self.workload.dtype, device="meta")
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         logits = torch.empty(*shape, c.model.vocab, dtype=self.workload.dtype, device="meta")
-        return PipelineStage(
+        return HeldStage(
             model,
             number,
             self._stage_count(),
