@@ -12,7 +12,7 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What of a model data-parallel ranks share, from nothing to everything. See docs/fsdp.md, Strategies."""
 
 Purpose = Literal[
-    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd", "control"
+    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "pp_fwd", "pp_bwd", "control"
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
@@ -83,19 +83,26 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How ranks are arranged. world = pp * dp, and ep divides dp."""
+    """How ranks are arranged. world = pp * dp * tp, and ep divides dp."""
 
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
     """Data-parallel ranks of each pipeline rank; dense weights are sharded over them."""
     ep: int = 1
-    """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep."""
+    """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep * tp."""
+    tp: int = 1
+    """Tensor-parallel ranks of each data-parallel one: they share its sequences, heads, MLP columns and vocabulary."""
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp * self.tp
 
     def members(self, purpose: Purpose) -> int:
         """Ranks of one group."""
-        sizes = {"a2a": self.ep, "pp_fwd": self.pp, "pp_bwd": self.pp, "control": self.pp * self.dp}
-        return sizes.get(purpose, self.dp // self.ep if purpose.endswith("_experts") else self.dp)
+        sizes = {"a2a": self.ep, "tp": self.tp, "pp_fwd": self.pp, "pp_bwd": self.pp, "control": self.world}
+        return sizes.get(purpose, self.dp // self.ep * self.tp if purpose.endswith("_experts") else self.dp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     Raises ValueError for settings that cannot work.
     """
     worker = find_worker(os.environ, config.run.port)
-    local_world = worker.local_world if worker else config.mesh.pp * config.mesh.dp
+    local_world = worker.local_world if worker else config.mesh.world
     notes = prepare(os.environ, local_world, passed=passed(sys.modules))
     settings = resolve(config, probe(config, origins, worker), origins)
     if worker is None or worker.rank == 0:

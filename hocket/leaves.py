@@ -23,7 +23,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
     **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
-    **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
+    **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "mesh.tp", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
     **dict.fromkeys(("plan.group", "plan.prefetch"), (0, ANY)),
     "plan.p2p_defer_layers": (-1, ANY),
     "data.sequence_length": (1, ANY),

@@ -50,7 +50,7 @@ class Settings(Config):
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.mesh.pp * self.mesh.dp
+        return self.mesh.world
 
     @property
     def batch(self) -> int:
@@ -116,7 +116,7 @@ def replace_leaf(config: Config, setting: str, value: Any) -> Config:
 
 
 def choose_device(c: Config, h: Host) -> tuple[str, str]:
-    ranks = h.local_workers or c.mesh.pp * c.mesh.dp
+    ranks = h.local_workers or c.mesh.world
     if h.gpus == 0:
         return "cpu", "torch finds no usable GPU"
     if h.gpus < ranks:

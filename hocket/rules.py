@@ -105,9 +105,16 @@ RULES: tuple[Rule, ...] = (
         "make model.experts a multiple of mesh.ep",
     ),
     Rule(
-        ("mesh.dp", "mesh.pp"),
-        lambda c, h: 0 < h.workers != c.mesh.pp * c.mesh.dp,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp} is {world} ranks, but {host.workers} processes were started",
+        ("mesh.tp",),
+        lambda c, h: c.mesh.tp > 1,
+        "a plan cannot spread layers over ranks yet",
+        "mesh.tp = 1",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.tp"),
+        lambda c, h: 0 < h.workers != c.mesh.world,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks, "
+        "but {host.workers} processes were started",
         "start {world} processes, or change mesh.pp or mesh.dp",
     ),
     Rule(
@@ -118,7 +125,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "train.device"),
-        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.pp * c.mesh.dp),
+        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.world),
         "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
         "lower mesh.dp or mesh.pp, start fewer processes here, or train.device = cpu",
     ),
@@ -220,11 +227,12 @@ def rule_line(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]
 def rule_text(text: str, config: Config, host: Host) -> str:
     """The reason or fix of a rule, with the values it speaks of filled in."""
     sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(Config)}
-    world = config.mesh.pp * config.mesh.dp
+    world = config.mesh.world
     return text.format(
         **sections,
         host=host,
         world=world,
+        tensors=f" x mesh.tp = {config.mesh.tp}" if config.mesh.tp > 1 else "",
         local_world=host.local_workers or world,
         stages=stages(config),
         width=width(config),

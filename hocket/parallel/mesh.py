@@ -1,7 +1,9 @@
 """The grid of ranks: who is where, and who shares a group with whom.
 
-Global rank = `pp_rank * dp + dp_rank`, and inside a pipeline rank `dp_rank = edp_rank * ep + ep_rank`. Expert-parallel
-ranks are neighbours, so that the all-to-all stays inside a host where it can.
+Global rank = `(pp_rank * dp + dp_rank) * tp + tp_rank`, and inside a pipeline rank `dp_rank = edp_rank * ep + ep_rank`.
+Tensor-parallel ranks, which communicate within every layer, are neighbours, and next to them expert-parallel ranks, so
+that both stay inside a host where they can. The ranks of a tp group that have one place in it, taken over all groups,
+are like the ranks of a run without tensor parallelism; only experts, which are whole, are spread over tp too.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ class Coordinates:
     dp: int
     edp: int
     ep: int
+    tp: int = 0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`pp` pipeline ranks times `dp` data-parallel ranks; `ep` divides `dp`, and `edp = dp / ep`.
+    """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back.
     """
@@ -35,10 +38,11 @@ class Mesh:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    tp: int = 1
     turning: bool = False
 
     def __post_init__(self) -> None:
-        for axis in ("pp", "dp", "ep"):
+        for axis in ("pp", "dp", "ep", "tp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
         if self.dp % self.ep:
@@ -50,7 +54,7 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def edp(self) -> int:
@@ -60,15 +64,17 @@ class Mesh:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
             raise ValueError(
-                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp} has ranks 0..{self.world - 1}"
+                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp}"
+                f"{f' x tp={self.tp}' if self.tp > 1 else ''} has ranks 0..{self.world - 1}"
             )
-        pp, dp = divmod(rank, self.dp)
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
         edp, ep = divmod(dp, self.ep)
-        return Coordinates(pp, dp, edp, ep)
+        return Coordinates(pp, dp, edp, ep, tp)
 
-    def rank(self, pp: int, dp: int) -> int:
-        """Global rank of a pair of coordinates."""
-        return pp * self.dp + dp
+    def rank(self, pp: int, dp: int, tp: int = 0) -> int:
+        """Global rank of coordinates."""
+        return (pp * self.dp + dp) * self.tp + tp
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -92,20 +98,28 @@ class Mesh:
         """
         match purpose:
             case "gather_dense" | "reduce_dense":
-                return tuple(tuple(self.rank(p, d) for d in range(self.dp)) for p in range(self.pp))
+                return tuple(
+                    tuple(self.rank(p, d, t) for d in range(self.dp)) for p in range(self.pp) for t in range(self.tp)
+                )
             case "gather_experts" | "reduce_experts":
                 return tuple(
-                    tuple(self.rank(p, j * self.ep + e) for j in range(self.edp))
+                    tuple(self.rank(p, j * self.ep + e, t) for j in range(self.edp) for t in range(self.tp))
                     for p in range(self.pp)
                     for e in range(self.ep)
                 )
             case "a2a":
                 return tuple(
-                    tuple(self.rank(p, j * self.ep + e) for e in range(self.ep))
+                    tuple(self.rank(p, j * self.ep + e, t) for e in range(self.ep))
                     for p in range(self.pp)
                     for j in range(self.edp)
+                    for t in range(self.tp)
+                )
+            case "tp":
+                return tuple(
+                    tuple(self.rank(p, d, t) for t in range(self.tp)) for p in range(self.pp) for d in range(self.dp)
                 )
             case "pp_fwd" | "pp_bwd":
-                return tuple((self.rank(p, d), self.rank(q, d)) for p, q in self.edges for d in range(self.dp))
+                places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
+                return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
             case "control":
                 return (tuple(range(self.world)),)

@@ -14,7 +14,8 @@ from hocket.plan.shard import Sharding
 
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
-    return Mesh(config.mesh.pp, config.mesh.dp, config.mesh.ep, turning=config.plan.order == "zb_v")
+    m = config.mesh
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.order == "zb_v")
 
 
 def layout_of(config: Config) -> Layout:
@@ -35,7 +36,7 @@ def layout_of(config: Config) -> Layout:
 
 def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread, and what of them is."""
-    return Sharding(config.mesh.dp, config.mesh.dp // config.mesh.ep, config.plan.strategy)
+    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), config.plan.strategy)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:

@@ -20,8 +20,11 @@ from torch import Tensor
 from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
+from hocket.runtime.lanes import Side
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
+from hocket.runtime.token_copies import CopyingNccl, copied_tokens
+from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Pending, Reduction, RowTable, Transport, Window, nccl_options
 
 __all__ = [
@@ -93,6 +96,8 @@ class CommOptions:
     """SMs of one pipeline send or receive on NCCL."""
     arrival: int = 64 << 20
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
+    tokens: int = 0
+    """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
     """The emulated network of the slow transport; purposes that are missing are not slowed."""
     spin: Callable[[float], None] | None = None
@@ -116,6 +121,15 @@ class Group:
         """The other rank of a group of two."""
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
+
+    def tokens(self) -> Tokens | None:
+        """How tensor-parallel ranks can move tokens piece by piece; None if they can't."""
+        match self.transport:
+            case CopyingNccl(tokens=tokens):
+                return tokens
+            case Nccl() | Local():
+                return None
+        return SentTokens(self.rank, self.size, self.send, self.recv)
 
     @property
     def has_windows(self) -> bool:
@@ -161,6 +175,17 @@ class Group:
         assert full.numel() == into.numel(), f"{self.name}: {full.numel()} != {into.numel()}"
         self._count("all_sum", 2 * (self.size - 1) * full.nbytes // self.size)
         return self.transport.all_sum(full, into, scale, add)
+
+    def sum_parts(self, full: Tensor, out: Tensor) -> Pending:
+        """`out` (n) becomes this rank's part of the sum over ranks of their `full` (size * n), of the same dtype.
+
+        On gloo the sum runs in rank order in fp32 and is rounded once, on NCCL it runs in that dtype.
+        """
+        full, out = full.view(-1), out.view(-1)
+        if isinstance(self.transport, Nccl):
+            return self.reduce_sum(full, out, add=False)
+        total = torch.empty_like(out, dtype=torch.float32)
+        return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0."""
@@ -211,6 +236,7 @@ class Groups:
     gather_experts: Group
     reduce_experts: Group
     a2a: Group
+    tp: Group
     control: Group
     send_act: Group | None = None
     recv_act: Group | None = None
@@ -248,6 +274,8 @@ def make_groups(
     options = options or CommOptions()
     if transport in COPIED:
         refuse(everyone(place()))
+    elif options.tokens and transport == "nccl":
+        refuse(everyone(place()), "overlap.tp.method", "overlap.tp.method = bulk")
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
@@ -323,6 +351,9 @@ def _connect(
     assert isinstance(made, dist.ProcessGroup)
     if copied and purpose == "a2a":
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
+    if purpose == "tp" and on_gpu and options.tokens:
+        copying = copied_tokens(made, options.tokens, device, Side(device))
+        return CopyingNccl(made, ranks, device, copying)
     if copied:
         return CopyEngine(made, ranks, device)
     real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
@@ -363,9 +394,29 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
         for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
             group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
+    elif group.name == "tp":
+        group.all_gather(rows.view(-1), rows[0].clone()).wait()
+        for each in (rows, rows.to(torch.bfloat16)):
+            group.sum_parts(each, torch.empty_like(each[0])).wait()
+        _warm_tokens(group, rows[:1])
     elif group.name == "a2a":
         table = RowTable([[1] * group.size] * group.size, group.rank)
         group.all_to_all(torch.empty_like(rows), rows, table).wait()
         group.all_counts(rows[:, :1].long())
     else:
         group.all_reduce(rows).wait()
+
+
+def _warm_tokens(group: Group, row: Tensor) -> None:
+    """Move pieces once each way, twice over, so that both buffers have had their turn."""
+    tokens = group.tokens()
+    for _ in range(2 if tokens is not None else 0):
+        assert tokens is not None
+        spread = tokens.spread(row)
+        spread.whole(row.new_empty(group.size, row.shape[1]))()
+        spread.end()
+        collect = tokens.collect(row)
+        for rank in range(group.size):
+            collect.place(rank, rank + 1).copy_(row)
+            collect.send(rank, rank + 1)
+        collect.sum(torch.empty_like(row))

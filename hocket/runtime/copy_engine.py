@@ -64,13 +64,15 @@ def place() -> tuple[str, str]:
     return platform.node(), problem()
 
 
-def refuse(places: list[tuple[str, str]]) -> None:
-    """Raise ValueError unless the ranks, whose places these are, can use the copy engine together."""
+def refuse(
+    places: list[tuple[str, str]], setting: str = "transport = copy_engine", fix: str = "transport = nccl"
+) -> None:
+    """Raise ValueError unless the ranks, whose places these are, can use copy engines together."""
     hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
     if len(hosts) > 1:
         reasons.append(f"the ranks are on {len(hosts)} hosts, and copy engines reach the GPUs of one")
     if reasons:
-        raise ValueError(f"transport = copy_engine: {'; '.join(reasons)}; fix: transport = nccl")
+        raise ValueError(f"{setting}: {'; '.join(reasons)}; fix: {fix}")
 
 
 def copy_engine_options(max_ctas: int, timeout: timedelta) -> Any:

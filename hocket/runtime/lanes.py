@@ -11,7 +11,8 @@ lane, because a queue is in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -38,9 +39,48 @@ def on_default_stream(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
+def current_handle(device: torch.device) -> int:
+    """The current stream, as the driver knows it."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def drain(device: torch.device) -> None:
     """Wait until the current stream has done all that was issued on it."""
     torch.cuda.current_stream(device).synchronize()
+
+
+class Side:
+    """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
+
+    What is issued on it comes behind all that was issued before, and the queue in use comes behind a `mark` of it only
+    when somebody asks. Whoever forks joins before the op is over: so to other lanes, and to the allocator, an op that
+    communicates inside is like any other. On a CPU there is one queue, and what is on its way are `Pending`s.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside, work is issued on the side, behind all that the current queue has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Callable[[], None]:
+        """A call that orders the then current queue behind all that is on the side now."""
+        if self._stream is None:
+            return _nothing
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Lanes(Protocol):

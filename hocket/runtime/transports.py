@@ -323,6 +323,9 @@ class Nccl:
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        if into.dtype == full.dtype and not add and scale == 1.0:
+            _reduce_scatter(into, full, group=self.group)
+            return DONE
         # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
         part = self.scratch.take(into.numel(), full.dtype)
         _reduce_scatter(part, full, group=self.group)

@@ -38,7 +38,7 @@ def settings_of(trace: RankTrace) -> Settings:
     origins = {"": trace.source}
     if problems := out_of_bounds(config, origins):
         raise ValueError(problems[0])
-    host = Host(gpus=config.mesh.pp * config.mesh.dp if config.train.device == "cuda" else 0)
+    host = Host(gpus=config.mesh.world if config.train.device == "cuda" else 0)
     if problems := broken_rules(config, host, origins):
         raise ValueError(problems[0])
     if run.get("pp_rank", 0) not in range(config.mesh.pp):

@@ -1,0 +1,290 @@
+"""Tensor parallelism: linear layers whose weights are spread over ranks, between activations whose tokens are.
+
+Outside of these layers each of P tensor-parallel ranks has S of a microbatch's T = P * S tokens (sequence parallelism):
+norms, residuals, routers and experts work on them as ever. A *column* layer needs all tokens and has some of the output
+features of its weights: gather, then products. A *row* layer has some of the input features: a product, then the sum
+over ranks, of which each keeps its tokens. So between a column and a row layer everything is local: a rank's heads, or
+its columns of an MLP.
+
+            forward                         input gradient                  weight gradient
+    column  gather x [T, D], y = x @ w.T    g @ w [T, D], sum over ranks    gather x again, g.T @ x
+    row     x @ w.T [T, D], sum over ranks  gather g [T, D], g @ w          g.T @ x
+
+How the two halves of a cell are put beside each other is a `Way`:
+
+    off       one after the other
+    ring      gather piece by piece, and multiply what has arrived while the next is on its way
+    pipeline  multiply piece by piece, and hand each result out while the next is computed
+    bulk      beside another product: the second gather of x beside the product of the input gradient, and the sum over
+              ranks beside the weight gradient, if that is computed at once
+
+Weight gradients are values (`runtime/weights.py`): gathered x or g is kept until they are computed.
+
+Shapes: P ranks, S tokens of this rank, T = P * S, D input width, F output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hocket.runtime.comm import Group
+from hocket.runtime.either import push
+from hocket.runtime.lanes import Side
+from hocket.runtime.token_copies import CopiedTokens
+from hocket.runtime.tokens import Spread, Tokens
+from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
+
+Method = Literal["off", "bulk", "ring", "pipeline"]
+
+COLUMN: dict[str, tuple[Method, ...]] = {"forward": ("off", "ring"), "backward": ("off", "bulk", "pipeline")}
+"""What a column layer can do in each direction."""
+ROW: dict[str, tuple[Method, ...]] = {"forward": ("off", "pipeline"), "backward": ("off", "ring")}
+"""What a row layer can do."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one layer communicates, forward and backward.
+
+    `splits`, for each direction, is a divisor of the number of ranks, and about as many pieces; 0 means all of them.
+    """
+
+    forward: Method = "off"
+    backward: Method = "off"
+    splits: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensor-parallel ranks of a microbatch, as one of them sees them."""
+
+    group: Group
+    side: Side
+    """Where communication runs that a product runs beside."""
+    tokens: Tokens | None = None
+    """How pieces are moved. Without it nothing can be done piece by piece."""
+
+    @classmethod
+    def of(cls, group: Group, device: torch.device) -> Tensors:
+        """What a group can do."""
+        tokens = group.tokens()
+        return cls(group, tokens.side if isinstance(tokens, CopiedTokens) else Side(device), tokens)
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def gather(self, x_SD: Tensor) -> Tensor:
+        """The tokens of all ranks: [T, D]."""
+        out_TD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:])
+        self.group.all_gather(out_TD, x_SD.contiguous()).wait()
+        return out_TD
+
+    def sum(self, partial_TD: Tensor) -> Tensor:
+        """The sum over ranks of partial sums, of which this rank keeps its tokens: [S, D]."""
+        return self.begin_sum(partial_TD)()
+
+    def begin_gather(self, x_SD: Tensor) -> Callable[[], Tensor]:
+        """Gather on the side. The returned call has the current queue wait for it."""
+        if self.tokens is not None and x_SD.is_cuda:
+            out_TD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:])
+            spread = self.tokens.spread(x_SD)
+            ready = spread.whole(out_TD)
+            return lambda: _after((ready, spread.end), out_TD)
+        out_TD, x_SD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:]), x_SD.contiguous()
+        with self.side.behind():
+            pending = self.group.all_gather(out_TD, x_SD)
+        mark = self.side.mark()
+        return lambda: _after((pending.wait, mark, lambda: x_SD.dim()), out_TD)
+
+    def begin_sum(self, partial_TD: Tensor, beside: bool = False) -> Callable[[], Tensor]:
+        """The sum over ranks; with `beside`, on the side. The returned call has the current queue wait for it."""
+        out_SD = partial_TD.new_empty(partial_TD.shape[0] // self.size, *partial_TD.shape[1:])
+        if not beside:
+            pending = self.group.sum_parts(partial_TD, out_SD)
+            return lambda: _after((pending.wait,), out_SD)
+        with self.side.behind():
+            pending = self.group.sum_parts(partial_TD, out_SD)
+        mark = self.side.mark()
+        return lambda: _after((pending.wait, mark, lambda: partial_TD.dim()), out_SD)
+
+
+def _after(waits: Sequence[Callable[[], object]], result: Tensor) -> Tensor:
+    for wait in waits:
+        wait()
+    return result
+
+
+def pieces(rank: int, size: int, splits: int) -> list[tuple[int, int]]:
+    """The ranks, as ranges, in the order in which a rank multiplies their tokens as they arrive.
+
+    First its own; then the rest of its group of `size / splits` neighbours, and the other groups, from the next one on.
+    """
+    width = size // (splits or size)
+    start = rank // width * width
+    found = [(rank, rank + 1), (start, rank), (rank + 1, start + width)]
+    found += [((start + step) % size, (start + step) % size + width) for step in range(width, size, width)]
+    return [(low, high) for low, high in found if low < high]
+
+
+def column_linear(x_SD: Tensor, params: Sequence[Tensor], tensors: Tensors, way: Way) -> tuple[Tensor, ...]:
+    """`x @ p.T` for every weight [F, D], of all ranks' x: tensors of shape [T, F]."""
+    weights = tuple(weight_of(p) or p for p in params)
+    return _Column.apply(x_SD, tensors, way, current_queue(), *weights)
+
+
+def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Tensor:
+    """The sum over ranks of their `x @ p.T`, of which each keeps its tokens: [S, D]."""
+    return _Row.apply(x_TF, weight_of(param_DF) or param_DF, tensors, way, current_queue())
+
+
+def _value(weight: Weight | Tensor) -> Tensor:
+    return weight.tensor() if isinstance(weight, Weight) else weight
+
+
+def _wgrad(x_TD: Tensor, g_TF: Tensor, out_FD: Tensor) -> None:
+    if out_FD.dtype == g_TF.dtype:
+        torch.mm(g_TF.t(), x_TD, out=out_FD)
+    else:
+        out_FD.copy_(g_TF.t() @ x_TD)
+
+
+def _contribute(ctx: Any, weight: Weight | Tensor, x_TD: Tensor, g_TF: Tensor) -> Tensor | None:
+    """Leave a managed weight's gradient to its queue; compute that of an ordinary one."""
+    if isinstance(weight, Weight):
+        push(ctx.queue, weight, partial(_wgrad, x_TD.detach(), g_TF))
+        return None
+    return g_TF.t() @ x_TD
+
+
+def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    for b, out in zip(others, outs, strict=True):
+        torch.mm(a, b, out=out)
+
+
+def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor | None = None) -> Tensor:
+    """Sum of `a @ b` over the pairs, in their order."""
+    (a, b), *rest = pairs
+    total = torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    for a, b in rest:
+        total.addmm_(a, b)
+    return total
+
+
+def gathered_products(
+    x_SD: Tensor, others: Sequence[Tensor], tensors: Tensors, splits: int, keep: bool = False
+) -> tuple[list[Tensor], Tensor | None]:
+    """`x @ b` of all ranks' x for every b [D, F], piece by piece; and all ranks' x, if that is to be kept."""
+    assert tensors.tokens is not None
+    tokens, width = x_SD.shape[0], len(others)
+    outs = [x_SD.new_empty(tensors.size * tokens, b.shape[1]) for b in others]
+    spread: Spread = tensors.tokens.spread(x_SD)
+    order = pieces(tensors.rank, tensors.size, splits)
+    whole, ready = None, None
+    for i, (low, high) in enumerate(order):
+        a = spread.take(low, high) if i else x_SD
+        if keep and i == len(order) - 1:  # everything is here: the copy runs beside the last product
+            whole = x_SD.new_empty(tensors.size * tokens, x_SD.shape[1])
+            ready = spread.whole(whole)
+        _products(a, others, [outs[k][low * tokens : high * tokens] for k in range(width)])
+    if ready is not None:
+        ready()
+    spread.end()
+    return outs, whole
+
+
+def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, splits: int) -> Tensor:
+    """The sum over ranks of `sum of a @ b`, a [T, F], b [F, D], piece by piece; this rank's tokens of it: [S, D]."""
+    assert tensors.tokens is not None
+    first_TF, first_FD = pairs[0]
+    tokens = first_TF.shape[0] // tensors.size
+    out_SD = first_TF.new_empty(tokens, first_FD.shape[1])
+    collect = tensors.tokens.collect(out_SD)
+    for low, high in reversed(pieces(tensors.rank, tensors.size, splits)):  # its own last: the others' travel meanwhile
+        rows = slice(low * tokens, high * tokens)
+        place, here = collect.place(low, high), [(a[rows], b) for a, b in pairs]
+        if len(here) == 1 or high == low + 1 == tensors.rank + 1:
+            _sum_of_products(here, place)
+        else:  # what adds to its result reads it, and it may be far away
+            place.copy_(_sum_of_products(here))
+        collect.send(low, high)
+    collect.sum(out_SD)
+    return out_SD
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tensors: Tensors, way: Way, queue: WgradQueue | None, *weights: Weight | Tensor
+    ) -> tuple[Tensor, ...]:
+        ordinary = [w for w in weights if isinstance(w, Tensor)]
+        ctx.save_for_backward(x, *ordinary)
+        ctx.managed = [None if isinstance(w, Tensor) else w for w in weights]
+        ctx.tensors, ctx.way, ctx.queue = tensors, way, queue
+        x_SD, values = x.reshape(-1, x.shape[-1]), [_value(w).t() for w in weights]
+        if way.forward == "ring":
+            return tuple(gathered_products(x_SD, values, tensors, way.splits[0])[0])
+        x_TD = tensors.gather(x_SD)
+        return tuple(x_TD @ value for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, *ordinary = ctx.saved_tensors
+        tensors, way = ctx.tensors, ctx.way
+        saved = iter(ordinary)
+        weights = [managed or next(saved) for managed in ctx.managed]
+        x_SD = x.detach().reshape(-1, x.shape[-1])
+        again = tensors.begin_gather(x_SD) if way.backward != "off" else None
+        pairs = [(g.contiguous(), _value(w)) for g, w in zip(grads, weights, strict=True)]
+        if way.backward == "pipeline":
+            dx = summed_products(pairs, tensors, way.splits[1])
+            finish = None
+        else:
+            # Ordinary weights have their gradients now: the sum over ranks runs beside these products.
+            finish = tensors.begin_sum(_sum_of_products(pairs), beside=bool(ordinary) and way.backward == "bulk")
+            dx = None if ordinary else finish()
+        x_TD = tensors.gather(x_SD) if again is None else again()
+        found = [_contribute(ctx, w, x_TD, g) for w, (g, _) in zip(weights, pairs, strict=True)]
+        if dx is None:
+            assert finish is not None
+            dx = finish()
+        return dx.view(x.shape), None, None, None, *found
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Weight | Tensor, tensors: Tensors, way: Way, queue: WgradQueue | None
+    ) -> Tensor:
+        managed = isinstance(weight, Weight)
+        ctx.save_for_backward(*((x,) if managed else (x, weight)))
+        ctx.weight, ctx.tensors, ctx.way, ctx.queue = weight if managed else None, tensors, way, queue
+        x_TF, value_FD = x.reshape(-1, x.shape[-1]), _value(weight).t()
+        if way.forward == "pipeline":
+            return summed_products([(x_TF, value_FD)], tensors, way.splits[0])
+        return tensors.sum(x_TF @ value_FD)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, *ordinary = ctx.saved_tensors
+        tensors, way = ctx.tensors, ctx.way
+        weight = ctx.weight or ordinary[0]
+        g_SD, value_DF = g.reshape(-1, g.shape[-1]), _value(weight)
+        if way.backward == "ring":
+            (dx,), g_TD = gathered_products(g_SD, [value_DF], tensors, way.splits[1], keep=True)
+            assert g_TD is not None
+        else:
+            g_TD = tensors.gather(g_SD)
+            dx = g_TD @ value_DF
+        found = _contribute(ctx, weight, x.detach().reshape(-1, x.shape[-1]), g_TD)
+        return dx.view(x.shape), found, None, None, None
