@@ -125,21 +125,22 @@ class _CopiedCollect:
 
     def send(self, low: int, high: int) -> None:
         rank = self._tokens.rank
-        if high == low + 1 and self._tokens.stores:
-            if low != rank:
-                self._tokens.signal(low, self._turn)
+        in_place = high == low + 1 and (low == rank or self._tokens.stores)
+        if in_place and low != rank:
+            self._tokens.signal(low, self._turn)
+        if in_place:
             return
         with self._tokens.side.behind():
             for peer in range(low, high):
+                self._rooms[peer][rank].copy_(self._leaving_PSD[peer])
                 if peer != rank:
-                    self._rooms[peer][rank].copy_(self._leaving_PSD[peer])
                     self._tokens.signal(peer, self._turn)
 
     def sum(self, out_SD: Tensor) -> None:
+        self._tokens.side.mark()()  # what left is memory of the current queue
         for source in self._tokens.others():
             self._tokens.wait(source, self._turn)
         add_up(self._rooms[self._tokens.rank].flatten(1), out_SD.view(-1))
-        self._tokens.side.mark()()  # what left is memory of the current queue
 
 
 @dataclass

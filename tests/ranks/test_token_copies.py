@@ -1,0 +1,108 @@
+"""Arrival buffers and words, with threads in place of ranks: a queue does at once what it is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.runtime.lanes import Side
+from hocket.runtime.token_copies import CopiedTokens
+
+CPU = torch.device("cpu")
+TOKENS, WIDTH, TURNS = 3, 4, 6
+
+
+class Words:
+    """What ranks have told each other."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.turns: dict[tuple[int, int], int] = {}
+
+    def signal(self, me: int, peer: int, turn: int) -> None:
+        with self.changed:
+            assert self.turns.get((me, peer), 0) < turn
+            self.turns[me, peer] = turn
+            self.changed.notify_all()
+
+    def wait(self, me: int, peer: int, turn: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.turns.get((peer, me), 0) >= turn, 10.0), f"{peer} never came"
+
+
+def on_ranks(size: int, stores: bool, work: Callable[[CopiedTokens], list[Tensor]]) -> list[list[Tensor]]:
+    words, nbytes = Words(), size * TOKENS * WIDTH * 4
+    arrivals = [torch.full((2, nbytes), 255, dtype=torch.uint8) for _ in range(size)]
+
+    def one(rank: int) -> list[Tensor]:
+        def signal(peer: int, turn: int) -> None:
+            words.signal(rank, peer, turn)
+
+        def wait(peer: int, turn: int) -> None:
+            words.wait(rank, peer, turn)
+
+        return work(CopiedTokens(rank, arrivals, signal, wait, Side(CPU), stores))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def tokens_of(rank: int, turn: int) -> Tensor:
+    return torch.full((TOKENS, WIDTH), 10.0 * turn + rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_everybody_sees_everybodys_tokens(size: int) -> None:
+    def work(tokens: CopiedTokens) -> list[Tensor]:
+        found = []
+        for turn in range(TURNS):
+            spread = tokens.spread(tokens_of(tokens.rank, turn))
+            out = torch.zeros(size * TOKENS, WIDTH)
+            if turn % 2:
+                spread.whole(out)()
+            else:
+                for source in tokens.others():
+                    out[source * TOKENS : (source + 1) * TOKENS] = spread.take(source, source + 1)
+                out[tokens.rank * TOKENS : (tokens.rank + 1) * TOKENS] = tokens_of(tokens.rank, turn)
+            spread.end()
+            found.append(out)
+        return found
+
+    for found in on_ranks(size, False, work):
+        for turn, out in enumerate(found):
+            assert torch.equal(out, torch.cat([tokens_of(rank, turn) for rank in range(size)]))
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_everybody_gets_the_sum_of_its_tokens(stores: bool) -> None:
+    size = 4
+
+    def work(tokens: CopiedTokens) -> list[Tensor]:
+        found = []
+        for turn in range(TURNS):
+            out = torch.empty(TOKENS, WIDTH)
+            collect = tokens.collect(out)
+            for low, high in ((0, 2), (2, 3), (3, 4)):
+                collect.place(low, high).copy_(tokens_of(tokens.rank, turn).repeat(high - low, 1))
+                collect.send(low, high)
+            collect.sum(out)
+            found.append(out)
+        return found
+
+    for found in on_ranks(size, stores, work):
+        for turn, out in enumerate(found):
+            assert torch.equal(out, sum(tokens_of(rank, turn) for rank in range(size)))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def work(tokens: CopiedTokens) -> list[Tensor]:
+        with pytest.raises(AssertionError, match="arrival buffers"):
+            tokens.spread(torch.zeros(TOKENS + 1, WIDTH))
+        return []
+
+    on_ranks(2, False, work)
