@@ -188,6 +188,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     }.items()),
     (TINY, {"mesh__dp": 3}, "mesh.dp", "does not divide mesh.dp = 3"),
     (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
+    (DENSE, {"mesh__tp": 2}, "mesh.tp", "cannot spread layers"),
     (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
     (TINY, {"plan__chunks": 5}, "plan.chunks", "10 virtual stages, more than 8 layers"),

@@ -17,7 +17,10 @@ from hocket.trace.data import RankTrace
 VERSION = 1
 """Of the metadata that this code understands."""
 
-_LATER: dict[str, dict[str, Any]] = {"settings.plan": {"p2p_backward_lane": "on", "merge_ends": "off"}}
+_LATER: dict[str, dict[str, Any]] = {
+    "settings.plan": {"p2p_backward_lane": "on", "merge_ends": "off"},
+    "settings.mesh": {"tp": 1},
+}
 """Settings that came after the first traces, and what runs did before there was a choice."""
 
 

@@ -96,7 +96,7 @@ def test_everybody_gets_the_sum_of_its_tokens(stores: bool) -> None:
 
     for found in on_ranks(size, stores, work):
         for turn, out in enumerate(found):
-            assert torch.equal(out, sum(tokens_of(rank, turn) for rank in range(size)))
+            assert torch.equal(out, torch.stack([tokens_of(rank, turn) for rank in range(size)]).sum(0))
 
 
 def test_what_does_not_fit_is_refused() -> None:
