@@ -39,16 +39,13 @@ def calls(sizes: Sizes) -> dict[str, tuple[Any, Values, Callable[[], object], in
     logits = torch.randn(sizes.tokens, m.experts, device=sizes.device)
     probs, routed = route(logits, m)
     x, sent = (torch.randn(n, m.hidden, device=sizes.device, dtype=sizes.dtype) for n in (sizes.tokens, sizes.rows))
-    inverse, order = routed.inverse_R, routed.order_R
+    place, order = routed.inverse_TK, routed.order_R
     return {
         "gather": (rows, COPIES, lambda: rows.gather(sent, order), 2 * sent.nbytes),
-        "permute": (rows, TILES, lambda: rows.permute(x, inverse, m.top_k), x.nbytes + sent.nbytes),
-        "permute_backward": (
-            rows, TILES, lambda: rows.permute_backward(sent, inverse, m.top_k), x.nbytes + sent.nbytes,
-        ),
-        "unpermute": (rows, TILES, lambda: rows.unpermute(sent, probs, inverse, x, None), 2 * x.nbytes + sent.nbytes),
-        "unpermute_backward": (
-            rows, PAIRS, lambda: rows.unpermute_backward(x, sent, probs, inverse), x.nbytes + 2 * sent.nbytes,
+        "spread": (rows, TILES, lambda: rows.spread(x, place, sent), x.nbytes + sent.nbytes),
+        "total": (rows, TILES, lambda: rows.total(sent, probs, place, x, None), 2 * x.nbytes + sent.nbytes),
+        "total_backward": (
+            rows, PAIRS, lambda: rows.total_backward(x, sent, probs, place), x.nbytes + 2 * sent.nbytes,
         ),
         "route": (routing, TOKENS, lambda: routing.choose(logits, None, m, 0.0), 2 * logits.nbytes),
     }  # fmt: skip

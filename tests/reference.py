@@ -19,9 +19,8 @@ from hocket.config import ModelConfig, Strategy
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
-from hocket.parallel.dispatch import Splits
+from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
-from hocket.runtime.transports import RowTable
 
 Batch = tuple[Tensor, Tensor]
 """Token ids and targets of one microbatch of one data-parallel rank, both [B, S]."""
@@ -57,6 +56,7 @@ class Reference:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     clip: float = math.inf
+    per_rank: bool = False
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = adamw
     strategy: Strategy = "optim_grads_params"
 
@@ -87,7 +87,8 @@ class Reference:
     def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
-        chunk = Chunk(c, range(c.layers), ep_size=self.ep, ep_rank=ep_rank, aux_scale=1 / microbatches)
+        scale, per_rank = 1 / microbatches, self.per_rank
+        chunk = Chunk(c, range(c.layers), ep_size=self.ep, ep_rank=ep_rank, aux_scale=scale, per_rank=per_rank)
         chunk.to_empty(device="cpu")
         chunk.tie()
         for name, param in chunk.named_parameters():
@@ -154,23 +155,21 @@ def moe_layer(layers: list[MoELayer], xs: list[Tensor]) -> tuple[list[Tensor], T
     rows, residuals, shared, probs, routings = zip(
         *[layer.forward_attn(x) for layer, x in zip(layers, xs, strict=True)], strict=True
     )
-    # By source rank, destination rank and local expert.
-    counts = torch.stack([routing.counts_E.view(ep, -1) for routing in routings])
-    sizes: list[list[int]] = counts.sum(-1).tolist()
-    sent = [rows[source].split(sizes[source]) for source in range(ep)]
+    # By source rank, destination rank and local expert; with one copy per rank the rows behind them.
+    every = torch.stack([counts_to_send(routing, ep) for routing in routings])
+    splits = [splits_of(every, rank, routing) for rank, routing in enumerate(routings)]
+    sent = [rows[source][: sum(at.table.send)].split(at.table.send) for source, at in enumerate(splits)]
     returned = []
     for rank, layer in enumerate(layers):
         received = torch.cat([sent[source][rank] for source in range(ep)])
-        recv = [sizes[source][rank] for source in range(ep)]
-        out = layer.forward_experts(received, Splits(RowTable(sizes, rank), counts[:, rank]))
-        returned.append(out.split(recv))
+        returned.append(layer.forward_experts(received, splits[rank]).split(splits[rank].table.receive))
     outputs = []
     for source, layer in enumerate(layers):
         back = torch.cat([returned[rank][source] for rank in range(ep)])
         outputs.append(
             layer.forward_unpermute(back, residuals[source], shared[source], probs[source], routings[source])
         )
-    return outputs, counts.sum(0).flatten()
+    return outputs, torch.stack([routing.counts_E for routing in routings]).sum(0)
 
 
 def rank_sum(grads: Sequence[Tensor | None]) -> Tensor:

@@ -1,9 +1,8 @@
-"""Moving rows between tokens and experts: every row is read once and written once, whatever is computed on the way.
+"""Moving rows between tokens, ranks and experts: each is read once and written once, whatever is computed on the way.
 
-One program works on a tile of one token's columns, and on the rows of all its choices there. What a token's rows are
-summed to is summed in the order of its choices.
+One program works on a tile of one row's columns, and on the rows of all its choices there.
 
-Shapes: T tokens, K choices per token, D columns, R = T * K rows. `inverse` is the row of every choice, [T * K].
+Shapes: N and R rows, K choices, D columns. `place` is the row of every choice, [N, K], or -1; see `parallel/rows.py`.
 """
 
 # pyrefly: ignore-errors
@@ -34,36 +33,29 @@ def _group_gather(x, order, y, rows, width, block_r: tl.constexpr, block: tl.con
 
 
 @triton.jit
-def _permute(x, inverse, rows, width, top_k: tl.constexpr, block: tl.constexpr):
+def _spread(x, place, out, x_stride, out_stride, width, top_k: tl.constexpr, block: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    value = tl.load(x + token * width + column, mask=inside)
+    value = tl.load(x + token * x_stride + column, mask=inside)
     for k in tl.static_range(top_k):
-        row = tl.load(inverse + token * top_k + k).to(tl.int64)
-        tl.store(rows + row * width + column, value, mask=inside)
+        row = tl.load(place + token * top_k + k).to(tl.int64)
+        tl.store(out + row * out_stride + column, value, mask=inside & (row >= 0))
 
 
 @triton.jit
-def _permute_backward(rows, inverse, x, width, top_k: tl.constexpr, block: tl.constexpr):
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < width
-    total = tl.zeros([block], tl.float32)
-    for k in tl.static_range(top_k):
-        row = tl.load(inverse + token * top_k + k).to(tl.int64)
-        total += tl.load(rows + row * width + column, mask=inside).to(tl.float32)
-    tl.store(x + token * width + column, total, mask=inside)
-
-
-@triton.jit
-def _unpermute(
+def _total(
     rows,
     probs,
-    inverse,
+    place,
     residual,
     shared,
     out,
+    rows_stride,
+    out_stride,
     width,
     top_k: tl.constexpr,
+    has_probs: tl.constexpr,
+    has_residual: tl.constexpr,
     has_shared: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -71,21 +63,24 @@ def _unpermute(
     inside, here = column < width, token * width + column
     total = tl.zeros([block], tl.float32)
     for k in tl.static_range(top_k):
-        row = tl.load(inverse + token * top_k + k).to(tl.int64)
-        prob = tl.load(probs + token * top_k + k)
-        total += tl.load(rows + row * width + column, mask=inside).to(tl.float32) * prob
+        row = tl.load(place + token * top_k + k).to(tl.int64)
+        value = tl.load(rows + row * rows_stride + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if has_probs:
+            value *= tl.load(probs + token * top_k + k, mask=row >= 0, other=0.0)
+        total += value
     if has_shared:
         total += tl.load(shared + here, mask=inside).to(tl.float32)
-    total += tl.load(residual + here, mask=inside).to(tl.float32)
-    tl.store(out + here, total, mask=inside)
+    if has_residual:
+        total += tl.load(residual + here, mask=inside).to(tl.float32)
+    tl.store(out + token * out_stride + column, total, mask=inside)
 
 
 @triton.jit
-def _unpermute_backward(
+def _total_backward(
     g,
     rows,
     probs,
-    inverse,
+    place,
     g_rows,
     g_probs,
     width,
@@ -96,19 +91,19 @@ def _unpermute_backward(
 ):
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, choices)
-    chosen, at = k < top_k, token * top_k + k
-    row = tl.load(inverse + at, mask=chosen, other=0).to(tl.int64)
-    prob = tl.load(probs + at, mask=chosen, other=0.0)
+    at = token * top_k + k
+    row = tl.load(place + at, mask=k < top_k, other=-1).to(tl.int64)
+    prob = tl.load(probs + at, mask=row >= 0, other=0.0)
     total = tl.zeros([choices], tl.float32)
     for tile in range(tiles):
         column = tile * block + tl.arange(0, block)
         inside = column < width
-        there, both = row[:, None] * width + column[None, :], chosen[:, None] & inside[None, :]
+        there, both = row[:, None] * width + column[None, :], (row >= 0)[:, None] & inside[None, :]
         grad = tl.load(g + token * width + column, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(rows + there, mask=both, other=0.0).to(tl.float32)
         total += tl.sum(value * grad[None, :], axis=1)
         tl.store(g_rows + there, prob[:, None] * grad[None, :], mask=both)
-    tl.store(g_probs + at, total, mask=chosen)
+    tl.store(g_probs + at, total, mask=k < top_k)
 
 
 def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
@@ -128,55 +123,58 @@ def gather(x_RD: Tensor, order_R: Tensor) -> Tensor:
     return y_RD
 
 
-def permute(x_TD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
-    """Every token's columns at the rows of its choices: [R, D]."""
-    tokens, width = x_TD.shape
-    rows_RD = x_TD.new_empty(tokens * top_k, width)
-    if rows_RD.numel():
-        grid, block = _tiles(tokens, width)
-        _permute[grid](x_TD.contiguous(), inverse_R, rows_RD, width, top_k, block, num_warps=WARPS)
-    return rows_RD
+def spread(x_ND: Tensor, place_NK: Tensor, out_RD: Tensor) -> None:
+    """Copy every row to all its places in `out`. Both may be columns of something wider."""
+    (rows, width), top_k = x_ND.shape, place_NK.shape[1]
+    x_ND = _by_rows(x_ND)
+    assert out_RD.stride(1) == 1
+    if rows and width:
+        grid, block = _tiles(rows, width)
+        given = (x_ND, place_NK.contiguous(), out_RD, x_ND.stride(0), out_RD.stride(0))
+        _spread[grid](*given, width, top_k, block, num_warps=WARPS)
 
 
-def permute_backward(rows_RD: Tensor, inverse_R: Tensor, top_k: int) -> Tensor:
-    """The sum of every token's rows: [T, D]."""
-    tokens, width = rows_RD.shape[0] // top_k, rows_RD.shape[1]
-    x_TD = rows_RD.new_empty(tokens, width)
-    if x_TD.numel():
-        grid, block = _tiles(tokens, width)
-        _permute_backward[grid](rows_RD.contiguous(), inverse_R, x_TD, width, top_k, block, num_warps=WARPS)
-    return x_TD
-
-
-def unpermute(
-    rows_RD: Tensor, probs_TK: Tensor, inverse_R: Tensor, residual_TD: Tensor, shared_TD: Tensor | None
+def total(
+    rows_RD: Tensor,
+    probs_NK: Tensor | None,
+    place_NK: Tensor,
+    residual_ND: Tensor | None,
+    shared_ND: Tensor | None,
+    out_ND: Tensor | None = None,
 ) -> Tensor:
-    """The sum of every token's rows times their fp32 weights, plus `shared`, plus `residual`: [T, D]."""
-    (tokens, top_k), width = probs_TK.shape, rows_RD.shape[1]
-    out_TD = torch.empty_like(residual_TD, memory_format=torch.contiguous_format)
-    if out_TD.numel():
+    """The sum of every choice's row [times its fp32 weight], plus `shared`, plus `residual`: [N, D].
+
+    `rows` and `out` may be columns of something wider.
+    """
+    (tokens, top_k), width = place_NK.shape, rows_RD.shape[1]
+    rows_RD = _by_rows(rows_RD)
+    if out_ND is None:
+        shape = (tokens, width) if residual_ND is None else residual_ND.shape
+        out_ND = (rows_RD if residual_ND is None else residual_ND).new_empty(shape)
+    if out_ND.numel():
         grid, block = _tiles(tokens, width)
-        extra = residual_TD if shared_TD is None else shared_TD
-        given = (t.contiguous() for t in (rows_RD, probs_TK, inverse_R, residual_TD, extra))
-        _unpermute[grid](
-            *given, out_TD, width, top_k, shared_TD is not None, block, num_warps=WARPS, enable_fp_fusion=False
-        )
-    return out_TD
+        extra = (rows_RD if t is None else t.contiguous() for t in (residual_ND, shared_ND))
+        probs = rows_RD if probs_NK is None else probs_NK.contiguous()
+        flags = (probs_NK is not None, residual_ND is not None, shared_ND is not None)
+        strides = (rows_RD.stride(0), width if out_ND.is_contiguous() else out_ND.stride(0))
+        given = (rows_RD, probs, place_NK.contiguous(), *extra, out_ND, *strides, width, top_k, *flags)
+        _total[grid](*given, block, num_warps=WARPS, enable_fp_fusion=False)
+    return out_ND
 
 
-def unpermute_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `unpermute`'s rows, [R, D], and weights, fp32 [T, K]."""
-    (tokens, top_k), width = probs_TK.shape, rows_RD.shape[1]
-    g_rows_RD, g_probs_TK = torch.empty_like(rows_RD, memory_format=torch.contiguous_format), torch.empty_like(probs_TK)
+def total_backward(g_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, place_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `total`'s rows, [R, D], and weights, fp32 [N, K]. Every row of `rows` has a choice."""
+    (tokens, top_k), width = probs_NK.shape, rows_RD.shape[1]
+    g_rows_RD, g_probs_NK = torch.empty_like(rows_RD, memory_format=torch.contiguous_format), torch.empty_like(probs_NK)
     if not g_rows_RD.numel():
-        return g_rows_RD, g_probs_TK.zero_()
+        return g_rows_RD, g_probs_NK.zero_()
     choices = triton.next_power_of_2(top_k)
     block = min(triton.next_power_of_2(width), max(PAIRS // choices, 32))
-    given = (t.contiguous() for t in (g_TD, rows_RD, probs_TK, inverse_R))
-    _unpermute_backward[tokens,](
+    given = (t.contiguous() for t in (g_ND, rows_RD, probs_NK, place_NK))
+    _total_backward[tokens,](
         *given,
         g_rows_RD,
-        g_probs_TK,
+        g_probs_NK,
         width,
         top_k,
         choices,
@@ -185,4 +183,9 @@ def unpermute_backward(g_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, inverse_
         num_warps=PAIRS_WARPS,
         enable_fp_fusion=False,
     )
-    return g_rows_RD, g_probs_TK
+    return g_rows_RD, g_probs_NK
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The tensor itself, if its columns are contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()

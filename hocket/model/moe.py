@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.layers import Attention, Mlp, new_weight, swiglu
-from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
+from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, linear
 from hocket.runtime.norms import add_rms_norm
@@ -52,13 +52,15 @@ class MoELayer(nn.Module):
 
     Its parts are `forward_attn`, `forward_experts` and `forward_unpermute`; between the first two and the
     last two the rows travel to their experts' ranks and back. `aux_scale` multiplies the coefficient of the
-    load-balancing loss, to match the factor of the main loss (1 / microbatches).
+    load-balancing loss, to match the factor of the main loss (1 / microbatches). With `per_rank` rows are sent once
+    per token and rank, not once per expert (`parallel/pairs.py`).
     """
 
-    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float) -> None:
+    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float, per_rank: bool = False) -> None:
         super().__init__()
         self.config = config
         self.ep_size = ep_size
+        self.per_rank = per_rank and ep_size > 1
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
         self.attn = Attention(config)
@@ -67,12 +69,12 @@ class MoELayer(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep_size)
 
-    def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Routing]:
+    def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
         """Attention, norm, shared expert, router and permutation.
 
-        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K],
-        routing). The normed hidden state has three readers, whose order fixes the bits of its gradient:
-        shared expert, router, permutation.
+        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K] or None if they
+        are in the rows, routing). The normed hidden state has three readers, whose order fixes the bits of its
+        gradient: shared expert, router, permutation.
         """
         c = self.config
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, c.norm_eps)
@@ -80,15 +82,23 @@ class MoELayer(nn.Module):
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD = h_BSD.flatten(0, 1)
         probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)
-        return permute(h_TD, routing), x1_BSD, shared_BSD, probs_TK, routing
+        if self.per_rank:
+            routing = routing.by_rank(self.ep_size)
+        rows, probs = send_rows(h_TD, probs_TK, routing)
+        return rows, x1_BSD, shared_BSD, probs, routing
 
     def forward_experts(self, rows_RD: Tensor, splits: Splits) -> Tensor:
         """The local experts on the rows received, given and returned in received order."""
-        grouped_RD = self.experts(group_rows(rows_RD, splits), splits.offsets_L)
-        return ungroup_rows(grouped_RD, splits)
+        grouped_RD, weights = to_experts(rows_RD, splits)
+        return from_experts(self.experts(grouped_RD, splits.offsets_L), weights, splits)
 
     def forward_unpermute(
-        self, rows_RD: Tensor, residual_BSD: Tensor, shared_BSD: Tensor | None, probs_TK: Tensor, routing: Routing
+        self,
+        rows_RD: Tensor,
+        residual_BSD: Tensor,
+        shared_BSD: Tensor | None,
+        probs_TK: Tensor | None,
+        routing: Routing,
     ) -> Tensor:
         """Weighted sum of the rows that came back, in sent order, plus shared expert and residual."""
         return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)

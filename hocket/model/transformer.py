@@ -66,7 +66,7 @@ class Chunk(nn.Module):
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep_rank`: global experts `ep_rank * E / ep_size` onwards. Made without values, on
-    the meta device.
+    the meta device. `aux_scale` and `per_rank` are those of its MoE layers.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Chunk(nn.Module):
         ep_size: int = 1,
         ep_rank: int = 0,
         aux_scale: float = 1.0,
+        per_rank: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -88,7 +89,7 @@ class Chunk(nn.Module):
         kinds = config.kinds()
         self.layers = nn.ModuleDict(
             {
-                str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep_size, aux_scale)
+                str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep_size, aux_scale, per_rank)
                 for i in layers
             }
         )

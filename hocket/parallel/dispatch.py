@@ -1,37 +1,40 @@
 """Dispatch: moving a token's rows to its experts and back, as values and pure functions.
 
-A token's hidden state is sent once per chosen expert. The rows pass through three orders:
+A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`pairs.py`). Rows pass
+through three orders:
 
-    sent      by global expert, then token: what leaves a rank, already split by destination
-    received  by source rank, then local expert, then token: what arrives
+    sent      by destination, that is by global expert, then token; with one copy per rank by rank, then token
+    received  by source rank, then in the order in which that rank sent them
     grouped   by local expert, then source rank, then token: what the grouped GEMM reads
 
-Every change of order is a gather in forward and a gather in backward, never an accumulation over an index,
-so it is deterministic on every device, and much faster than the backward of plain indexing. On GPUs the kernels of
-`hocket/kernels/rows.py` compute what the formulas here say, and read and write every row once.
+With one copy per expert, received and grouped rows are the same ones in another order. With one copy per rank a
+received row has one place in grouped order for each of its choices.
 
 Note: [Who knows what of a dispatch]
-A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions below: `permute`
-makes the rows to send from tokens, `group_rows` and `ungroup_rows` stand before and behind the experts, `unpermute`
-makes tokens of the rows that came back. Whoever moves rows in between (`runtime/actions.py`) asks `exchange_counts` for
-the `Splits`, and sends by its `table` forwards, by `table.back` on the way back. So another way to tell the ranks how
-many rows come is another maker of `Splits`, and parts of the model do not change for it.
+A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
+`send_rows` makes the rows to send from tokens, `to_experts` and `from_experts` stand before and behind the experts,
+`unpermute` makes tokens of the rows that came back. Whoever moves rows in between (`runtime/actions.py`) asks
+`exchange_counts` for the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of
+sent rows the first `sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So
+another way to tell the ranks how many rows come is another maker of `Splits`, and parts of the model do not change.
 
-Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, R rows.
+Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, N rows that arrive,
+R rows in grouped order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hocket.kernels.usable import usable
+from hocket.parallel.pairs import label_bytes, open_rows, pack, read_labels
 from hocket.parallel.routing import Routing, inverse_of
+from hocket.parallel.rows import gather, spread, total
 from hocket.runtime.transports import RowTable
 
 
@@ -48,12 +51,25 @@ class CountExchange(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Of rows that stand for several choices each: how many there are."""
+
+    received_P: Tensor
+    """Rows received by source rank, int64, on the device."""
+    choices: int
+    """Choices they stand for: rows in grouped order."""
+    top_k: int
+
+
+@dataclass(frozen=True, eq=False)
 class Splits:
     """How many rows go where, after the ranks have exchanged their counts."""
 
     table: RowTable
     counts_PL: Tensor
-    """Rows received by source rank and local expert, int64, on the device."""
+    """Choices by source rank and local expert, int64, on the device. With one copy per expert, also rows received."""
+    arrivals: Arrivals | None = None
+    """With one copy per rank."""
 
     @property
     def offsets_L(self) -> Tensor:
@@ -62,36 +78,24 @@ class Splits:
 
     @property
     def order_R(self) -> Tensor:
-        """Received position of every grouped row, int32."""
+        """Position by source rank, then expert of every grouped row, int32."""
         return self._grouping[1]
 
     @property
     def inverse_R(self) -> Tensor:
-        """Grouped position of every received row, int32."""
+        """Grouped position of every row by source rank, then expert; int32."""
         return self._grouping[2]
 
     @cached_property
     def _grouping(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computed at first use, on the lane that uses it."""
+        rows = sum(self.table.receive) if self.arrivals is None else self.arrivals.choices
         if usable(self.counts_PL):
             from hocket.kernels.routing import regroup
 
-            return regroup(self.counts_PL, sum(self.table.receive))
-        order_R = _block_order(self.counts_PL, sum(self.table.receive))
+            return regroup(self.counts_PL, rows)
+        order_R = _block_order(self.counts_PL, rows)
         return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, inverse_of(order_R)
-
-
-def permute(x_TD: Tensor, routing: Routing) -> Tensor:
-    """Tokens to the rows that are sent: [R, D]. Backward sums a token's rows over its choices, in fp32."""
-    return _Permute.apply(x_TD, routing)
-
-
-def unpermute(rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tensor | None, routing: Routing) -> Tensor:
-    """`(sum over choices of prob * row) [+ shared] + residual`, in the shape of the residual, [T, D] or [B, S, D].
-
-    The rows are in sent order; all sums are in fp32, in this order, and rounded once.
-    """
-    return _Unpermute.apply(rows_RD, probs_TK, residual, shared, routing)
 
 
 def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
@@ -100,24 +104,79 @@ def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
     Without a group, or in a group of one, all rows stay here and nothing waits.
     """
     if group is None or group.size == 1:
+        assert routing.pairs is None, "one copy per rank is for experts on other ranks"
         return Splits(RowTable([[routing.tokens * routing.top_k]], 0), routing.counts_E.view(1, -1))
-    every_PPL = group.all_counts(routing.counts_E.view(group.size, -1))
-    rows: list[list[int]] = every_PPL.sum(-1).tolist()
-    return Splits(RowTable(rows, group.rank), every_PPL[:, group.rank].contiguous())
+    return splits_of(group.all_counts(counts_to_send(routing, group.size)), group.rank, routing)
+
+
+def counts_to_send(routing: Routing, ranks: int) -> Tensor:
+    """What each rank must know: choices by local expert, [P, L], and with one copy per rank the rows behind them."""
+    counts_PL, pairs = routing.counts_E.view(ranks, -1), routing.pairs
+    return counts_PL if pairs is None else torch.cat([counts_PL, pairs.counts_P.unsqueeze(1)], 1)
+
+
+def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
+    """What follows for a rank from what every rank sends to each. Stops the host until it is known."""
+    if routing.pairs is None:
+        rows: list[list[int]] = every_PPM.sum(-1).tolist()
+        return Splits(RowTable(rows, rank), every_PPM[:, rank].contiguous())
+    every_PPL, every_PP = every_PPM[..., :-1], every_PPM[..., -1]
+    rows, choices = torch.stack([every_PP, every_PPL.sum(-1)]).tolist()
+    arrivals = Arrivals(every_PP[:, rank].contiguous(), sum(line[rank] for line in choices), routing.top_k)
+    table = RowTable(rows, rank, label_bytes(routing.top_k))
+    return Splits(table, every_PPL[:, rank].contiguous(), arrivals)
+
+
+def send_rows(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    """The rows to send, [`routing.room`, D or more], and the weights, if they stay on this rank."""
+    if routing.pairs is None:
+        return permute(x_TD, routing), probs_TK
+    return pack(x_TD, probs_TK, routing.pairs), None
+
+
+def to_experts(rows_ND: Tensor, splits: Splits) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Rows in received order to grouped order, [R, D]; and what `from_experts` needs to know of them."""
+    if splits.arrivals is None:
+        return group_rows(rows_ND, splits), None
+    by_source = splits.arrivals.received_P, splits.counts_PL.sum(1)
+    place_NK, probs_NK = read_labels(rows_ND.detach(), splits.arrivals.top_k, *by_source, splits.inverse_R)
+    grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, splits.arrivals.choices)
+    return grouped_RD, (probs_NK, place_NK)
+
+
+def from_experts(rows_RD: Tensor, weights: tuple[Tensor, Tensor] | None, splits: Splits) -> Tensor:
+    """Rows in grouped order to received order, [N, D]; where a row has several choices, to their weighted sum."""
+    return ungroup_rows(rows_RD, splits) if weights is None else total(rows_RD, *weights)
+
+
+def unpermute(
+    rows_ND: Tensor, probs_TK: Tensor | None, residual: Tensor, shared: Tensor | None, routing: Routing
+) -> Tensor:
+    """`(sum over a token's rows [times weights]) [+ shared] + residual`, in the residual's shape, [T, D] or [B, S, D].
+
+    The rows are in sent order; all sums are in fp32, in the order of choices, and rounded once.
+    """
+    place_TK = routing.inverse_TK if routing.pairs is None else routing.pairs.first_TK
+    return total(rows_ND, probs_TK, place_TK, residual, shared)
+
+
+def permute(x_TD: Tensor, routing: Routing) -> Tensor:
+    """Tokens to one row per choice, [R, D]. Backward sums a token's rows over its choices, in fp32."""
+    return spread(x_TD, routing.inverse_TK, routing.room)
 
 
 def group_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
-    """Rows in received order to grouped order."""
+    """Rows in received order to grouped order, one per choice."""
     if len(splits.table.rows) == 1:
         return rows_RD
-    return _Gather.apply(rows_RD, splits.order_R, splits.inverse_R)
+    return gather(rows_RD, splits.order_R, splits.inverse_R)
 
 
 def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
-    """Rows in grouped order to received order."""
+    """Rows in grouped order to received order, one per choice."""
     if len(splits.table.rows) == 1:
         return rows_RD
-    return _Gather.apply(rows_RD, splits.inverse_R, splits.order_R)
+    return gather(rows_RD, splits.inverse_R, splits.order_R)
 
 
 def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
@@ -129,96 +188,3 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
     shift = start_PL.t().reshape(-1) - grouped_start
     order_R = torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
     return order_R.to(torch.int32)
-
-
-class _Gather(torch.autograd.Function):
-    """Rows in another order; backward gathers with the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return _gathered(x_RD, order_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return _gathered(g_RD, ctx.saved_tensors[0]), None, None
-
-
-def _gathered(x_RD: Tensor, order_R: Tensor) -> Tensor:
-    if usable(x_RD):
-        from hocket.kernels import rows
-
-        return rows.gather(x_RD, order_R)
-    return x_RD.index_select(0, order_R)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        if usable(x_TD):
-            from hocket.kernels import rows
-
-            return rows.permute(x_TD, routing.inverse_R, routing.top_k)
-        return x_TD.index_select(0, routing.order_R // routing.top_k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        routing: Routing = ctx.routing
-        if usable(g_RD):
-            from hocket.kernels import rows
-
-            return rows.permute_backward(g_RD, routing.inverse_R, routing.top_k), None
-        return _sum_in_order(_by_token(g_RD, routing).float()).to(g_RD.dtype), None
-
-
-class _Unpermute(torch.autograd.Function):
-    """Weighted sum of each token's rows, shared expert and residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, residual: Tensor, shared: Tensor | None, routing: Routing
-    ) -> Tensor:
-        ctx.save_for_backward(rows_RD, probs_TK)
-        ctx.routing, ctx.has_shared = routing, shared is not None
-        if usable(rows_RD, probs_TK):
-            from hocket.kernels import rows
-
-            return rows.unpermute(rows_RD, probs_TK, routing.inverse_R, residual, shared)
-        total_TD = _sum_in_order(_by_token(rows_RD, routing).float() * probs_TK.unsqueeze(-1))
-        if shared is not None:
-            total_TD = total_TD + shared.view_as(total_TD)
-        return (total_TD.view_as(residual) + residual).to(residual.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        rows_RD, probs_TK = ctx.saved_tensors
-        routing: Routing = ctx.routing
-        g_TD = g.reshape(-1, g.shape[-1])
-        if usable(rows_RD, probs_TK):
-            from hocket.kernels import rows
-
-            g_rows_RD, g_probs_TK = rows.unpermute_backward(g_TD, rows_RD, probs_TK, routing.inverse_R)
-        else:
-            prob_R = probs_TK.reshape(-1).index_select(0, routing.order_R)
-            g_rows_RD = g_TD.index_select(0, routing.order_R // routing.top_k) * prob_R.unsqueeze(-1)
-            g_rows_RD = g_rows_RD.to(rows_RD.dtype)
-            g_probs_TK = (_by_token(rows_RD, routing).float() * g_TD.unsqueeze(1)).sum(-1)
-        return g_rows_RD, g_probs_TK, g, g if ctx.has_shared else None, None
-
-
-def _by_token(rows_RD: Tensor, routing: Routing) -> Tensor:
-    """Rows in sent order as [T, K, D]."""
-    return rows_RD.index_select(0, routing.inverse_R).view(routing.tokens, routing.top_k, rows_RD.shape[1])
-
-
-def _sum_in_order(x_TKD: Tensor) -> Tensor:
-    """The sum over K from the first to the last, which `Tensor.sum` does not promise."""
-    first_TD, *others = x_TKD.unbind(1)
-    total_TD = first_TD.clone()
-    for each_TD in others:
-        total_TD += each_TD
-    return total_TD

@@ -8,7 +8,7 @@ Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.parallel.pairs import Pairs, pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,17 +25,33 @@ class Routing:
     """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
 
     inverse_R: Tensor
-    """Sent row of every slot, int32."""
+    """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
     counts_E: Tensor
     """Rows for every global expert, int64, on the device."""
     tokens: int
     top_k: int
     aux: Tensor | None = None
     """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
+    pairs: Pairs | None = None
+    """The rows that are sent, if they are one per token and rank; otherwise there is one for every slot."""
+
+    def by_rank(self, ranks: int) -> Routing:
+        """The same choices, with one copy of a token per expert-parallel rank that has some of them."""
+        return replace(self, pairs=pair(self.inverse_TK, self.counts_E, ranks))
+
+    @property
+    def inverse_TK(self) -> Tensor:
+        """`inverse_R` by token and choice."""
+        return self.inverse_R.view(self.tokens, self.top_k)
+
+    @property
+    def room(self) -> int:
+        """Rows of the tensor of sent rows."""
+        return self.tokens * self.top_k if self.pairs is None else self.pairs.room
 
     @cached_property
     def order_R(self) -> Tensor:
-        """Slot of every sent row."""
+        """Slot of every row by global expert, then token."""
         return inverse_of(self.inverse_R)
 
 

@@ -136,7 +136,7 @@ class Actions:
 
     def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
         splits = self._exchange(op)
-        return self._all_to_all(sides[0], splits.table)
+        return self._all_to_all(sides[0][: sum(splits.table.send)], splits.table)
 
     def _exchange(self, op: Op) -> Splits:
         splits = self._splits[_place(op)] = exchange_counts(self._routings[_place(op)], self._groups.a2a)
@@ -192,8 +192,8 @@ class Actions:
         return self._backward(op, g[0] if self._layout.ep == 1 else g)[0]
 
     def bwd_dispatch(self, op: Op, g: Tensor) -> CommResult:
-        splits = self._splits[_place(op)]
-        return self._all_to_all(g, splits.table.back)
+        splits, room = self._splits[_place(op)], self._routings[_place(op)].room
+        return self._all_to_all(g, splits.table.back, room)
 
     def bwd_attn(self, op: Op, g: Tensor, *others: Any) -> Tensor | None:
         if self._layout.kinds[op.layer] == "dense":
@@ -249,10 +249,11 @@ class Actions:
 
     # -- communication of rows and activations ---------------------------------------------------------------
 
-    def _all_to_all(self, rows: Tensor, table: RowTable) -> CommResult:
-        """Exchange rows [R, D] between expert-parallel ranks."""
-        out = rows.new_empty((sum(table.receive), rows.shape[1]))
-        return out, self._groups.a2a.all_to_all(out, rows, table)
+    def _all_to_all(self, rows: Tensor, table: RowTable, room: int = 0) -> CommResult:
+        """Exchange rows [R, D] between expert-parallel ranks. What arrives is followed by anything, up to `room`."""
+        count = sum(table.receive)
+        out = rows.new_empty((max(count, room), rows.shape[1]))
+        return out, self._groups.a2a.all_to_all(out[:count], rows, table)
 
     def _edge(self, op: Op) -> Group:
         """The group of a send or receive."""

@@ -38,6 +38,8 @@ class RowTable:
 
     rows: list[list[int]]
     rank: int
+    label: int = 0
+    """Bytes at the end of each row that say what it is (`parallel/pairs.py`): nobody may make them up."""
 
     @property
     def send(self) -> list[int]:

@@ -45,12 +45,26 @@ def rows() -> None:
     from hocket.kernels import rows as kernels
 
     for top_k, width in ((8, 2048), (3, 100)):
-        x, probs, inverse = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4 * top_k)
-        sent = kernels.permute(x, inverse, top_k)
-        kernels.permute_backward(kernels.gather(sent, inverse), inverse, top_k)
-        kernels.unpermute(sent, probs, inverse, x, None)
-        kernels.unpermute(sent, probs, inverse, x, x)
-        kernels.unpermute_backward(x, sent, probs, inverse)
+        x, probs, place = of(BF16, 4, width), of(torch.float32, 4, top_k), of(torch.int32, 4, top_k)
+        sent, wide = of(BF16, 4 * top_k, width), of(BF16, 4, width + 32)
+        kernels.gather(sent, place.view(-1))
+        for each in (x, wide[:, :width]):
+            kernels.spread(each, place, sent)
+            kernels.total(sent, probs, place, None, None, each)
+        kernels.total(sent, None, place, x, None)
+        kernels.total(sent, probs, place, x, x)
+        kernels.total_backward(x, sent, probs, place)
+
+
+def pairs() -> None:
+    from hocket.kernels.pairs import number, read_labels, write_labels
+
+    for ranks, top_k in ((8, 8), (3, 2)):
+        probs, ends = of(torch.float32, 100, top_k), of(torch.int64, ranks)
+        row, _, seat, _ = number(of(torch.int32, 100, top_k), ends)
+        labelled = of(torch.int32, 100, 80)
+        write_labels(labelled, 16, probs, row, seat)
+        read_labels(labelled, 16, top_k, (ends, ends), of(torch.int32, 200))
 
 
 def routing() -> None:
@@ -94,7 +108,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, routing, dense, sums]
+CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums]
 """Add a function of your own here."""
 
 

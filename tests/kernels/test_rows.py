@@ -1,4 +1,4 @@
-"""The kernels that move rows, against the formulas in `hocket/parallel/dispatch.py`."""
+"""The kernels that move rows, against the formulas in `hocket/parallel/rows.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels import rows as kernels
 from hocket.kernels.rows import BLOCK, PAIRS
-from hocket.parallel.dispatch import permute, unpermute
 from hocket.parallel.routing import Routing, route
+from hocket.parallel.rows import spread, total
 
 CONFIG = ModelConfig(experts=8, top_k=3)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -36,36 +36,73 @@ def routed(tokens: int, top_k: int, spread_of_experts: float, seed: int) -> tupl
     return route(logits, replace(CONFIG, top_k=top_k))
 
 
-@given(**CASES)
+def places(routing: Routing, missing: bool, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Place of every choice, and rows that choices stand for; some choices without a place if they may be `missing`."""
+    place = routing.inverse_TK.clone()
+    if missing:
+        place[torch.rand(place.shape) < 0.4] = -1
+        here = place >= 0
+        place[here] = torch.randperm(int(here.sum()), dtype=torch.int32)
+    return place, torch.randn(int((place >= 0).sum()), width).to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """The same values as the first columns of something wider."""
+    return torch.cat([x, torch.full((len(x), 16), torch.nan, dtype=x.dtype)], 1)[:, : x.shape[1]]
+
+
+@given(**CASES, missing=st.booleans())
 @settings(max_examples=40)
-def test_permute(tokens, top_k, width, dtype, spread_of_experts, seed) -> None:
+def test_spread(tokens, top_k, width, dtype, spread_of_experts, seed, missing) -> None:
     """Rows are copies, and their gradients are added in the order of choices: the same bits, both ways."""
     _, routing = routed(tokens, top_k, spread_of_experts, seed)
+    place, rows = places(routing, missing, width, dtype)
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
-    rows = permute(x, routing)
-    assert torch.equal(kernels.permute(x.detach(), routing.inverse_R, top_k), rows)
+    expected = spread(x, place, len(rows))
+    for source, out in ((x.detach(), rows), (wide(x.detach()), wide(rows))):
+        kernels.spread(source, place, out)
+        assert torch.equal(out, expected)
     g = torch.randn(rows.shape).to(dtype)
-    rows.backward(g)
+    expected.backward(g)
     assert x.grad is not None
-    assert torch.equal(kernels.permute_backward(g, routing.inverse_R, top_k), x.grad)
+    assert torch.equal(kernels.total(g, None, place, None, None), x.grad)
+    out = wide(torch.empty_like(x.detach()))
+    assert torch.equal(kernels.total(wide(g), None, place, None, None, out), x.grad)
 
 
-@given(**CASES, has_shared=st.booleans())
+@given(**CASES, missing=st.booleans(), has_shared=st.booleans(), has_residual=st.booleans())
 @settings(max_examples=60)
-def test_unpermute(tokens, top_k, width, dtype, spread_of_experts, seed, has_shared) -> None:
+def test_total(tokens, top_k, width, dtype, spread_of_experts, seed, missing, has_shared, has_residual) -> None:
     """The same bits, but for the gradients of weights, which are sums over columns."""
     probs, routing = routed(tokens, top_k, spread_of_experts, seed)
-    rows = torch.randn(tokens * top_k, width).to(dtype).requires_grad_()
+    place, rows = places(routing, missing, width, dtype)
+    rows.requires_grad_()
     residual, shared, g = (torch.randn(tokens, width).to(dtype) for _ in range(3))
-    extra = shared if has_shared else None
+    extra = residual if has_residual else None, shared if has_shared else None
     probs.requires_grad_()
-    out = unpermute(rows, probs, residual, extra, routing)
-    assert torch.equal(kernels.unpermute(rows.detach(), probs.detach(), routing.inverse_R, residual, extra), out)
+    out = total(rows, probs, place, *extra)
+    assert torch.equal(kernels.total(rows.detach(), probs.detach(), place, *extra), out)
     out.backward(g)
-    g_rows, g_probs = kernels.unpermute_backward(g, rows.detach(), probs.detach(), routing.inverse_R)
+    g_rows, g_probs = kernels.total_backward(g, rows.detach(), probs.detach(), place)
     assert rows.grad is not None
     assert torch.equal(g_rows, rows.grad)
     torch.testing.assert_close(g_probs, probs.grad, rtol=1e-5, atol=1e-4)
+
+
+@given(**CASES, missing=st.booleans())
+@settings(max_examples=20)
+def test_total_without_weights(tokens, top_k, width, dtype, spread_of_experts, seed, missing) -> None:
+    _, routing = routed(tokens, top_k, spread_of_experts, seed)
+    place, rows = places(routing, missing, width, dtype)
+    rows.requires_grad_()
+    residual, g = (torch.randn(tokens, width).to(dtype) for _ in range(2))
+    out = total(rows, None, place, residual)
+    assert torch.equal(kernels.total(rows.detach(), None, place, residual, None), out)
+    out.backward(g)
+    g_rows = torch.empty_like(rows)
+    kernels.spread(g, place, g_rows)
+    assert rows.grad is not None
+    assert torch.equal(g_rows, rows.grad)
 
 
 @given(rows=st.integers(0, 9), width=CASES["width"], dtype=CASES["dtype"], seed=CASES["seed"])
@@ -80,23 +117,23 @@ def test_gather(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
 def test_other_strides(dtype: torch.dtype) -> None:
     """Gradients come as autograd made them: transposed, or one number for all."""
     probs, routing = routed(5, 3, 1.0, 0)
+    place = routing.inverse_TK
     rows, x = torch.randn(8, 15).to(dtype).t(), torch.randn(16, 5).to(dtype).t()[:, ::2]
-    assert torch.equal(
-        kernels.permute_backward(rows, routing.inverse_R, 3),
-        kernels.permute_backward(rows.contiguous(), routing.inverse_R, 3),
-    )
-    assert torch.equal(kernels.permute(x, routing.inverse_R, 3), kernels.permute(x.contiguous(), routing.inverse_R, 3))
+    straight = kernels.total(rows.contiguous(), None, place, None, None)
+    assert torch.equal(kernels.total(rows, None, place, None, None), straight)
+    spread_rows, expected = torch.empty(15, 8, dtype=dtype), torch.empty(15, 8, dtype=dtype)
+    kernels.spread(x, place, spread_rows)
+    kernels.spread(x.contiguous(), place, expected)
+    assert torch.equal(spread_rows, expected)
     one = torch.ones((), dtype=dtype).expand(5, 8)
     for a, b in zip(
-        kernels.unpermute_backward(one, rows, probs, routing.inverse_R),
-        kernels.unpermute_backward(one.contiguous(), rows.contiguous(), probs, routing.inverse_R),
+        kernels.total_backward(one, rows, probs, place),
+        kernels.total_backward(one.contiguous(), rows.contiguous(), probs, place),
         strict=True,
     ):
         assert torch.equal(a, b)
-    out = kernels.unpermute(rows, probs, routing.inverse_R, x, one)
-    assert torch.equal(
-        out, kernels.unpermute(rows.contiguous(), probs, routing.inverse_R, x.contiguous(), one.contiguous())
-    )
+    out = kernels.total(rows, probs, place, x, one)
+    assert torch.equal(out, kernels.total(rows.contiguous(), probs, place, x.contiguous(), one.contiguous()))
 
 
 def test_a_sum_is_rounded_once() -> None:
@@ -104,4 +141,5 @@ def test_a_sum_is_rounded_once() -> None:
     _, routing = routed(1, 8, 1.0, 0)
     g = torch.full((8, 5), 2.0**-9, dtype=torch.bfloat16)
     g[routing.inverse_R[0]] = 1.0
-    assert kernels.permute_backward(g, routing.inverse_R, 8)[0, 0].item() == 1.0 + 2.0**-6  # 1 + 7 * 2^-9, rounded once
+    summed = kernels.total(g, None, routing.inverse_TK, None, None)
+    assert summed[0, 0].item() == 1.0 + 2.0**-6  # 1 + 7 * 2^-9, rounded once

@@ -40,8 +40,8 @@ class Watched(Actions):
 
     rows: dict[str, tuple[int, int, list[int], list[int]]]
 
-    def _all_to_all(self, rows: torch.Tensor, table: RowTable) -> Any:
-        out, pending = super()._all_to_all(rows, table)
+    def _all_to_all(self, rows: torch.Tensor, table: RowTable, room: int = 0) -> Any:
+        out, pending = super()._all_to_all(rows, table, room)
         assert out is not None
         self.rows[self.current] = (len(rows), len(out), table.send, table.receive)
         return out, pending

@@ -1,0 +1,182 @@
+"""One copy per destination rank: a row for every (token, rank), however many of the token's experts live there.
+
+A token's choices mostly share ranks: of 8 choices among 4 ranks, a token has 3.6 ranks on average. So a row says in its
+*label*, columns behind the hidden state, which of the token's choices it stands for, and their weights:
+
+    hidden state [D]  |  seat of every choice, int32 [K]  |  their weights, fp32 [K]
+
+with a seat of -1 and a weight of 0 for choices that go elsewhere.
+
+If every choice had a row of its own, the rows for a rank would stand there in the order of `Routing.inverse_R`; the
+*seat* of a choice is its number among them. From seats and exchanged counts the receiver knows each choice's place in
+grouped order. It copies a row there once per choice, runs the experts, and sums a row's outputs, weighted, in fp32, in
+the order of the choices. What it rounds goes back, one row per pair, and the token's own rank adds up at most as many
+rows as there are ranks. Backward is the same both ways: gradients of hidden states travel as rows, and those of weights
+in the labels of rows.
+
+Note: [Labels are bits]
+A label shares rows, and thus a message, with numbers of another dtype. Rows are only copied, and only `open_rows` and
+the gradient of `pack` read labels, as bits, so no rounding and no sum ever touches them.
+
+Note: [Bits of the two ways]
+Against one copy per expert, where a token's rows are all summed on its own rank in fp32, what differs is one rounding
+to the rows' dtype per (token, rank) in forward, and of the gradient of the hidden state in backward. Choices, and the
+products of experts, have the same bits for the same input; both ways are the same on every run.
+
+Shapes: T tokens, K choices, P expert-parallel ranks, N rows (pairs), D hidden, W columns of a labelled row, R rows in
+grouped order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hocket.kernels.usable import usable
+from hocket.parallel.rows import spread_into, total_of
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The (token, rank) pairs of one microbatch on the rank that has the tokens. Rows are by rank, then token."""
+
+    row_TK: Tensor
+    """Sent row that stands for a choice, int32."""
+    first_TK: Tensor
+    """The same for the token's first choice on each rank, -1 for others: every row once, in the order of choices."""
+    seat_TK: Tensor
+    """Number of a choice among all those that go to its rank, int32."""
+    counts_P: Tensor
+    """Rows for every rank, int64."""
+    room: int
+    """Rows of the tensor of rows, as many as there can be; those behind the last pair hold anything."""
+
+
+def label_bytes(top_k: int) -> int:
+    """Bytes of a row's label, padded so that rows stay aligned."""
+    return -(-8 * top_k // 64) * 64
+
+
+def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
+    """The pairs of a routing: `inverse` is the row that each choice would have of its own (`Routing.inverse_R`)."""
+    tokens, top_k = inverse_TK.shape
+    room = tokens * min(top_k, ranks)
+    end_P = counts_E.view(ranks, -1).sum(1).cumsum(0)
+    if usable(inverse_TK) and tokens:
+        from hocket.kernels.pairs import number
+
+        return Pairs(*number(inverse_TK, end_P), room)
+    rank_TK = torch.searchsorted(end_P, inverse_TK.long(), right=True)
+    seat_TK = inverse_TK - (end_P - end_P.diff(prepend=end_P.new_zeros(1)))[rank_TK]
+    token_T = torch.arange(tokens, device=inverse_TK.device)
+    here_PT = torch.zeros(ranks, tokens, dtype=torch.int64, device=inverse_TK.device)
+    here_PT[rank_TK, token_T.unsqueeze(1)] = 1
+    row_TK = (here_PT.view(-1).cumsum(0).view(ranks, tokens) - 1)[rank_TK, token_T.unsqueeze(1)]
+    earlier_TK = (rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)).tril(-1).any(2)
+    first_TK = row_TK.masked_fill(earlier_TK, -1)
+    row_TK, first_TK, seat_TK = (x.to(torch.int32) for x in (row_TK, first_TK, seat_TK))
+    return Pairs(row_TK, first_TK, seat_TK, here_PT.sum(1), room)
+
+
+def pack(x_TD: Tensor, probs_TK: Tensor, pairs: Pairs) -> Tensor:
+    """Tokens to labelled rows, [room, W]. Backward sums a token's rows in fp32, and takes weights' gradients out."""
+    return _Pack.apply(x_TD, probs_TK, pairs)
+
+
+def read_labels(
+    rows_NW: Tensor, top_k: int, received_P: Tensor, chosen_P: Tensor, grouped_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Place in grouped order, int32 [N, K], -1 where there is none, and weight, fp32 [N, K], of every row's choices.
+
+    `received` and `chosen` are the rows and choices that came from each rank, int64; `grouped` says for every seat,
+    those of rank 0 first, where it is in grouped order.
+    """
+    if usable(rows_NW) and len(rows_NW):
+        from hocket.kernels import pairs
+
+        return pairs.read_labels(_ints(rows_NW), label_bytes(top_k) // 4, top_k, (received_P, chosen_P), grouped_R)
+    label_NC = _labels(rows_NW, top_k)
+    first_N = (chosen_P.cumsum(0) - chosen_P).repeat_interleave(received_P, output_size=len(rows_NW))
+    seat_NK = label_NC[:, :top_k]
+    place_NK = torch.full_like(seat_NK, -1)
+    row_M, k_M = (seat_NK >= 0).nonzero(as_tuple=True)
+    place_NK[row_M, k_M] = grouped_R[first_N[row_M] + seat_NK[row_M, k_M]]
+    return place_NK, label_NC[:, top_k : 2 * top_k].contiguous().view(torch.float32)
+
+
+def open_rows(rows_NW: Tensor, place_NK: Tensor, probs_NK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Labelled rows to `rows` rows in grouped order, [R, D], and the weights as values with a gradient.
+
+    Backward sums the gradients of a row's copies in fp32, and puts those of weights into its label. The rows
+    themselves are not kept.
+    """
+    return _Open.apply(rows_NW, place_NK, probs_NK, rows)
+
+
+def _ints(rows_NW: Tensor) -> Tensor:
+    return rows_NW.view(torch.int32)
+
+
+def _labels(rows_NW: Tensor, top_k: int) -> Tensor:
+    """Labels as int32, a view [N, label_bytes / 4] of the rows."""
+    ints = _ints(rows_NW)
+    return ints[:, ints.shape[1] - label_bytes(top_k) // 4 :]
+
+
+def _labelled(x: Tensor, rows: int, width: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Rows with room for labels, and their columns of hidden state."""
+    rows_NW = x.new_empty(rows, width + label_bytes(top_k) // x.itemsize)
+    return rows_NW, rows_NW[:, :width]
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, probs_TK: Tensor, pairs: Pairs) -> Tensor:
+        ctx.save_for_backward(pairs.row_TK, pairs.first_TK)
+        top_k = probs_TK.shape[1]
+        rows_NW, hidden_ND = _labelled(x_TD, pairs.room, x_TD.shape[1], top_k)
+        spread_into(x_TD, pairs.first_TK, hidden_ND)
+        if usable(x_TD) and len(x_TD):
+            from hocket.kernels.pairs import write_labels
+
+            write_labels(_ints(rows_NW), label_bytes(top_k) // 4, probs_TK, pairs.row_TK, pairs.seat_TK)
+            return rows_NW
+        label_NC, k = _labels(rows_NW, top_k), torch.arange(top_k, device=x_TD.device)
+        label_NC[:, :top_k], label_NC[:, top_k : 2 * top_k] = -1, 0
+        label_NC[pairs.row_TK.long(), k] = pairs.seat_TK
+        label_NC[pairs.row_TK.long(), top_k + k] = probs_TK.contiguous().view(torch.int32)
+        return rows_NW
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_NW: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        row_TK, first_TK = ctx.saved_tensors
+        top_k, g_NW = row_TK.shape[1], g_NW.contiguous()
+        label_NC, k = _labels(g_NW, top_k), torch.arange(top_k, device=g_NW.device)
+        g_probs_TK = label_NC[row_TK.long(), top_k + k].view(torch.float32)
+        width = g_NW.shape[1] - label_bytes(top_k) // g_NW.itemsize
+        return total_of(g_NW[:, :width], None, first_TK), g_probs_TK, None
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NW: Tensor, place_NK: Tensor, probs_NK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(place_NK)
+        width = rows_NW.shape[1] - label_bytes(place_NK.shape[1]) // rows_NW.itemsize
+        grouped_RD = rows_NW.new_empty(rows, width)
+        spread_into(rows_NW[:, :width], place_NK, grouped_RD)
+        return grouped_RD, probs_NK.view_as(probs_NK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_RD: Tensor, g_probs_NK: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+        (place_NK,) = ctx.saved_tensors
+        rows, top_k = place_NK.shape
+        g_NW, g_hidden_ND = _labelled(g_RD, rows, g_RD.shape[1], top_k)
+        total_of(g_RD, None, place_NK, out=g_hidden_ND)
+        _labels(g_NW, top_k)[:, top_k : 2 * top_k] = g_probs_NK.contiguous().view(torch.int32)
+        return g_NW, None, None, None
