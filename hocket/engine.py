@@ -104,6 +104,7 @@ class Engine:
             ep_size=self.mesh.ep,
             ep_rank=self.where.ep,
             aux_scale=1.0 / self.config.train.microbatches,
+            per_rank=layout.per_rank,
         )
 
     def _executor(self, program: Program, on_step: Callable[[], None] | None, keep: int | None) -> Executor:

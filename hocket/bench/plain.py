@@ -70,7 +70,7 @@ class SyncMoELayer(MoELayer):
     def forward(self, x_BSD: Tensor) -> Tensor:
         rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
         splits: Splits = exchange_counts(routing, self.exchange)
-        rows_RD = self.exchange.move(rows_RD, splits.table.receive, splits.table.send)
+        rows_RD = self.exchange.move(rows_RD[: sum(splits.table.send)], splits.table.receive, splits.table.send)
         rows_RD = self.forward_experts(rows_RD, splits)
         rows_RD = self.exchange.move(rows_RD, splits.table.send, splits.table.receive)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

@@ -58,7 +58,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=c.kv_heads != c.heads,
         )
-        return linear(o_BHSN.transpose(1, 2).reshape(batch, seq, -1), self.wo)
+        return linear(o_BHSN.transpose(1, 2).flatten(2), self.wo)
 
 
 @lru_cache(maxsize=16)

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from hocket.kernels.usable import usable
-from hocket.parallel.pairs import label_bytes, open_rows, pack, read_labels
+from hocket.parallel.pairs import open_rows, pack, read_labels
 from hocket.parallel.routing import Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total
+from hocket.plan.copies import label_bytes
 from hocket.runtime.transports import RowTable
 
 

@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from hocket.kernels.usable import usable
 from hocket.parallel.rows import spread_into, total_of
+from hocket.plan.copies import label_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +55,6 @@ class Pairs:
     """Rows for every rank, int64."""
     room: int
     """Rows of the tensor of rows, as many as there can be; those behind the last pair hold anything."""
-
-
-def label_bytes(top_k: int) -> int:
-    """Bytes of a row's label, padded so that rows stay aligned."""
-    return -(-8 * top_k // 64) * 64
 
 
 def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:

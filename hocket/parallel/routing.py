@@ -97,6 +97,8 @@ def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> T
     if config.router == "sigmoid":
         scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
     tokens, experts = scores_TE.shape
+    if not tokens:
+        return scores_TE.sum()  # 0, and no gradient, where a mean would be no number
     share_E = counts_E.float() / (tokens * config.top_k)
     return (scores_TE.mean(0) * share_E).sum() * experts
 

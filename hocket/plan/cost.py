@@ -8,7 +8,8 @@ n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are el
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
     all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
-    all-to-all              (ep - 1) / ep * R * D elements received: one copy per row, even routing
+    all-to-all              (ep - 1) / ep * R * D elements received: even routing, one copy per expert; with one copy
+                            per rank fewer rows, and a label with each on the way to experts (plan/copies.py)
     pipeline hop            T * D elements
 
 Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
 from hocket.config import ModelConfig
+from hocket.plan.copies import Copies, copies_of
 from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
 from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
 from hocket.plan.shard import Sharding
@@ -193,27 +195,31 @@ class PartSize:
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 
 
-def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int) -> PartSize:
-    """Sizes of one part, as `model/` computes it. `seq` is the length of a sequence, `kind` that of the layer."""
-    d, k, f = model.hidden, model.top_k, model.expert_ffn
+def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None) -> PartSize:
+    """Sizes of one part, as `model/` computes it. `seq` is the length of a sequence, `kind` that of the layer.
+
+    Rows are sent once per expert, if `copies` does not say otherwise.
+    """
+    d, copies = model.hidden, copies or copies_of(model, ep, False, 1)
     match part:
         case "embed":
             return PartSize(weights=model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
         case "attn":
             size = _attention(model, seq)
-            return size if kind == "dense" else _before_dispatch(model, size)
+            return size if kind == "dense" else _before_dispatch(model, size, copies)
         case "mlp":
             w, values = 3 * d * model.ffn, _swiglu(d, model.ffn)
             return _plus(_norm(d), values, PartSize(gemm=w, weights=w, traffic=3 * d, output=d, grad=d))
-        case "dispatch" | "combine":
-            return PartSize(output=k * d, grad=k * d)
+        case "dispatch":
+            return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
+        case "combine":
+            return PartSize(output=round(copies.count * d), grad=round(copies.count * d))
         case "experts":
-            w, values = 3 * d * f, _swiglu(k * d, k * f)
-            rows = PartSize(saved=k * d, kept=k * d, traffic=4 * k * d if ep > 1 else 0, output=k * d, grad=k * d)
-            return _plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
+            return _experts(model, ep, copies)
         case "unpermute":
-            shared = d if model.shared_ffn else 0
-            return PartSize(traffic=k * d + 2 * d + shared, output=d, grad=k * d + k, saved=k * d + 2 * k)
+            rows, shared = round(copies.count * d), d if model.shared_ffn else 0
+            size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
+            return size if copies.per_rank else _plus(size, PartSize(grad=model.top_k, saved=rows + 2 * model.top_k))
         case "head":
             v, w = model.vocab, model.vocab * d
             logits = PartSize(gemm=w, traffic=8 * v, output=1, grad=d, saved=2 * v, kept=v)
@@ -246,15 +252,31 @@ def _attention(model: ModelConfig, seq: int) -> PartSize:
     return _plus(_norm(d), heads, core, PartSize(saved=values, kept=values + d))
 
 
-def _before_dispatch(model: ModelConfig, attention: PartSize) -> PartSize:
+def _rows(count: float, width: int, copies: Copies) -> int:
+    """Elements of labelled rows."""
+    return round(count * (width + copies.label))
+
+
+def _experts(model: ModelConfig, ep: int, copies: Copies) -> PartSize:
+    """Rows are copied into grouped order, and out of it. For gradients of weights a rank keeps its experts' outputs."""
+    d, k = model.hidden, model.top_k
+    w, values, received = 3 * d * model.expert_ffn, _swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
+    moved = 2 * (k * d + received) if ep > 1 else 0
+    grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
+    rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
+    return _plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
+
+
+def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies) -> PartSize:
     """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
 
     The residual is not in the output: the norm keeps that tensor, so it counts as saved.
     """
-    d, k, sh, e = model.hidden, model.top_k, model.shared_ffn, model.experts
-    w = d * e + 3 * d * sh
+    d, sh, e = model.hidden, model.shared_ffn, model.experts
+    w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     shared = _plus(_swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
-    rest = PartSize(gemm=w, weights=w, traffic=2 * k * d, output=k * d + k, saved=2 * e, kept=2 * e)
+    moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
+    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e)
     return _plus(replace(attention, output=0), _norm(d), shared, rest)
 
 
@@ -323,17 +345,18 @@ def op_costs(
 
     Assumes even routing: every rank gets as many rows as it sends. A hop's seconds belong to the recv.
     """
-    price = _Pricing(hardware, tokens, dtype_bytes)
+    price, copies = _Pricing(hardware, tokens, dtype_bytes), copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
     table: dict[CostKey, OpCost] = {}
     cases = [("embed", ""), ("head", "")]
     for kind in sorted(set(layout.kinds)):
         cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
     for part, kind in cases:
-        size = part_size(model, part, kind, seq, layout.ep)
+        size = part_size(model, part, kind, seq, layout.ep, copies)
         if part in ("dispatch", "combine"):
-            rows = tokens * size.output * dtype_bytes
-            cost = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, rows)
-            table["fwd", part, kind] = table["bwd", part, kind] = cost
+            rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
+            wire = rows * (layout.ep - 1) // layout.ep
+            table["fwd", part, kind] = price.transfer("a2a", wire, rows)
+            table["bwd", part, kind] = price.transfer("a2a", wire, room)
             continue
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
             table[verb, part, kind] = price.compute(size, verb)

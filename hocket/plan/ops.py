@@ -96,8 +96,8 @@ class Layout:
     `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
     round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
     chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
-    has no dispatch and no combine. `tied` says that the head uses the embedding's weights, so that both belong to one
-    unit.
+    has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
+    back is kept for backward. `tied` says that the head uses the embedding's weights, so that both belong to one unit.
     """
 
     kinds: tuple[Literal["dense", "moe"], ...]
@@ -107,6 +107,7 @@ class Layout:
     bounds: tuple[int, ...] = ()
     tied: bool = False
     turning: bool = False
+    per_rank: bool = False
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:

@@ -41,6 +41,8 @@ _PARTS = frozenset(get_args(Part))
 _HEADER = ("layout", "kinds", "bounds", "microbatches", "weight_slots", "grad_slots", "in_flight", "note")
 _REQUIRED = _HEADER[:4]
 _OP = re.compile(r"(\d+)\s+(\S.*?)\s+@(\S+)(?:\s+<-((?:\s+-?\d+)+))?(?:\s+free((?:\s+-?\d+)+))?")
+_MAYBE = ("turning", "per_rank")
+"""Flags of a layout that are written only if they are set."""
 _FIELDS = {"m": "microbatch", "t": "microbatch", "c": "chunk", "l": "layer", "s": "slot"}
 
 
@@ -50,7 +52,7 @@ def to_text(program: Program) -> str:
     lines = [
         FORMAT,
         f"layout pp={layout.pp} chunks={layout.chunks} ep={layout.ep} tied={'yes' if layout.tied else 'no'}"
-        + (" turning=yes" if layout.turning else ""),
+        + "".join(f" {name}=yes" for name in _MAYBE if getattr(layout, name)),
         " ".join(["kinds", *_repeats(layout.kinds)]),
         " ".join(["bounds", *map(str, layout.bounds)]),
         f"microbatches {program.microbatches}",
@@ -174,9 +176,10 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _parse_sizes(text: str) -> dict[str, Any]:
     pairs = _pairs(text)
-    flags = {"tied": pairs.pop("tied", ""), "turning": pairs.pop("turning", "no")}
+    flags = {"tied": pairs.pop("tied", ""), **{name: pairs.pop(name, "no") for name in _MAYBE}}
     if sorted(pairs) != ["chunks", "ep", "pp"] or not set(flags.values()) <= {"yes", "no"}:
-        raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no turning=yes|no', got {text!r}")
+        maybe = " ".join(f"{name}=yes|no" for name in _MAYBE)
+        raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no {maybe}', got {text!r}")
     sizes = {name: int(value) for name, value in pairs.items()}
     return {**sizes, **{name: value == "yes" for name, value in flags.items()}}
 

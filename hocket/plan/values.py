@@ -106,7 +106,7 @@ def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
     local = layout.ep == 1
     match op.part:
         case "unpermute":
-            kept = [] if local else [("fwd", "combine", m, c, layer)]
+            kept = [] if local or layout.per_rank else [("fwd", "combine", m, c, layer)]
             return [output_grad(layout, rank, m, c, layer), *kept]
         case "combine":
             return [bwd("unpermute")]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hocket.config import ModelConfig
 from hocket.kernels import pairs as kernels
 from hocket.kernels.pairs import BLOCK
-from hocket.parallel.pairs import label_bytes, pack, pair, read_labels
+from hocket.parallel.pairs import pack, pair, read_labels
 from hocket.parallel.routing import route
+from hocket.plan.copies import label_bytes
 
 CONFIG = ModelConfig(experts=12)
 CASES = {

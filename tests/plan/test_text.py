@@ -38,7 +38,12 @@ def any_program(draw: st.DrawFn) -> Program:
     slots = st.dictionaries(st.sampled_from(("embed", "dense", "experts", "head")), st.integers(0, 9))
     return Program(
         layout=Layout(
-            kinds, pp=pp, ep=draw(st.integers(1, 4)), tied=pp == 1 and draw(st.booleans()), turning=draw(st.booleans())
+            kinds,
+            pp=pp,
+            ep=draw(st.integers(1, 4)),
+            tied=pp == 1 and draw(st.booleans()),
+            turning=draw(st.booleans()),
+            per_rank=draw(st.booleans()),
         ),
         microbatches=draw(st.integers(0, 99)),
         ranks=tuple(tuple(draw(st.lists(OPS, max_size=6))) for _ in range(pp)),
