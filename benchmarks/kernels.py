@@ -32,6 +32,7 @@ from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.families import qwen3_30b_a3b
 from hocket.model.layers import rotary_table, swiglu
+from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import cross_entropy
 from hocket.parallel.dispatch import Splits, group_rows, permute, unpermute
 from hocket.parallel.routing import route
@@ -215,7 +216,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def layer(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Forward and backward of a MoE layer, both ways: seconds, TFLOP/s, and what the time goes to."""
-    made = SyncMoELayer(sizes.model, RANKS, 1.0)
+    made = SyncMoELayer(sizes.model, ExpertPlace(RANKS), 1.0)
     made.exchange = Exchange(None, RANKS, 0)
     made.to(sizes.dtype).to_empty(device=sizes.device)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from hocket.config import Config
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.init import init_biases, init_tensor
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.routing import balance_bias
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
@@ -101,10 +101,8 @@ class Engine:
             layout.layers(pp, chunk),
             layout.is_first(pp, chunk),
             layout.is_last(pp, chunk),
-            ep_size=self.mesh.ep,
-            ep_rank=self.where.ep,
+            ep=ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank),
             aux_scale=1.0 / self.config.train.microbatches,
-            per_rank=layout.per_rank,
         )
 
     def _executor(self, program: Program, on_step: Callable[[], None] | None, keep: int | None) -> Executor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig, Strategy
 from hocket.model.init import init_biases, init_tensor
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
@@ -56,9 +56,9 @@ class Reference:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     clip: float = math.inf
-    per_rank: bool = False
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = adamw
     strategy: Strategy = "optim_grads_params"
+    per_rank: bool = False
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -87,8 +87,8 @@ class Reference:
     def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
-        scale, per_rank = 1 / microbatches, self.per_rank
-        chunk = Chunk(c, range(c.layers), ep_size=self.ep, ep_rank=ep_rank, aux_scale=scale, per_rank=per_rank)
+        ep = ExpertPlace(self.ep, ep_rank, self.per_rank)
+        chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches)
         chunk.to_empty(device="cpu")
         chunk.tie()
         for name, param in chunk.named_parameters():

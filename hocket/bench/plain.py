@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hocket.bench.workload import Workload
 from hocket.model.init import init_tensor
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, exchange_counts
 from hocket.runtime.actions import Microbatch
@@ -112,9 +112,9 @@ def plain_model(
     """
     config, where = workload.config, workload.mesh.coordinates(rank)
     numbers = range(config.model.layers) if layers is None else layers
-    scale, ep = 1.0 / config.train.microbatches, workload.mesh.ep
-    chunk = Chunk(config.model, numbers, first, last, ep_size=ep, ep_rank=where.ep, aux_scale=scale)
-    if ep > 1:
+    scale, ep = 1.0 / config.train.microbatches, ExpertPlace(workload.mesh.ep, where.ep)
+    chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale)
+    if ep.size > 1:
         for number in [n for n, layer in chunk.layers.items() if isinstance(layer, MoELayer)]:
             assert exchange is not None, "experts on other ranks need an exchange"
             layer = SyncMoELayer(config.model, ep, scale)

@@ -6,6 +6,8 @@ F width of an expert, K experts per token, R rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,22 @@ from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, linear
 from hocket.runtime.norms import add_rms_norm
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Which of a layer's experts are here, and how rows get to the others."""
+
+    size: int = 1
+    """Expert-parallel ranks."""
+    rank: int = 0
+    """This one's number among them."""
+    per_rank: bool = False
+    """Rows are sent once per token and rank, not once per expert (`parallel/pairs.py`)."""
+
+
+ONLY = ExpertPlace()
+"""All experts are here."""
 
 
 class Router(nn.Module):
@@ -52,22 +70,20 @@ class MoELayer(nn.Module):
 
     Its parts are `forward_attn`, `forward_experts` and `forward_unpermute`; between the first two and the
     last two the rows travel to their experts' ranks and back. `aux_scale` multiplies the coefficient of the
-    load-balancing loss, to match the factor of the main loss (1 / microbatches). With `per_rank` rows are sent once
-    per token and rank, not once per expert (`parallel/pairs.py`).
+    load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    def __init__(self, config: ModelConfig, ep_size: int, aux_scale: float, per_rank: bool = False) -> None:
+    def __init__(self, config: ModelConfig, ep: ExpertPlace, aux_scale: float) -> None:
         super().__init__()
         self.config = config
-        self.ep_size = ep_size
-        self.per_rank = per_rank and ep_size > 1
+        self.ep = ep
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
         self.attn = Attention(config)
         self.ffn_norm = new_weight(config.hidden)
         self.shared = Mlp(config.hidden, config.shared_ffn) if config.shared_ffn else None
         self.router = Router(config)
-        self.experts = Experts(config, config.experts // ep_size)
+        self.experts = Experts(config, config.experts // ep.size)
 
     def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
         """Attention, norm, shared expert, router and permutation.
@@ -82,8 +98,8 @@ class MoELayer(nn.Module):
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD = h_BSD.flatten(0, 1)
         probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)
-        if self.per_rank:
-            routing = routing.by_rank(self.ep_size)
+        if self.ep.per_rank:
+            routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)
         return rows, x1_BSD, shared_BSD, probs, routing
 
@@ -104,7 +120,7 @@ class MoELayer(nn.Module):
         return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        assert self.ep_size == 1, "with experts on other ranks, a plan must move the rows between the parts"
+        assert self.ep.size == 1, "with experts on other ranks, a plan must move the rows between the parts"
         rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
         rows_RD = self.forward_experts(rows_RD, exchange_counts(routing, None))
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.layers import DenseLayer, new_weight
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.runtime.functional import embedding, linear
 from hocket.runtime.norms import rms_norm
 
@@ -65,8 +65,8 @@ class Chunk(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
-    expert-parallel rank `ep_rank`: global experts `ep_rank * E / ep_size` onwards. Made without values, on
-    the meta device. `aux_scale` and `per_rank` are those of its MoE layers.
+    expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards. Made without values, on
+    the meta device.
     """
 
     def __init__(
@@ -76,22 +76,17 @@ class Chunk(nn.Module):
         first: bool = True,
         last: bool = True,
         *,
-        ep_size: int = 1,
-        ep_rank: int = 0,
+        ep: ExpertPlace = ONLY,
         aux_scale: float = 1.0,
-        per_rank: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
-        self.ep_rank = ep_rank
-        self.first_expert = ep_rank * (config.experts // ep_size)
+        self.ep_rank = ep.rank
+        self.first_expert = ep.rank * (config.experts // ep.size)
         self.embed = Embed(config) if first else None
         kinds = config.kinds()
         self.layers = nn.ModuleDict(
-            {
-                str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep_size, aux_scale, per_rank)
-                for i in layers
-            }
+            {str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep, aux_scale) for i in layers}
         )
         self.head = Head(config) if last else None
         self.tie()
@@ -109,7 +104,7 @@ class Chunk(nn.Module):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states [B, S, D] after this chunk's layers, from token ids if it is the first. For `ep_size` 1."""
+        """Hidden states [B, S, D] after this chunk's layers, of token ids if it is the first. All experts are here."""
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():

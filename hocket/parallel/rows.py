@@ -164,7 +164,8 @@ class _Total(torch.autograd.Function):
         place_NK, *kept = ctx.saved_tensors
         g_ND = g.reshape(-1, g.shape[-1])
         if kept:
-            g_rows_RD, g_probs_NK = _total_backward(g_ND, *kept, place_NK)
+            rows_RD, probs_NK = kept
+            g_rows_RD, g_probs_NK = _total_backward(g_ND, rows_RD, probs_NK, place_NK)
         else:
             g_rows_RD, g_probs_NK = g_ND.new_empty(ctx.rows, g_ND.shape[1]), None
             spread_into(g_ND.contiguous(), place_NK, g_rows_RD)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ONLY, MoELayer
 from hocket.parallel.dispatch import Splits, group_rows, permute, ungroup_rows, unpermute
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.transports import RowTable
@@ -134,7 +134,7 @@ def test_a_layer_with_kernels_is_the_one_with_formulas() -> None:
         hidden=256, heads=4, kv_heads=2, head_dim=64, experts=16, top_k=4, expert_ffn=128, shared_ffn=128, qk_norm=True,
         aux_loss=0.01,
     )  # fmt: skip
-    layer = MoELayer(config, 1, 1.0).to_empty(device="cuda")
+    layer = MoELayer(config, ONLY, 1.0).to_empty(device="cuda")
     with torch.no_grad():
         for param in layer.parameters():
             param.copy_(torch.randn(param.shape) * 0.05 if param.dim() > 1 else torch.ones(param.shape))

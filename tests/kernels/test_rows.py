@@ -53,8 +53,9 @@ def wide(x: Tensor) -> Tensor:
 
 @given(**CASES, missing=st.booleans())
 @settings(max_examples=40)
-def test_spread(tokens, top_k, width, dtype, spread_of_experts, seed, missing) -> None:
+def test_spread(missing, **case) -> None:
     """Rows are copies, and their gradients are added in the order of choices: the same bits, both ways."""
+    tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
     _, routing = routed(tokens, top_k, spread_of_experts, seed)
     place, rows = places(routing, missing, width, dtype)
     x = torch.randn(tokens, width).to(dtype).requires_grad_()
@@ -72,8 +73,9 @@ def test_spread(tokens, top_k, width, dtype, spread_of_experts, seed, missing) -
 
 @given(**CASES, missing=st.booleans(), has_shared=st.booleans(), has_residual=st.booleans())
 @settings(max_examples=60)
-def test_total(tokens, top_k, width, dtype, spread_of_experts, seed, missing, has_shared, has_residual) -> None:
+def test_total(missing, has_shared, has_residual, **case) -> None:
     """The same bits, but for the gradients of weights, which are sums over columns."""
+    tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
     probs, routing = routed(tokens, top_k, spread_of_experts, seed)
     place, rows = places(routing, missing, width, dtype)
     rows.requires_grad_()
@@ -91,7 +93,8 @@ def test_total(tokens, top_k, width, dtype, spread_of_experts, seed, missing, ha
 
 @given(**CASES, missing=st.booleans())
 @settings(max_examples=20)
-def test_total_without_weights(tokens, top_k, width, dtype, spread_of_experts, seed, missing) -> None:
+def test_total_without_weights(missing, **case) -> None:
+    tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
     _, routing = routed(tokens, top_k, spread_of_experts, seed)
     place, rows = places(routing, missing, width, dtype)
     rows.requires_grad_()

@@ -14,7 +14,7 @@ from hocket.config import ModelConfig
 from hocket.model.families import FAMILIES, tiny
 from hocket.model.init import init_chunk, init_tensor
 from hocket.model.layers import Attention, rotary_table
-from hocket.model.moe import MoELayer
+from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.runtime.norms import rotate
 from tests.reference import Reference, random_batches
@@ -82,7 +82,7 @@ def test_first_values_do_not_depend_on_the_mesh() -> None:
     for ep_size in (2, 4):
         for ep_rank in range(ep_size):
             for layers, first, last in ((range(2), True, False), (range(2, 4), False, True)):
-                chunk = Chunk(CONFIG, layers, first, last, ep_size=ep_size, ep_rank=ep_rank)
+                chunk = Chunk(CONFIG, layers, first, last, ep=ExpertPlace(ep_size, ep_rank))
                 for name, param in init_chunk(chunk, seed=0).named_parameters():
                     expected = full[name].chunk(ep_size)[ep_rank] if ".experts." in name else full[name]
                     assert torch.equal(param, expected), name
@@ -210,7 +210,7 @@ def test_chunks_in_a_row_are_the_whole_model() -> None:
 
 
 def test_experts_on_other_ranks_need_a_plan() -> None:
-    chunk = init_chunk(Chunk(CONFIG, range(4), ep_size=2, ep_rank=1), 0)
+    chunk = init_chunk(Chunk(CONFIG, range(4), ep=ExpertPlace(2, 1)), 0)
     assert chunk.first_expert == 4
     with pytest.raises(AssertionError, match="a plan must move the rows"):
         chunk(torch.zeros(1, 4, dtype=torch.int64))

@@ -18,7 +18,7 @@ from hocket.bench.plain import Exchange, PlainModel, compile_layers
 from hocket.bench.workload import Workload
 from hocket.config import ModelConfig
 from hocket.model.layers import DenseLayer, swiglu
-from hocket.model.moe import Experts, MoELayer
+from hocket.model.moe import ONLY, Experts, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, group_rows, ungroup_rows
 from hocket.runtime.functional import grouped_linear
@@ -73,7 +73,7 @@ class TitanMoELayer(MoELayer):
     moe_enabled = True
 
     def __init__(self, config: ModelConfig, aux_scale: float) -> None:
-        super().__init__(config, 1, aux_scale)
+        super().__init__(config, ONLY, aux_scale)
         self.experts = TitanExperts(config)
         self.moe = ExpertsHolder(self.experts)
 
