@@ -10,6 +10,11 @@ The autograd engine runs the nodes of a graph in the reverse order of their crea
 gradients of a tensor with several readers in that order. Cutting the graph changes neither order nor sums
 as long as all readers of a tensor are in the tensor's own island, or there is one reader. A part hands on
 several outputs instead of letting a later part read its inner tensors; so each has one reader.
+
+Note: [Backward stays on its thread]
+For a graph on a GPU the engine wakes a thread of its own and waits for it. A backward of the whole model pays that
+once; a step of islands pays it at every part, thousands of times, and in a virtual machine a sleeping thread takes
+longer to wake than a part takes to issue. So islands run backward on the thread that asks for it.
 """
 
 from __future__ import annotations
@@ -85,7 +90,8 @@ class Island:
         if self.queue.anchor is not None:
             wanted.append(self.queue.anchor)
         roots, root_grads = [edge for edge, _ in pairs], [g for _, g in pairs]
-        found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))  # pyrefly: ignore
+        with torch.autograd.set_multithreading_enabled(False):  # Note: [Backward stays on its thread]
+            found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))  # pyrefly: ignore
         result = tuple(None if edge is None else next(found) for edge in self._inputs)
         self.queue.anchor, self._inputs, self._outputs = None, None, []
         return result
