@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import write
-from hocket.config import Config, DataConfig, MeshConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.leaves import changed
 from hocket.model.families import llama3_8b
 from hocket.plan.cost import H200
 from hocket.plan.lower import build_program
@@ -30,16 +31,19 @@ from hocket.planning import predict, program_of
 from hocket.resolve import resolve
 from hocket.rules import Host
 
+CHUNKS: dict[str, Any] = {"plan.order": "interleaved", "plan.chunks": 2}
 ORDERS: dict[str, dict[str, Any]] = {
-    "1F1B": dict(order="1f1b", defer_wgrad="off"),
-    "1F1B, weight gradients behind the send": dict(order="1f1b", defer_wgrad="on"),
-    "interleaved 1F1B": dict(order="interleaved", chunks=2, defer_wgrad="off"),
-    "interleaved 1F1B, weight gradients behind the send": dict(order="interleaved", chunks=2, defer_wgrad="on"),
-    "interleaved 1F1B, merged": dict(order="interleaved", chunks=2, merge="on", defer_wgrad="on"),
-    "ZB-H1": dict(order="zb_h1", defer_wgrad="on"),
-    "V": dict(order="zb_v", chunks=2, defer_wgrad="on"),
+    "1F1B": {"plan.order": "1f1b", "overlap.defer_wgrad": "off"},
+    "1F1B, weight gradients behind the send": {"plan.order": "1f1b", "overlap.defer_wgrad": "on"},
+    "interleaved 1F1B": {**CHUNKS, "overlap.defer_wgrad": "off"},
+    "interleaved 1F1B, weight gradients behind the send": {**CHUNKS, "overlap.defer_wgrad": "on"},
+    "interleaved 1F1B, merged": {**CHUNKS, "overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
+    "ZB-H1": {"plan.order": "zb_h1", "overlap.defer_wgrad": "on"},
+    "V": {"plan.order": "zb_v", "plan.chunks": 2, "overlap.defer_wgrad": "on"},
 }
-"""Settings of `PlanConfig`, by the name of the order. Nothing is merged unless it says so."""
+"""Settings by the name of the order. Nothing is merged unless it says so."""
+BEHIND_SENDS: dict[str, Any] = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
+OPEN: dict[str, Any] = dict.fromkeys(BEHIND_SENDS, "auto")
 SIZES = ((4, 8), (4, 16), (8, 16), (8, 32))
 """Pipeline ranks and microbatches."""
 LAYERS = 4
@@ -66,16 +70,20 @@ class Units:
         return 0
 
 
-def plan_of(settings: dict[str, Any]) -> PlanConfig:
-    return replace(PlanConfig(merge="off", p2p_defer_layers=-1, p2p_defer_parts="all"), **settings)
+def config_of(settings: dict[str, Any]) -> Config:
+    """An order with all weight gradients behind sends, where it defers any and has no steps for them."""
+    config = changed(Config(), {"overlap.ep.merge": "off", **settings})
+    idle = config.overlap.defer_wgrad == "off" or config.plan.order in ZERO_BUBBLE
+    return changed(config, OPEN if idle else BEHIND_SENDS)
 
 
 def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:
     """One row per order."""
     for name, settings in ORDERS.items():
-        plan = plan_of(settings)
+        config = config_of(settings)
+        plan = config.plan
         layout = Layout(("dense",) * (pp * LAYERS), pp=pp, chunks=plan.chunks, turning=plan.order == "zb_v")
-        timeline = simulate(build_program(layout, microbatches, plan, Sharding()), Units())
+        timeline = simulate(build_program(layout, microbatches, config, Sharding()), Units())
         step, work = int(timeline.makespan), sum(TRANSFORMER) * LAYERS * microbatches
         held = max(rank.peak_bytes for rank in timeline.ranks)
         yield {"order": name, "pp": pp, "microbatches": microbatches, "step": step, "work": work, "held_layers": held}
@@ -86,11 +94,9 @@ def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[st
     model = replace(llama3_8b(), vocab=8192)
     train = TrainConfig(microbatches=microbatches, dtype="bf16")
     for name, settings in ORDERS.items():
-        plan = plan_of(settings)
-        if plan.defer_wgrad == "off" or plan.order in ZERO_BUBBLE:
-            plan = replace(plan, p2p_defer_layers="auto", p2p_defer_parts="auto")
+        config = config_of(settings)
         data, mesh = DataConfig(sequence_length=4096), MeshConfig(pp=pp, dp=dp)
-        chosen = resolve(Config(model=model, mesh=mesh, plan=plan, data=data, train=train), Host(gpus=pp * dp))
+        chosen = resolve(replace(config, model=model, mesh=mesh, data=data, train=train), Host(gpus=pp * dp))
         timeline = predict(chosen, program_of(chosen), H200)
         step = float(timeline.makespan)
         yield {
@@ -119,7 +125,12 @@ def main() -> None:
         )
     for row in hardware:
         print(f"{row['microbatches']:3} {row['order']:52} {1e3 * row['seconds']:8.1f} ms  busy {max(row['busy']):.1%}")
-    result = {"orders": {name: asdict(plan_of(s)) for name, s in ORDERS.items()}, "units": units, "predicted": hardware}
+    orders = {name: config_of(settings) for name, settings in ORDERS.items()}
+    result = {
+        "orders": {name: asdict(config.plan) | {"overlap": asdict(config.overlap)} for name, config in orders.items()},
+        "units": units,
+        "predicted": hardware,
+    }
     print(write("bubbles", result, options.out, options.commit))
 
 

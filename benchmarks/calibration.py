@@ -38,10 +38,12 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
+from hocket.leaves import changed
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import mesh_of
 from hocket.plan.cost import CostTable, Measurement
 from hocket.planning import costs_as_json, hardware_of, predict, program_of
+from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.rules import Host
@@ -72,13 +74,13 @@ class Shape:
     """A recorded plan and the changes that make the plans to predict from it, by name."""
 
     config: Config
-    others: dict[str, dict[str, dict[str, Any]]]
+    others: dict[str, dict[str, Any]]
 
 
 def shapes(world: int, small: bool) -> dict[str, Shape]:
     """All shapes for so many ranks."""
-    plain = {"merge": "off", "defer_wgrad": "off", "p2p_defer_layers": 0}
-    few = {"train": {"microbatches": 4}}
+    sequential = {"plan.order": "sequential", **PLAIN}
+    few = {"train.microbatches": 4}
     moe = recipe("moe_8gpu")
     moe = replace(moe, mesh=MeshConfig(pp=2, dp=world // 2, ep=world // 2))
     dense = Config(
@@ -99,24 +101,24 @@ def shapes(world: int, small: bool) -> dict[str, Shape]:
         "dense": Shape(
             dense,
             {
-                "two microbatches": {"train": {"microbatches": 2}},
-                "weights gathered once": {"plan": {"strategy": "optim_grads"}},
-                "gathers just in time": {"plan": {"prefetch": 0}},
+                "two microbatches": {"train.microbatches": 2},
+                "weights gathered once": {"overlap.dp.strategy": "optim_grads"},
+                "gathers just in time": {"overlap.dp.prefetch": 0},
             },
         ),
         "pipeline": Shape(
             pipeline,
             {
-                "one chunk": {"plan": {"chunks": 1}},
-                "sequential": {"plan": {"order": "sequential", **plain}},
+                "one chunk": {"plan.chunks": 1},
+                "sequential": sequential,
                 "four microbatches": few,
             },
         ),
         "moe": Shape(
             moe,
             {
-                "interleaved": {"plan": plain},
-                "sequential": {"plan": {"order": "sequential", **plain}},
+                "interleaved": PLAIN,
+                "sequential": sequential,
                 "four microbatches": few,
             },
         ),
@@ -135,11 +137,6 @@ def tiny(shape: Shape) -> Shape:
         train=replace(c.train, sequences=2, dtype="fp32"),
     )
     return replace(shape, config=config)
-
-
-def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with some leaves of some sections changed."""
-    return replace(config, **{name: replace(getattr(config, name), **leaves) for name, leaves in changes.items()})
 
 
 class Clock:
@@ -173,7 +170,7 @@ class Bench:
     def settings(self, config: Config, transport: str = "auto") -> Settings:
         """Everything chosen, for the hardware of this job."""
         host = Host(gpus=dist.get_world_size() if self.device.type == "cuda" else 0)
-        return resolve(changed(config, {"train": {"transport": transport, "hang_timeout": PATIENCE}}), host)
+        return resolve(changed(config, {"train.transport": transport, "train.hang_timeout": PATIENCE}), host)
 
     def run(self, name: str, settings: Settings, clock: Clock, record: bool = False) -> list[float]:
         """Seconds of some steps on the slowest rank; before that, with `record`, one is recorded.
@@ -288,6 +285,7 @@ def predictions(
             "modelled": float(predict(settings, program, hardware).makespan),
             "ratio": measured / predicted,
             "plan": dataclasses.asdict(settings.plan),
+            "overlap": dataclasses.asdict(settings.overlap),
         }
     explained = {
         "calibrated": beside(real, recorded, costs).explained,

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     config = recipe(options.recipe)
-    program = build_program(layout_of(config), config.train.microbatches, config.plan, sharding_of(config))
+    program = build_program(layout_of(config), config.train.microbatches, config, sharding_of(config))
     ops = program.ranks[0]
     results = {}
     kinds = {"cpu": CpuLanes} | ({"cuda": lambda: CudaLanes(torch.device("cuda"))} if torch.cuda.is_available() else {})

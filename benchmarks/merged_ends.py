@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.record import write
 from hocket.config import Config, MeshConfig, Switch
+from hocket.leaves import changed
 from hocket.plan.cost import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
@@ -57,14 +58,14 @@ def row(name: str, config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "microbatches": config.train.microbatches}
     host = Host(gpus=config.mesh.pp * config.mesh.dp)
     for ends in ENDS:
-        settings = resolve(replace(config, plan=replace(config.plan, merge="on", merge_ends=ends)), host)
+        settings = resolve(changed(config, {"overlap.ep.merge": "on", "overlap.ep.merge_ends": ends}), host)
         timeline = predict(settings, program_of(settings), H200)
         found[ends] = {
             "seconds": float(timeline.makespan),
             "exposed_a2a": max(float(use.exposed["a2a"]) for use in timeline.ranks),
             "peak_bytes": max(use.peak_bytes for use in timeline.ranks),
         }
-    return {**found, "auto": resolve(config, host).plan.merge_ends}
+    return {**found, "auto": resolve(config, host).overlap.ep.merge_ends}
 
 
 def main() -> None:

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.bubbles import ORDERS, plan_of
+from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.record import write
 from benchmarks.send_controls import LLAMA, SMALL, Bench, start
 from hocket.bench.measure import Timer, no_collection, slowest
 from hocket.bench.workload import Workload, batches
-from hocket.config import Config, DataConfig, MeshConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.parallel.stages import costs_of, hardware_of, sharding_of
 from hocket.plan.check import assert_valid
@@ -46,7 +46,7 @@ Named = tuple[str, int]
 """Order and number of microbatches."""
 
 
-def settings(options: argparse.Namespace, ranks: int, plan: PlanConfig) -> Config:
+def settings(options: argparse.Namespace, ranks: int, config: Config) -> Config:
     """The configuration of an order."""
     model = replace(SMALL if options.cpu else LLAMA, layers=ranks * LAYERS)
     train = TrainConfig(
@@ -54,18 +54,15 @@ def settings(options: argparse.Namespace, ranks: int, plan: PlanConfig) -> Confi
         device="cpu" if options.cpu else "cuda", transport="gloo" if options.cpu else "nccl", hang_timeout=60.0,
     )  # fmt: skip
     data = DataConfig(sequence_length=64 if options.cpu else options.tokens)
-    config = Config(model=model, mesh=MeshConfig(pp=ranks), plan=plan, data=data, train=train)
-    return resolve(config, Host(gpus=ranks))
+    return resolve(replace(config, model=model, mesh=MeshConfig(pp=ranks), data=data, train=train), Host(gpus=ranks))
 
 
 def placements(options: argparse.Namespace, ranks: int) -> Iterator[dict[str, Config]]:
     """The orders, those together that place layers alike."""
     found: dict[tuple[int, bool], dict[str, Config]] = {}
     for name, changes in ORDERS.items():
-        plan = plan_of(changes)
-        if plan.defer_wgrad == "off" or plan.order.startswith("zb"):
-            plan = replace(plan, p2p_defer_layers="auto", p2p_defer_parts="auto")
-        found.setdefault((plan.chunks, plan.order == "zb_v"), {})[name] = settings(options, ranks, plan)
+        config = settings(options, ranks, config_of(changes))
+        found.setdefault((config.plan.chunks, config.plan.order == "zb_v"), {})[name] = config
     yield from found.values()
 
 
@@ -78,7 +75,7 @@ def bench_of(
     engine = Engine(first, rank, device, groups=groups, update=False)
     for name, config in orders.items():
         for count in (options.microbatches, 2 * options.microbatches):
-            program = build_program(engine.layout, count, config.plan, sharding_of(config))
+            program = build_program(engine.layout, count, config, sharding_of(config))
             assert_valid(program)
             programs[name, count] = program
     most = max(programs, key=lambda key: sum(programs[key].grad_slots.values()))

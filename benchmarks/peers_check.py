@@ -39,6 +39,8 @@ from hocket.bench.workload import Workload, batches
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
 from hocket.environment import MULTICAST_OFF
 from hocket.launch import die_with
+from hocket.leaves import changed
+from hocket.presets import PLAIN
 
 STEPS, GRACE = 6, 5.0
 """Steps of each model; seconds in which other ranks may fail too once one has."""
@@ -70,7 +72,7 @@ def workloads(name: str, world: int, gpu: bool, compiled: bool) -> dict[str, Wor
         microbatches=MICROBATCHES, sequences=2, dtype="bf16" if gpu else "fp32", device="cuda" if gpu else "cpu",
         transport="nccl" if gpu else "gloo", clip=0.0,
     )  # fmt: skip
-    plan = PlanConfig(chunks=2, order="interleaved", merge="off", defer_wgrad="off", p2p_defer_layers=0)
+    plan = PlanConfig(chunks=2, order="interleaved")
     found = {}
     for model, sizes in models(gpu).items():
         for suffix, mesh in meshes(world).items():
@@ -83,6 +85,7 @@ def workloads(name: str, world: int, gpu: bool, compiled: bool) -> dict[str, Wor
                 data=DataConfig(sequence_length=256 if gpu else 8),
                 train=train,
             )
+            config = changed(config, PLAIN)
             if not why_not(name, config):
                 found[model + suffix] = gate.gentle(Workload(config, compile=compiled))
     for case in [case for case in found if case.startswith("moe") and f"{case} ep" in found]:

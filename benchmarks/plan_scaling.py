@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, peak_mib
-from hocket.config import PlanConfig
+from hocket.config import Config, PlanConfig
 from hocket.plan.check import check
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout
@@ -44,13 +44,13 @@ TARGET = Size(8, 4, 64, 64)
 def measure(size: Size, repeats: int) -> dict[str, float]:
     """Shortest of `repeats` times in seconds of CPU time, and the peak memory of the process in MiB."""
     layout = Layout(("dense",) + ("moe",) * (size.layers - 1), pp=size.pp, chunks=size.chunks, ep=2)
-    plan, sharding = PlanConfig(chunks=size.chunks), Sharding(dense=8, experts=4)
+    config, sharding = Config(plan=PlanConfig(chunks=size.chunks)), Sharding(dense=8, experts=4)
     before = peak_mib()
     build_s = check_s = float("inf")
     ops = 0
     for _ in range(repeats):
         start = time.process_time()
-        program = build_program(layout, size.microbatches, plan, sharding)
+        program = build_program(layout, size.microbatches, config, sharding)
         built = time.process_time()
         found = check(program)
         checked = time.process_time()

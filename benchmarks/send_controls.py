@@ -30,8 +30,20 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.bench.measure import Timer, no_collection, slowest
 from hocket.bench.workload import Workload, batches
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, Switch, TrainConfig
+from hocket.config import (
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PipelineOverlap,
+    PlanConfig,
+    Switch,
+    TrainConfig,
+)
 from hocket.engine import Engine
+from hocket.leaves import changed
 from hocket.parallel.stages import costs_of, hardware_of, sharding_of
 from hocket.plan.check import assert_valid
 from hocket.plan.hops import Parts
@@ -52,6 +64,7 @@ from hocket.runtime.transports import Transport
 LAYERS = 2
 """Of one chunk."""
 CHUNKS = 2
+CONTROLS = ("overlap.pp.backward_lane", "overlap.pp.defer_layers", "overlap.pp.defer_parts")
 LANES: tuple[Switch, ...] = ("off", "on")
 COUNTS = (0, 1, LAYERS)
 PARTS: tuple[Parts, ...] = ("attn", "all")
@@ -65,17 +78,17 @@ EDGES = ("send_act", "recv_act", "send_grad", "recv_grad")
 def settings(options: argparse.Namespace, ranks: int) -> Config:
     """The configuration that all plans share; its plan is the field's default of the controls."""
     model = replace(SMALL if options.cpu else LLAMA, layers=ranks * CHUNKS * LAYERS)
-    plan = PlanConfig(
-        order="interleaved", chunks=CHUNKS, merge="on", defer_wgrad="on", p2p_backward_lane="off", p2p_defer_layers=1,
-        p2p_defer_parts="attn",
-    )  # fmt: skip
+    sends = PipelineOverlap(backward_lane="off", defer_layers=1, defer_parts="attn")
+    overlap = OverlapConfig(pp=sends, ep=ExpertOverlap(merge="on"), defer_wgrad="on")
+    plan = PlanConfig(order="interleaved", chunks=CHUNKS)
     train = TrainConfig(
         microbatches=options.microbatches, sequences=1, dtype="fp32" if options.cpu else "bf16",
         device="cpu" if options.cpu else "cuda", transport="gloo" if options.cpu else "nccl", hang_timeout=60.0,
     )  # fmt: skip
     length = 64 if options.cpu else options.tokens
     data, mesh = DataConfig(sequence_length=length), MeshConfig(pp=ranks)
-    return resolve(Config(model=model, mesh=mesh, plan=plan, data=data, train=train), Host(gpus=ranks))
+    config = Config(model=model, mesh=mesh, plan=plan, overlap=overlap, data=data, train=train)
+    return resolve(config, Host(gpus=ranks))
 
 
 def on_slow_link(config: Config, link: Link) -> Config:
@@ -87,23 +100,23 @@ def on_slow_link(config: Config, link: Link) -> Config:
     return replace(config, train=train)
 
 
-def plans(config: Config, links: Mapping[str, Config]) -> dict[str, PlanConfig]:
+def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
     """Everybody who takes part, by name: every combination of the controls, then the others."""
     found = {
-        f"lane {lane}, {count} layers, {parts}": replace(
-            config.plan, p2p_backward_lane=lane, p2p_defer_layers=count, p2p_defer_parts=parts
-        )
+        f"lane {lane}, {count} layers, {parts}": changed(config, dict(zip(CONTROLS, (lane, count, parts), strict=True)))
         for lane, count, parts in product(LANES, COUNTS, PARTS)
         if count or parts == "attn"  # of no layer, all parts are the same as attention
     }
-    auto = replace(config.plan, p2p_backward_lane="auto", p2p_defer_layers="auto", p2p_defer_parts="auto")
     for name, on in links.items():
-        found[f"auto for the {name} link"] = resolve(replace(on, plan=auto), Host(gpus=config.mesh.pp)).plan
+        chosen = resolve(changed(on, dict.fromkeys(CONTROLS, "auto")), Host(gpus=config.mesh.pp))
+        found[f"auto for the {name} link"] = replace(config, overlap=chosen.overlap)
     wide = -(-3 * config.mesh.pp // 2)
     if config.train.microbatches >= wide:
-        found["stride 3"] = replace(config.plan, p2p_backward_lane="on", stride=3, group=wide)
-    found["not merged"] = replace(config.plan, p2p_backward_lane="on", merge="off")
-    found["not merged, nothing deferred"] = replace(found["not merged"], defer_wgrad="off", p2p_defer_layers=0)
+        found["stride 3"] = changed(config, {"overlap.pp.backward_lane": "on", "plan.stride": 3, "plan.group": wide})
+    found["not merged"] = changed(config, {"overlap.pp.backward_lane": "on", "overlap.ep.merge": "off"})
+    found["not merged, nothing deferred"] = changed(
+        found["not merged"], {"overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}
+    )
     return found
 
 
@@ -170,7 +183,7 @@ def prepare(options: argparse.Namespace, rank: int, device: torch.device) -> tup
     config = settings(options, dist.get_world_size())
     links = {"real": config, "slow": on_slow_link(config, slow)}
     chosen = plans(config, links)
-    layout_and_rest = Engine(replace(config, plan=chosen["not merged"]), rank, device, update=False)
+    layout_and_rest = Engine(chosen["not merged"], rank, device, update=False)
     programs = {
         name: build_program(layout_and_rest.layout, config.train.microbatches, plan, sharding_of(config))
         for name, plan in chosen.items()
@@ -179,7 +192,7 @@ def prepare(options: argparse.Namespace, rank: int, device: torch.device) -> tup
         assert_valid(program)
     groups = layout_and_rest.groups
     layout_and_rest.sharded.close()
-    engine = Engine(replace(config, plan=chosen[most_slots(programs)]), rank, device, groups=groups, update=False)
+    engine = Engine(chosen[most_slots(programs)], rank, device, groups=groups, update=False)
     engine.init_weights()
     return Bench(engine, programs, device), links, slow
 

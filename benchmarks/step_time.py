@@ -26,23 +26,20 @@ from hocket.bench.ours import Planned
 from hocket.bench.stats import ratio
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
+from hocket.leaves import changed
+from hocket.presets import PLAIN
 from hocket.recipes import recipe
 
 
 def contenders(config: Config) -> dict[str, Config]:
     """The settings of everybody who takes part, by name."""
-    plain = dict(merge="off", defer_wgrad="off", p2p_defer_layers=0)
-
-    def plan(**changes: Any) -> Config:
-        return dataclasses.replace(config, plan=dataclasses.replace(config.plan, **changes))
-
-    null = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="null"))
+    everything = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
     return {
-        "sequential": plan(order="sequential", **plain),
-        "interleaved": plan(order="auto", **plain),
+        "sequential": changed(config, {"plan.order": "sequential", **PLAIN}),
+        "interleaved": changed(config, {"plan.order": "auto", **PLAIN}),
         "merged": config,
-        "merged, defer all": plan(p2p_defer_layers=-1, p2p_defer_parts="all"),
-        "bound": null,
+        "merged, defer all": changed(config, everything),
+        "bound": changed(config, {"train.transport": "null"}),
     }
 
 

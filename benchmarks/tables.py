@@ -52,6 +52,7 @@ from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import hardware_of, predict, program_of, report
+from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.trace import load
 from hocket.trace import report as trace_report
@@ -67,11 +68,12 @@ PICTURES = {
 }
 """Picture of a step, predicted or measured -> the words behind `hocket` that draw it."""
 
+PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {
-    "sequential": "--plan.order sequential --plan.merge off --plan.defer_wgrad off --plan.p2p_defer_layers 0",
-    "interleaved": "--plan.merge off --plan.defer_wgrad off --plan.p2p_defer_layers 0",
+    "sequential": f"--plan.order sequential {PLAIN_FLAGS}",
+    "interleaved": PLAIN_FLAGS,
     "merged": "",
-    "merged, defer all": "--plan.p2p_defer_layers -1 --plan.p2p_defer_parts all",
+    "merged, defer all": "--overlap.pp.defer_layers -1 --overlap.pp.defer_parts all",
 }
 """Plans of benchmarks/step_time.py -> the settings that make them."""
 

@@ -23,7 +23,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list the recipes
 
-Every setting of a recipe can be changed, for example --train.steps 50 --plan.merge off --data.paths my/texts
+Every setting of a recipe can be changed, for example --train.steps 50 --overlap.ep.merge off --data.paths my/texts
 hocket train RECIPE --help lists them all; hocket plan RECIPE --help also has --ops, --svg, --html and --json.
 HOCKET_DEBUG=1 shows tracebacks."""
 

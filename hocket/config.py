@@ -116,10 +116,6 @@ class PlanConfig:
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int, ...] = ()
     """Layers of every virtual stage; empty splits evenly."""
-    merge: Switch = "auto"
-    """Merge the forward of one microbatch with the backward of another, layer by layer."""
-    merge_ends: Switch = "auto"
-    """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
     group: int = 0
     """Microbatches per group of the interleaved order; 0 means pp."""
     stride: Literal[2, 3] = 2
@@ -128,21 +124,55 @@ class PlanConfig:
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
-    defer_wgrad: Switch = "auto"
-    """Run weight gradients as ops of their own, where the layer order puts them."""
-    p2p_backward_lane: Switch = "auto"
-    """Gradients arrive on a communication lane, and only what reads one waits; off: the compute lane waits for the
-    gradient of a merged step before it begins with the step."""
-    p2p_defer_layers: int | Literal["auto"] = "auto"
-    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all, auto
-    what makes the step shortest."""
-    p2p_defer_parts: Literal["auto", "attn", "all"] = "auto"
-    """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOverlap:
+    """Gathers of weights and reduces of gradients."""
+
     strategy: Strategy = "optim_grads_params"
     """What data-parallel ranks share instead of each keeping it whole: nothing, the optimizer's state, also gradients,
     or also weights. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOverlap:
+    """Sends between pipeline ranks."""
+
+    backward_lane: Switch = "auto"
+    """Gradients arrive on a communication lane, and only what reads one waits; off: the compute lane waits for the
+    gradient of a merged step before it begins with the step."""
+    defer_layers: int | Literal["auto"] = "auto"
+    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all, auto
+    what makes the step shortest."""
+    defer_parts: Literal["auto", "attn", "all"] = "auto"
+    """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOverlap:
+    """All-to-alls of experts."""
+
+    merge: Switch = "auto"
+    """Merge the forward of one microbatch with the backward of another, layer by layer."""
+    merge_ends: Switch = "auto"
+    """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """What hides communication: one section for each kind, and what serves several."""
+
+    dp: DataOverlap = field(default_factory=DataOverlap)
+    """Gathers of weights and reduces of gradients."""
+    pp: PipelineOverlap = field(default_factory=PipelineOverlap)
+    """Sends between pipeline ranks."""
+    ep: ExpertOverlap = field(default_factory=ExpertOverlap)
+    """All-to-alls of experts."""
+    defer_wgrad: Switch = "auto"
+    """Run weight gradients as ops of their own, where the layer order puts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +284,8 @@ class Config:
     """Arrangement of the ranks."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Order of one step."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """What hides communication."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text."""
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,4 +1,4 @@
-"""How `plan.merge_ends` is chosen where it is `auto`: by a rule where that is enough, else by two simulated steps.
+"""How `overlap.ep.merge_ends` is chosen where it is `auto`: by a rule if that will do, else by two simulated steps.
 
 Note: [One microbatch is not halved]
 A single microbatch has nothing to merge with. Its two halves along the batch would do, but they are two microbatches:
@@ -10,9 +10,9 @@ merged for that reason, that twice as many microbatches of half as many sequence
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from hocket.config import Config, PlanConfig, Switch
+from hocket.config import Config, Switch
+from hocket.leaves import changed
 from hocket.parallel.stages import hardware_of, layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.lower import build_program
@@ -28,15 +28,15 @@ _GROUPS = 3
 
 def choose_ends(c: Config, costs: CostTable) -> Iterator[tuple[str, str, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.plan.merge_ends == "auto":
+    if c.overlap.ep.merge_ends == "auto":
         idle = _nothing_to_gain(c)
         value, reason = ("off", idle) if idle else _simulated(c, costs)
-        yield "plan.merge_ends", value, reason
+        yield "overlap.ep.merge_ends", value, reason
 
 
 def _nothing_to_gain(c: Config) -> str:
     """Why pairs at the ends cannot help, without a simulation; empty if they may."""
-    if c.plan.merge == "off":
+    if c.overlap.ep.merge == "off":
         return "nothing is merged"
     if not has_experts(c) or c.mesh.ep == 1:
         return "there is no expert all-to-all to hide"
@@ -52,7 +52,7 @@ def _nothing_to_gain(c: Config) -> str:
 
 def _simulated(c: Config, costs: CostTable) -> tuple[str, str]:
     count = min(c.train.microbatches, _GROUPS * group_of(c))
-    off, on = (_step(replace(c.plan, merge_ends=ends), c, costs, count) for ends in _BOTH)
+    off, on = (_step(changed(c, {"overlap.ep.merge_ends": ends}), costs, count) for ends in _BOTH)
     memory, hardware = max(use.peak_bytes for use in on.ranks), hardware_of(c)
     if hardware.memory and memory > hardware.memory:
         return "off", f"one more activation in flight, {memory / 2**30:.0f} GiB in all, does not fit {hardware.name}"
@@ -65,5 +65,5 @@ def _simulated(c: Config, costs: CostTable) -> tuple[str, str]:
     )
 
 
-def _step(plan: PlanConfig, c: Config, costs: CostTable, microbatches: int) -> Timeline:
-    return simulate(build_program(layout_of(c), microbatches, plan, sharding_of(c)), costs)
+def _step(c: Config, costs: CostTable, microbatches: int) -> Timeline:
+    return simulate(build_program(layout_of(c), microbatches, c, sharding_of(c)), costs)

@@ -67,7 +67,7 @@ class Engine:
         self.where = self.mesh.coordinates(rank)
         self.layout: Layout = layout_of(config)
         self.dtype = DTYPES[config.train.dtype]
-        self.program = build_program(self.layout, config.train.microbatches, config.plan, sharding_of(config))
+        self.program = build_program(self.layout, config.train.microbatches, config, sharding_of(config))
         assert_valid(self.program)
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
@@ -177,7 +177,7 @@ class Engine:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
         assert len(microbatches) == self.program.microbatches
         if self._validation is None:
-            program = build_forward(self.program, self.config.plan, sharding_of(self.config))
+            program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
             self._validation = self._executor(program, None, 64)
         losses = self._validation.run(microbatches)

@@ -11,9 +11,9 @@ microbatches show it: the steady state repeats itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from hocket.config import Config, PlanConfig
+from hocket.config import Config
+from hocket.leaves import changed
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
@@ -26,7 +26,7 @@ from hocket.plan_rules import lane_matters, separate_wgrads
 Choice = tuple[str, object, str]
 """Setting, value, reason."""
 
-_LAYERS, _PARTS, _LANE = "plan.p2p_defer_layers", "plan.p2p_defer_parts", "plan.p2p_backward_lane"
+_LAYERS, _PARTS, _LANE = "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.backward_lane"
 _GROUPS = 3
 """Groups of microbatches of a simulated step."""
 _WORTH = 0.998
@@ -35,9 +35,9 @@ _WORTH = 0.998
 
 def choose_hops(c: Config, costs: CostTable) -> Iterator[Choice]:
     """The settings of pipeline sends that are open in a configuration that is sound otherwise."""
-    if c.plan.p2p_backward_lane == "auto":
+    if c.overlap.pp.backward_lane == "auto":
         yield _LANE, *_lane(c)
-    layers_open, parts_open = c.plan.p2p_defer_layers == "auto", c.plan.p2p_defer_parts == "auto"
+    layers_open, parts_open = c.overlap.pp.defer_layers == "auto", c.overlap.pp.defer_parts == "auto"
     if not (layers_open or parts_open):
         return
     idle = nothing_to_put_behind(c)
@@ -57,15 +57,15 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
 
     `c` has nothing open.
     """
-    if c.mesh.pp == 1 or c.plan.merge != "on" or c.plan.stride != 2:
+    if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2:
         return
     cover = smallest_cover(layout_of(c), costs, *_set(c))
     price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
     count = min(c.train.microbatches, _GROUPS * price.group)
-    wide = replace(c.plan, stride=3, group=price.group)
-    before, after = (_seconds(c, costs, plan, count) for plan in (c.plan, wide))
+    wide = changed(c, {"plan.stride": 3, "plan.group": price.group})
+    before, after = (_seconds(each, costs, count) for each in (c, wide))
     if after < before:
         reason = (
             f"{duration(cover.exposed)} of each hop stay exposed; with plan.stride = 3 and plan.group = {price.group}, "
@@ -77,7 +77,7 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
 
 def _set(c: Config) -> tuple[tuple[int], tuple[Parts]]:
     """The numbers of layers and the parts whose weight gradients are behind sends, where nothing is open."""
-    layers, parts = c.plan.p2p_defer_layers, c.plan.p2p_defer_parts
+    layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
     assert layers != "auto", "settings of sends are chosen before"
     assert parts != "auto", "settings of sends are chosen before"
     return (0 if nothing_to_put_behind(c) else layers,), (parts,)
@@ -87,18 +87,18 @@ def nothing_to_put_behind(c: Config) -> str:
     """Why no weight gradient runs behind a send for the send's sake; empty if some can."""
     if c.mesh.pp == 1:
         return "with one pipeline rank nothing is sent"
-    if c.plan.defer_wgrad == "off":
-        return "weight gradients are not deferred (plan.defer_wgrad = off)"
+    if c.overlap.defer_wgrad == "off":
+        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
     if separate_wgrads(c):
         return f"in the order {c.plan.order} all weight gradients have steps of their own"
-    if c.plan.p2p_defer_layers == 0:
-        return "plan.p2p_defer_layers = 0 moves none"
+    if c.overlap.pp.defer_layers == 0:
+        return "overlap.pp.defer_layers = 0 moves none"
     return ""
 
 
 def _covers(c: Config, costs: CostTable) -> list[Cover]:
     """What may be put behind sends: as little as can be, as much as hides the hop, and all. Equal ones once."""
-    layers, parts = c.plan.p2p_defer_layers, c.plan.p2p_defer_parts
+    layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
     kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
     if nothing_to_put_behind(c):
         layers = 0
@@ -127,12 +127,13 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
 
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
-    plan = replace(c.plan, p2p_defer_layers=cover.layers, p2p_defer_parts=cover.parts)
-    return _seconds(c, costs, plan, min(c.train.microbatches, _GROUPS * _group(c)))
+    return _seconds(
+        changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts}), costs, min(c.train.microbatches, _GROUPS * _group(c))
+    )
 
 
-def _seconds(c: Config, costs: CostTable, plan: PlanConfig, microbatches: int) -> float:
-    return float(simulate(build_program(layout_of(c), microbatches, plan, sharding_of(c)), costs).makespan)
+def _seconds(c: Config, costs: CostTable, microbatches: int) -> float:
+    return float(simulate(build_program(layout_of(c), microbatches, c, sharding_of(c)), costs).makespan)
 
 
 def _group(c: Config) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, reduce
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 
 ANY = float("inf")
 
-type_hints = cache(get_type_hints)
-"""Types of a section's settings, by name; looking them up anew takes longer than all checks together."""
+ConfigLike = TypeVar("ConfigLike", bound=Config)
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.ffn"), (1, ANY)),
@@ -24,8 +23,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
     **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "mesh.tp", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
-    **dict.fromkeys(("plan.group", "plan.prefetch"), (0, ANY)),
-    "plan.p2p_defer_layers": (-1, ANY),
+    **dict.fromkeys(("plan.group", "overlap.dp.prefetch"), (0, ANY)),
+    "overlap.pp.defer_layers": (-1, ANY),
     "data.sequence_length": (1, ANY),
     "data.validation": (0, 0.9),
     **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
@@ -41,25 +40,43 @@ BOUNDS: dict[str, tuple[float, float]] = {
 """Smallest and largest value of every number; of a tuple, of each of its members."""
 
 
-def leaves(config: Config) -> Iterator[str]:
-    """Dotted names of all settings."""
-    for section in dataclasses.fields(Config):
-        for field in dataclasses.fields(getattr(config, section.name)):
-            yield f"{section.name}.{field.name}"
+@cache
+def types() -> dict[str, Any]:
+    """Dotted name of every setting -> its type, in the order of the tree."""
+    return dict(_types(Config, ""))
+
+
+def _types(section: type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(section)
+    for field in dataclasses.fields(section):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _types(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hint
 
 
 def leaf(config: Config, setting: str) -> Any:
-    """Value of one setting, named like `plan.merge`."""
-    section, name = setting.split(".")
-    return getattr(getattr(config, section), name)
+    """Value of one setting or section, named like `overlap.ep.merge`."""
+    return reduce(getattr, setting.split("."), config)
+
+
+def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
+    """A configuration with other values for some settings, by dotted name."""
+    for setting, value in changes.items():
+        config = _replaced(config, setting.split("."), value)
+    return config
+
+
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    return dataclasses.replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
 def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
     """One line per setting whose value by itself is impossible: wrong type, not a choice, too small or large."""
     lines = []
-    for setting in leaves(config):
-        section, name = setting.split(".")
-        hint = type_hints(type(getattr(config, section)))[name]
+    for setting, hint in types().items():
         value = leaf(config, setting)
         low, high = BOUNDS.get(setting, (-ANY, ANY))
         if not is_a(value, hint):

@@ -1,4 +1,4 @@
-"""Settings from the command line: `--plan.merge off`, checked one by one, so that every mistake is one clear line.
+"""Settings from the command line: `--overlap.ep.merge off`, checked one by one, so that each mistake is one clear line.
 
 The parser proper is tyro; this runs before it. It finds out which settings were given (for the origin that messages
 name) and reports unknown settings and wrong values in hocket's own words, all at once.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
-from hocket.leaves import describe, leaf, leaves
+from hocket.former import FORMER
+from hocket.leaves import describe, leaf, types
 from hocket.resolve import stop_if
 
 
@@ -23,7 +24,7 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
     unknown flags, lists given twice, wrong values, and words that belong to no flag. Of other settings given twice
     the last one counts.
     """
-    known = set(leaves(config))
+    known = types()
     found: dict[str, str] = {}
     problems: list[str] = []
     for flag, words in _split(arguments, problems):
@@ -56,16 +57,18 @@ def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, lis
 
 
 def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if name in FORMER:
+        return f"{flag} (command line): {name} is {FORMER[name]} now; fix: --{FORMER[name]}"
+    close = difflib.get_close_matches(name, [*known, *FORMER], n=1, cutoff=0.5)
     # A right name in the wrong section, or without one, is a likely slip.
     close = [k for k in known if k.split(".")[-1] == name.split(".")[-1]][:1] or close
-    hint = f"did you mean --{close[0]}?" if close else "hocket train RECIPE --help lists all settings"
+    suggested = FORMER.get(close[0], close[0]) if close else ""
+    hint = f"did you mean --{suggested}?" if close else "hocket train RECIPE --help lists all settings"
     return f"{flag} (command line): there is no such setting; fix: {hint}"
 
 
 def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[str]:
-    section, field = name.split(".")
-    hint = get_type_hints(type(getattr(config, section)))[field]
+    hint = types()[name]
     shown = " ".join(words) or "(nothing)"
     if _parses(words, hint):
         return []

@@ -40,7 +40,7 @@ def lane_matters(c: Config) -> bool:
 
     That is a merged one, whose backward begins with a dense layer: a MoE layer's first op heads the step.
     """
-    if c.mesh.pp == 1 or c.plan.merge != "on":
+    if c.mesh.pp == 1 or c.overlap.ep.merge != "on":
         return False
     try:
         layout = layout_of(c)
@@ -101,16 +101,16 @@ PLAN_RULES: tuple[Rule, ...] = (
         "mesh.pp = 2 or more, or plan.order = auto",
     ),
     Rule(
-        ("plan.merge", "plan.order"),
-        lambda c, h: separate_wgrads(c) and c.plan.merge == "on",
+        ("overlap.ep.merge", "plan.order"),
+        lambda c, h: separate_wgrads(c) and c.overlap.ep.merge == "on",
         "in the order {plan.order} forwards and backwards run apart, so that weight gradients can fill the bubble",
-        "plan.merge = off, or plan.order = auto",
+        "overlap.ep.merge = off, or plan.order = auto",
     ),
     Rule(
-        ("plan.defer_wgrad", "plan.order"),
-        lambda c, h: separate_wgrads(c) and c.plan.defer_wgrad == "off",
+        ("overlap.defer_wgrad", "plan.order"),
+        lambda c, h: separate_wgrads(c) and c.overlap.defer_wgrad == "off",
         "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
-        "plan.defer_wgrad = on, or plan.order = auto",
+        "overlap.defer_wgrad = on, or plan.order = auto",
     ),
     Rule(
         ("train.microbatches", "mesh.pp"),
@@ -138,10 +138,10 @@ PLAN_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("plan.stride", "plan.merge"),
-        lambda c, h: c.plan.stride == 3 and c.plan.merge == "off",
+        ("plan.stride", "overlap.ep.merge"),
+        lambda c, h: c.plan.stride == 3 and c.overlap.ep.merge == "off",
         "a stride of 3 belongs to merged orders, and merging is off",
-        "plan.merge = on, or plan.stride = 2",
+        "overlap.ep.merge = on, or plan.stride = 2",
     ),
     Rule(
         ("plan.stride", "mesh.pp"),
@@ -163,28 +163,28 @@ PLAN_RULES: tuple[Rule, ...] = (
         "more microbatches, or plan.stride = 2",
     ),
     Rule(
-        ("plan.merge", "plan.order"),
-        lambda c, h: c.plan.merge == "on" and c.plan.order == "sequential" and stages(c) > 1,
+        ("overlap.ep.merge", "plan.order"),
+        lambda c, h: c.overlap.ep.merge == "on" and c.plan.order == "sequential" and stages(c) > 1,
         "in the sequential order each microbatch ends before the next one starts, so there is nothing to merge",
-        "plan.order = auto, or plan.merge = off",
+        "plan.order = auto, or overlap.ep.merge = off",
     ),
     Rule(
-        ("plan.merge", "train.microbatches", "plan.chunks"),
-        lambda c, h: c.plan.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
+        ("overlap.ep.merge", "train.microbatches", "plan.chunks"),
+        lambda c, h: c.overlap.ep.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
         "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
-        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or plan.merge = off",
+        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or overlap.ep.merge = off",
     ),
     Rule(
-        ("plan.merge_ends", "plan.merge"),
-        lambda c, h: c.plan.merge_ends == "on" and c.plan.merge == "off",
+        ("overlap.ep.merge_ends", "overlap.ep.merge"),
+        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "off",
         "there are no ends of a merged order where nothing is merged",
-        "plan.merge = on, or plan.merge_ends = off",
+        "overlap.ep.merge = on, or overlap.ep.merge_ends = off",
     ),
     Rule(
-        ("plan.merge_ends", "plan.group", "train.microbatches"),
-        lambda c, h: c.plan.merge_ends == "on" and c.plan.merge == "on" and not has_pairs(c),
+        ("overlap.ep.merge_ends", "plan.group", "train.microbatches"),
+        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "on" and not has_pairs(c),
         "no two microbatches follow each other on one chunk, so nothing at the ends would be merged",
-        "plan.group = 2 or more, or plan.merge_ends = off",
+        "plan.group = 2 or more, or overlap.ep.merge_ends = off",
     ),
     Rule(
         ("plan.layer_order",),
@@ -193,97 +193,99 @@ PLAN_RULES: tuple[Rule, ...] = (
         "a name, or an order such as 'cB aF eB dF eW dB eF cF aB uB aW uF'",
     ),
     Rule(
-        ("plan.layer_order", "plan.merge"),
-        lambda c, h: c.plan.layer_order != "literature" and c.plan.merge == "off",
+        ("plan.layer_order", "overlap.ep.merge"),
+        lambda c, h: c.plan.layer_order != "literature" and c.overlap.ep.merge == "off",
         "no effect: it orders merged layer steps, and merging is off",
-        "plan.merge = on, or leave plan.layer_order out",
+        "overlap.ep.merge = on, or leave plan.layer_order out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_backward_lane", "mesh.pp"),
-        lambda c, h: c.plan.p2p_backward_lane != "auto" and c.mesh.pp == 1,
+        ("overlap.pp.backward_lane", "mesh.pp"),
+        lambda c, h: c.overlap.pp.backward_lane != "auto" and c.mesh.pp == 1,
         "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave plan.p2p_backward_lane out",
+        "mesh.pp = 2 or more, or leave overlap.pp.backward_lane out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_backward_lane", "plan.merge"),
-        lambda c, h: c.plan.p2p_backward_lane == "off" and c.mesh.pp > 1 and c.plan.merge == "off",
+        ("overlap.pp.backward_lane", "overlap.ep.merge"),
+        lambda c, h: c.overlap.pp.backward_lane == "off" and c.mesh.pp > 1 and c.overlap.ep.merge == "off",
         "no effect: a step that is not merged begins with the op that reads its gradient",
-        "plan.merge = on, or leave plan.p2p_backward_lane out",
+        "overlap.ep.merge = on, or leave overlap.pp.backward_lane out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_backward_lane", "model.dense_layers"),
+        ("overlap.pp.backward_lane", "model.dense_layers"),
         lambda c, h: (
-            c.plan.p2p_backward_lane == "off" and c.plan.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
+            c.overlap.pp.backward_lane == "off" and c.overlap.ep.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
         ),
         "no effect: every stage that receives a gradient ends with a MoE layer, whose backward heads the merged step",
-        "leave plan.p2p_backward_lane out",
+        "leave overlap.pp.backward_lane out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_defer_layers", "mesh.pp"),
-        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp == 1,
+        ("overlap.pp.defer_layers", "mesh.pp"),
+        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp == 1,
         "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave plan.p2p_defer_layers out",
+        "mesh.pp = 2 or more, or leave overlap.pp.defer_layers out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_defer_layers", "plan.defer_wgrad"),
-        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.plan.defer_wgrad == "off",
+        ("overlap.pp.defer_layers", "overlap.defer_wgrad"),
+        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
         "no effect: only deferred weight gradients can run after the send",
-        "plan.defer_wgrad = on, or plan.p2p_defer_layers = 0",
+        "overlap.defer_wgrad = on, or overlap.pp.defer_layers = 0",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_defer_layers", "plan.order"),
-        lambda c, h: c.plan.p2p_defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
+        ("overlap.pp.defer_layers", "plan.order"),
+        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
         "no effect: in the order {plan.order} all weight gradients have steps of their own, behind the send",
-        "leave plan.p2p_defer_layers out, or another plan.order",
+        "leave overlap.pp.defer_layers out, or another plan.order",
         only_if_set=True,
     ),
     Rule(
-        ("plan.p2p_defer_parts", "plan.p2p_defer_layers", "plan.defer_wgrad"),
+        ("overlap.pp.defer_parts", "overlap.pp.defer_layers", "overlap.defer_wgrad"),
         lambda c, h: (
-            c.plan.p2p_defer_parts != "auto"
-            and (c.mesh.pp == 1 or c.plan.p2p_defer_layers == 0 or c.plan.defer_wgrad == "off" or separate_wgrads(c))
+            c.overlap.pp.defer_parts != "auto"
+            and (
+                c.mesh.pp == 1 or c.overlap.pp.defer_layers == 0 or c.overlap.defer_wgrad == "off" or separate_wgrads(c)
+            )
         ),
         "no effect: no weight gradient runs after a send",
-        "mesh.pp = 2 or more, plan.defer_wgrad = on and plan.p2p_defer_layers not 0, or leave it out",
+        "mesh.pp = 2 or more, overlap.defer_wgrad = on and overlap.pp.defer_layers not 0, or leave it out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.layer_order", "plan.defer_wgrad"),
+        ("plan.layer_order", "overlap.defer_wgrad"),
         lambda c, h: (
             c.plan.layer_order != "literature"
-            and c.plan.merge == "on"
-            and c.plan.defer_wgrad == "off"
+            and c.overlap.ep.merge == "on"
+            and c.overlap.defer_wgrad == "off"
             and not order_matters(c.plan.layer_order)
         ),
         "no effect: it differs from literature in weight gradients only, and these are not deferred",
-        "plan.defer_wgrad = on, or leave plan.layer_order out",
+        "overlap.defer_wgrad = on, or leave plan.layer_order out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.strategy", "mesh.dp"),
-        lambda c, h: c.mesh.dp == 1 and c.plan.strategy != "optim_grads_params",
+        ("overlap.dp.strategy", "mesh.dp"),
+        lambda c, h: c.mesh.dp == 1 and c.overlap.dp.strategy != "optim_grads_params",
         "no effect: with one data-parallel rank nothing is sharded",
-        "mesh.dp = 2 or more, or leave plan.strategy out",
+        "mesh.dp = 2 or more, or leave overlap.dp.strategy out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.prefetch", "plan.strategy"),
-        lambda c, h: c.mesh.dp > 1 and c.plan.strategy == "no_shard",
+        ("overlap.dp.prefetch", "overlap.dp.strategy"),
+        lambda c, h: c.mesh.dp > 1 and c.overlap.dp.strategy == "no_shard",
         "no effect: every rank has all weights, and nothing is gathered",
-        "another plan.strategy, or leave plan.prefetch out",
+        "another overlap.dp.strategy, or leave overlap.dp.prefetch out",
         only_if_set=True,
     ),
     Rule(
-        ("plan.prefetch", "mesh.dp"),
+        ("overlap.dp.prefetch", "mesh.dp"),
         lambda c, h: c.mesh.dp == 1,
         "no effect: with one data-parallel rank nothing is gathered",
-        "mesh.dp = 2 or more, or leave plan.prefetch out",
+        "mesh.dp = 2 or more, or leave overlap.dp.prefetch out",
         only_if_set=True,
     ),
 )

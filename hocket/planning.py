@@ -20,8 +20,7 @@ __all__ = ["as_json", "costs_as_json", "costs_of", "hardware_of", "predict", "pr
 
 def program_of(settings: Settings) -> Program:
     """The program of one optimizer step."""
-    microbatches, plan = settings.train.microbatches, settings.plan
-    return build_program(layout_of(settings), microbatches, plan, sharding_of(settings))
+    return build_program(layout_of(settings), settings.train.microbatches, settings, sharding_of(settings))
 
 
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:

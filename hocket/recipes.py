@@ -8,7 +8,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from hocket.config import (
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PlanConfig,
+    RunConfig,
+    TrainConfig,
+)
 from hocket.model import families
 
 
@@ -17,7 +27,8 @@ def tiny() -> Config:
     return Config(
         model=families.tiny(),
         mesh=MeshConfig(pp=2, dp=2, ep=2),
-        plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
+        plan=PlanConfig(chunks=2),
+        overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
         data=DataConfig(sequence_length=128),
         train=TrainConfig(
             steps=150, microbatches=4, sequences=4, lr=4e-3, min_lr=4e-4, warmup=15, eval_every=50, save_every=50
@@ -44,7 +55,8 @@ def moe_8gpu() -> Config:
             aux_loss=0.01,
         ),
         mesh=MeshConfig(pp=2, dp=4, ep=4),
-        plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on"),
+        plan=PlanConfig(chunks=2),
+        overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
         data=DataConfig(sequence_length=2048),
         train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
         run=RunConfig(name="moe_8gpu"),

@@ -9,31 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hocket.config import Config
+from hocket.decision import Decision
 from hocket.ends_choice import choose_ends
 from hocket.hop_choice import choose_hops, stride_remark
-from hocket.leaves import leaf, out_of_bounds
+from hocket.leaves import changed, leaf, out_of_bounds
 from hocket.parallel.stages import costs_of, hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages
+from hocket.rule import Rule
 from hocket.rules import RULES, Host, broken_rules, has_experts, rule_text
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One choice that hocket made where the configuration left it open, or a remark on a setting without effect."""
-
-    setting: str
-    """Dotted name, such as `plan.merge`."""
-    value: object
-    """What it became."""
-    reason: str
-    """Why."""
-
-    def __str__(self) -> str:
-        return f"{self.setting} = {self.value}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +67,31 @@ def resolve(
     for setting, choose in CHOICES:
         if leaf(config, setting) in ("auto", ""):
             value, reason = choose(config, host)
-            config = replace_leaf(config, setting, value)
-            decisions.append(Decision(setting, value, reason))
+            config = changed(config, {setting: value})
+            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     stop_if(broken_rules(config, host, origins))
     costs = price(config)
     for choose_by_costs in (choose_ends, choose_hops):
         for setting, value, reason in choose_by_costs(config, costs):
-            config = replace_leaf(config, setting, value)
-            decisions.append(Decision(setting, value, reason))
+            config = changed(config, {setting: value})
+            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     decided = {decision.setting for decision in decisions}
     # What the rules let pass because the user did not ask for it is still worth a remark.
     for rule in RULES:
         setting = rule.settings[0]
         if rule.only_if_set and setting not in decided and rule.broken(config, host):
-            decisions.append(Decision(setting, leaf(config, setting), rule_text(rule.reason, config, host)))
-    decisions += [Decision(*remark) for remark in stride_remark(config, costs)]
+            decisions.append(_remark(rule, config, host, origins))
+    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(config, costs)]
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
+
+
+def _remark(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) -> Decision:
+    """A setting without effect, as a decision."""
+    setting = rule.settings[0]
+    value, source = leaf(config, setting), origins.get(setting) or origins.get("", "configuration")
+    reason, fix = (rule_text(text, config, host) for text in (rule.reason, rule.fix))
+    return Decision(setting=setting, value=value, asked=value, source=source, reasons=(reason,), fix=fix)
 
 
 def stop_if(problems: list[str]) -> None:
@@ -106,13 +100,6 @@ def stop_if(problems: list[str]) -> None:
         raise ValueError(problems[0])
     if problems:
         raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def replace_leaf(config: Config, setting: str, value: Any) -> Config:
-    """`config` with one leaf changed, named like `plan.merge`."""
-    section, name = setting.split(".")
-    part = dataclasses.replace(getattr(config, section), **{name: value})
-    return dataclasses.replace(config, **{section: part})
 
 
 def choose_device(c: Config, h: Host) -> tuple[str, str]:
@@ -148,7 +135,7 @@ def choose_merge(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_order(c: Config, h: Host) -> tuple[str, str]:
-    if c.mesh.pp == 1 and c.plan.merge == "off":
+    if c.mesh.pp == 1 and c.overlap.ep.merge == "off":
         return "sequential", "one pipeline rank and nothing merged"
     if c.plan.chunks > 1:
         return "interleaved", f"{c.plan.chunks} chunks per rank"
@@ -175,9 +162,9 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("train.device", choose_device),
     ("train.dtype", choose_dtype),
     ("train.transport", choose_transport),
-    ("plan.merge", choose_merge),
+    ("overlap.ep.merge", choose_merge),
     ("plan.order", choose_order),
-    ("plan.defer_wgrad", choose_defer),
+    ("overlap.defer_wgrad", choose_defer),
     ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on."""

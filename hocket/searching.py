@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.leaves import leaf, leaves, show
+from hocket.leaves import changed, leaf, show, types
 from hocket.parallel.stages import layout_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Hardware, Measurement
 from hocket.plan.pipeline import smallest_group, warmup
-from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial, changed
+from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.simulate import KINDS
 from hocket.plan.timeline import duration
@@ -27,7 +27,7 @@ DOUBT = 0.07
 _ORDERS = 3
 """Orders of a merged layer step that are tried beside those with names."""
 
-_BY_SIMULATION = ("plan.p2p_defer_layers", "plan.p2p_defer_parts")
+_BY_SIMULATION = ("overlap.pp.defer_layers", "overlap.pp.defer_parts")
 """Settings that `auto` chooses by simulating steps: too slow to do it for every plan that is tried."""
 
 
@@ -123,7 +123,7 @@ class Pricer:
             settings = (self._task if whole else self._quick).settled(changes)
         except ValueError:
             return None
-        key = (settings.plan, whole or not _long(settings))
+        key = ((settings.plan, settings.overlap), whole or not _long(settings))
         if key not in self._known:
             self._known[key] = self._simulated(settings) if key[1] else self._estimated(settings)
         trial = self._known[key]
@@ -165,7 +165,7 @@ def _steady(settings: Settings) -> tuple[int, int]:
     """Two numbers of microbatches that reach the steady state, a period apart, with the same rest as the whole step."""
     plan, pp, count = settings.plan, settings.mesh.pp, settings.train.microbatches
     group = plan.group or smallest_group(pp, plan.stride)
-    warm = warmup(pp, plan.chunks, count, group, 0, plan.merge == "on", plan.stride)
+    warm = warmup(pp, plan.chunks, count, group, 0, settings.overlap.ep.merge == "on", plan.stride)
     period = group if plan.chunks > 1 else 1
     few = period * (1 - -warm // (plan.chunks * period)) + count % period
     return few, few + period
@@ -239,7 +239,7 @@ def words(task: Task, changes: Changes) -> list[str]:
     """
     settings, there = task.settled(changes), task.settled(changes, model_costs)
     given = {*task.origins, *changes, *(name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))}
-    flags = (_flag(name, leaf(settings, name)) for name in leaves(settings) if name in given)
+    flags = (_flag(name, leaf(settings, name)) for name in types() if name in given)
     return [settings.run.name, *(word for flag in flags for word in flag)]
 
 

@@ -1,10 +1,54 @@
-"""Sizes as users write them: a number and a unit."""
+"""Sizes as users write them: a number and a unit, in bytes or in parameters."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Literal
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+"""Factors of `params`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much, in bytes or in parameters: the number of bytes of a parameter is another one for every dtype."""
+
+    value: int
+    unit: Literal["bytes", "params"]
+
+    def params(self, width: int) -> int:
+        """How many parameters of `width` bytes fit."""
+        return self.value if self.unit == "params" else self.value // width
+
+    def nbytes(self, width: int) -> int:
+        """Bytes of so many parameters of `width` bytes."""
+        return self.value if self.unit == "bytes" else self.value * width
+
+    def __str__(self) -> str:
+        """As `parse_size` reads it: the largest binary unit that divides the value, else the largest decimal one."""
+        factors = UNITS if self.unit == "bytes" else COUNTS
+        for wanted in (2**30, 2**20, 2**10, 10**9, 10**6, 10**3, 1):
+            if self.value % wanted == 0 and (self.value or wanted == 1):
+                name = next(name for name, factor in factors.items() if factor == wanted)
+                return f"{self.value // wanted}{name}{' params' if self.unit == 'params' else ''}"
+        raise AssertionError("every number is a multiple of 1")
+
+
+def parse_size(text: str, setting: str = "size") -> Size:
+    """The size that a text such as "128M params", "256MiB" or "64 MB" means. `setting` is named in errors.
+
+    Raises: ValueError for anything else. A bare number is refused: it could be bytes or parameters.
+    """
+    if found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?\s*params?\s*", text):
+        return _whole(found[1], COUNTS[found[2] or ""], "params", text, setting)
+    if re.fullmatch(r"\s*\d+(?:\.\d+)?\s*(?:[KMG]i?)?\s*", text):
+        number = text.strip()
+        raise ValueError(
+            f"{setting} = {number}: a number of what? fix: {number} params for parameters, or {number}B for bytes"
+        )
+    return Size(parse_bytes(text, setting), "bytes")
 
 
 def parse_bytes(text: str, setting: str) -> int:
@@ -18,3 +62,10 @@ def parse_bytes(text: str, setting: str) -> int:
         why = "has no unit" if match is not None and not match[2] else "is no size"
         raise ValueError(f"{setting}={text!r} {why}: write a number and one of {known}, such as '512MiB'")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def _whole(number: str, factor: int, unit: Literal["bytes", "params"], text: str, setting: str) -> Size:
+    value = float(number) * factor
+    if value != int(value):
+        raise ValueError(f"{setting} = {text.strip()}: not a whole number of {unit}; fix: a size without a fraction")
+    return Size(int(value), unit)

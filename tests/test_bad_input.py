@@ -49,13 +49,13 @@ def one_message(ended: Finished, *parts: str, code: int = 2) -> None:
 
 
 SETTINGS = [
-    (["--plan.mrge", "on"], ["--plan.mrge", "command line", "did you mean --plan.merge?"]),
+    (["--plan.mrge", "on"], ["--plan.mrge", "command line", "did you mean --overlap.ep.merge?"]),
     (["--train.steps", "many"], ["train.steps = many", "command line, --train.steps"]),
     (["--model.kv_heads", "3"], ["model.heads = 2", "command line, --model.heads", "3 key and value heads"]),
     (["--model.experts", "3"], ["model.experts = 3", "mesh.ep = 2"]),
     (["--mesh.pp", "3"], ["mesh.pp = 3", "6 virtual stages, more than 4 layers"]),
     (["--mesh.dp", "3"], ["mesh.dp = 3", "does not divide"]),
-    (["--train.microbatches", "1", "--plan.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
+    (["--train.microbatches", "1", "--overlap.ep.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
     (["--train.device", "cuda"], ["train.device = cuda", "command line"]),
     (["--data.paths", "no/such"], ["data.paths = no/such", "command line", "no such file or folder"]),
     (["--data.paths", "*.none"], ["data.paths = *.none", "the pattern matches nothing"]),

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from benchmarks import calibration, prediction, tables
+from hocket.leaves import changed
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
@@ -25,12 +26,12 @@ from tests.trace.simulated import settings_for, traces_of
 @pytest.mark.parametrize("small", [False, True])
 def test_every_plan_of_every_shape_is_valid_and_none_is_twice(world: int, small: bool) -> None:
     for shape in calibration.shapes(world, small).values():
-        configs = [shape.config, *(calibration.changed(shape.config, changes) for changes in shape.others.values())]
+        configs = [shape.config, *(changed(shape.config, changes) for changes in shape.others.values())]
         found = [resolve(config, Host(gpus=0 if small else world)) for config in configs]
         for settings in found:
             assert settings.world == world
             assert_valid(program_of(settings))
-        assert len({(each.plan, each.train) for each in found}) == len(found)
+        assert len({(each.plan, each.overlap, each.train) for each in found}) == len(found)
 
 
 def test_the_result_has_what_the_tables_show(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_no_words_are_an_error(capsys):
 def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_recipe(capsys, words):
     code, out, _ = command(capsys, *words)
     assert code == 0
-    assert "--plan.merge {auto,on,off}" in out
+    assert "--overlap.ep.merge {auto,on,off}" in out
     assert "Merge the forward of one microbatch" in out
     assert "(default: on)" in out
 
@@ -78,14 +78,14 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 
 def test_overrides_reach_the_configuration_and_are_remembered():
-    words = ["--model.hidden", "64", "--plan.p2p-defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
+    words = ["--model.hidden", "64", "--overlap.pp.defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
     options, origins = parse(Train, "train", ["tiny", *words, "--train.betas", "0.8", "0.9"])
     config = options.config
-    assert (config.model.hidden, config.plan.p2p_defer_parts, config.data.paths) == (64, "all", ("a", "b"))
+    assert (config.model.hidden, config.overlap.pp.defer_parts, config.data.paths) == (64, "all", ("a", "b"))
     assert (config.model.tied, config.train.betas) == (True, (0.8, 0.9))
-    assert origins["plan.p2p_defer_parts"] == "command line, --plan.p2p-defer-parts"
+    assert origins["overlap.pp.defer_parts"] == "command line, --overlap.pp.defer-parts"
     assert set(origins) == {
-        "", "model.hidden", "plan.p2p_defer_parts", "data.paths", "model.tied", "train.betas",
+        "", "model.hidden", "overlap.pp.defer_parts", "data.paths", "model.tied", "train.betas",
     }  # fmt: skip
 
 
@@ -96,7 +96,9 @@ def test_gpus_sets_the_data_parallel_ranks():
 
 
 MISTAKES = [
-    (["--plan.mege", "on"], "--plan.mege", "did you mean --plan.merge?"),
+    (["--plan.mege", "on"], "--plan.mege", "did you mean --overlap.ep.merge?"),
+    (["--plan.merge", "off"], "--plan.merge", "plan.merge is overlap.ep.merge now; fix: --overlap.ep.merge"),
+    (["--plan.p2p_defer_laers", "1"], "--plan.p2p_defer_laers", "did you mean --overlap.pp.defer_layers?"),
     (["--hidden", "3"], "--hidden", "did you mean --model.hidden?"),
     (["--train.hidden", "3"], "--train.hidden", "did you mean --model.hidden?"),
     (["--zzzzz"], "--zzzzz", "--help lists all settings"),
@@ -104,7 +106,7 @@ MISTAKES = [
     (["--train.steps"], "train.steps = (nothing)", "not a whole number"),
     (["--train.steps", "1", "2"], "train.steps = 1 2", "not a whole number"),
     (["--train.lr", "fast"], "train.lr = fast", "not a number"),
-    (["--plan.merge", "onn"], "plan.merge = onn", "did you mean on?"),
+    (["--overlap.ep.merge", "onn"], "overlap.ep.merge = onn", "did you mean on?"),
     (["--plan.stride", "4"], "plan.stride = 4", "one of 2, 3"),
     (["--model.tied", "yes"], "model.tied = yes", "True or False"),
     (["--train.betas", "0.9"], "train.betas = 0.9", "2 of float values"),

@@ -21,8 +21,7 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
-from hocket.config import Config
-from hocket.leaves import leaves
+from hocket.leaves import types
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
 from hocket.trace import load, report
@@ -140,11 +139,12 @@ def check_hocket(words: list[str]) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_settings_and_files_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    known = set(leaves(Config()))
+    known = set(types())
     sections = "|".join({leaf.split(".")[0] for leaf in known})
     for words in code(text):
-        for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})\.[a-z0-9_]+)\b(?![(/])", words):
-            assert setting in known or setting.endswith((".py", ".svg", ".html")), f"{name(path)}: {setting}"
+        for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})(?:\.[a-z0-9_]+)+)\b(?![(/])", words):
+            section = any(each.startswith(f"{setting}.") for each in known)
+            assert setting in known or section or setting.endswith((".py", ".svg", ".html")), f"{name(path)}: {setting}"
         if re.fullmatch(r"[\w./-]+\.(py|md|json|svg|toml|txt)", words) and "/" in words:
             places = [ROOT / words, ROOT / "hocket" / words, path.parent / words]
             made = words.startswith(("runs/", "checkpoints/", "logs/", "traces/"))

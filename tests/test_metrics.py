@@ -12,15 +12,16 @@ import pytest
 from rich.console import Console
 
 from hocket.config import TrainConfig
+from hocket.leaves import changed
 from hocket.recipes import recipe
-from hocket.resolve import Settings, replace_leaf, resolve
+from hocket.resolve import Settings, resolve
 from hocket.rules import Host
 from hocket.train.metrics import Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
 
 
 def settings_in(folder: Path, gpus: bool = False) -> Settings:
-    config = replace_leaf(recipe("tiny"), "run.folder", str(folder))
+    config = changed(recipe("tiny"), {"run.folder": str(folder)})
     return resolve(config, Host(gpus=4, gpu="NVIDIA H200") if gpus else Host())
 
 
@@ -105,9 +106,9 @@ def test_an_emulated_network_is_described_link_by_link(tmp_path):
 
 
 def measuring(folder: Path, **changes: Any) -> Settings:
-    config = replace_leaf(recipe("tiny"), "run.folder", str(folder))
+    config = changed(recipe("tiny"), {"run.folder": str(folder)})
     for name, value in changes.items():
-        config = replace_leaf(config, name.replace("__", "."), value)
+        config = changed(config, {name.replace("__", "."): value})
     return resolve(config, Host())
 
 

@@ -25,6 +25,7 @@ from hocket.train.exposed import TraceReader
 from hocket.train.profiling import WARM_UP, window_of
 from hocket.train.recording import Recording, describe
 from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, text_in, wait_for
+from tests.helpers.plans import planned
 from tests.ranks.test_lane_orders import microbatches_of
 
 
@@ -176,9 +177,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
 
 def one_rank() -> tuple[Engine, Config]:
     config = replace(recipe("tiny"), mesh=replace(recipe("tiny").mesh, pp=1, dp=1, ep=1))
-    plan = replace(config.plan, chunks=1, merge="off", defer_wgrad="off")
     small = replace(config.model, layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16, dense_layers=(0,))
-    config = resolve(replace(config, plan=plan, model=small))
+    config = resolve(planned(replace(config, model=small), chunks=1, merge="off", defer_wgrad="off"))
     cpu = torch.device("cpu")
     return Engine(config, 0, cpu), config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,8 +14,11 @@ from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.former import flat
+from hocket.leaves import changed
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import mesh_of
+from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, TransportName
 from hocket.runtime.pretended import Null
@@ -39,9 +42,10 @@ class Planned:
         _groups[mesh, transport] = self.engine.groups
         self.engine.init_weights()
         self.lr = config.train.lr
-        plan = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.plan).items())
+        plan, overlap = (", ".join(f"{name} = {value}" for name, value in part.items()) for part in _parts(config))
         self.settings: Mapping[str, str] = {
             "plan": plan,
+            "overlap": overlap,
             "transport": transport,
             "weights": "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
@@ -119,10 +123,14 @@ def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> 
 
 def _on(config: Config, transport: TransportName) -> Config:
     """A configuration on another transport."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, transport=transport))
+    return changed(config, {"train.transport": transport})
 
 
 def _unmerged(config: Config, order: Literal["sequential", "1f1b", "interleaved"]) -> Config:
     """A configuration with a plan that hides nothing behind another microbatch's compute."""
-    plan = dataclasses.replace(config.plan, order=order, merge="off", defer_wgrad="off", p2p_defer_layers=0)
-    return dataclasses.replace(config, plan=plan)
+    return changed(config, {"plan.order": order, **PLAIN})
+
+
+def _parts(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the sections `plan` and `overlap` say, by name."""
+    return dataclasses.asdict(config.plan), flat(dataclasses.asdict(config.overlap))

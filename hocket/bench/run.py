@@ -21,7 +21,8 @@ from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.record import provenance
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
-from hocket.resolve import Settings, replace_leaf
+from hocket.leaves import changed
+from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
 
 WARM_UP = 3
@@ -165,7 +166,7 @@ def workloads(settings: Settings, bench: Bench) -> list[Workload]:
     """One workload per sequence length."""
     made = []
     for length in bench.lengths:
-        config = replace_leaf(settings, "data.sequence_length", length)
+        config = changed(settings, {"data.sequence_length": length})
         # Weights that hardly move keep GPUs as busy as those of a real run, and all contenders with the same numbers.
         made.append(gate.gentle(Workload(config, bench.optimizer, bench.compile)))
     return made

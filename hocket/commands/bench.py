@@ -10,8 +10,8 @@ from typing import Literal
 from hocket.bench.contender import CONTENDERS, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import Config
-from hocket.leaves import problem
-from hocket.resolve import Settings, replace_leaf, stop_if
+from hocket.leaves import changed, problem
+from hocket.resolve import Settings, stop_if
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
         fix = "leave it out: benchmarks never clip"
         problems.append(problem("train.clip", config.train.clip, origins, "contenders clip differently", fix))
     stop_if(problems)
-    config = replace_leaf(config, "train.clip", 0.0)
-    return config if config.run.folder else replace_leaf(config, "run.folder", f"runs/bench-{config.run.name}")
+    config = changed(config, {"train.clip": 0.0})
+    return config if config.run.folder else changed(config, {"run.folder": f"runs/bench-{config.run.name}"})
 
 
 def chosen(against: str, config: Config) -> tuple[str, ...]:

@@ -10,10 +10,9 @@ from typing import Annotated, TypeVar, get_type_hints
 import tyro
 
 from hocket.config import Config
-from hocket.leaves import problem
+from hocket.leaves import changed, problem
 from hocket.overrides import given
 from hocket.recipes import recipe
-from hocket.resolve import replace_leaf
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def _spread(options: Options, origins: dict[str, str]) -> Options:
     if options.gpus < 0 or options.gpus % pp:
         reason, fix = f"cannot be split over mesh.pp = {pp}", "a multiple of mesh.pp, or change mesh.pp"
         raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
-    return replace(options, config=replace_leaf(options.config, "mesh.dp", options.gpus // pp))
+    return replace(options, config=changed(options.config, {"mesh.dp": options.gpus // pp}))
 
 
 def write(target: str, content: str | bytes) -> None:

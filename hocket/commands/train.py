@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hocket.commands.options import RecipeOptions, parse
-from hocket.resolve import replace_leaf
+from hocket.leaves import changed
 
 PROFILED = 2
 """Steps that --profile records: enough to see whether they differ, few enough to be read soon."""
@@ -29,7 +29,7 @@ def run(words: list[str]) -> int:
                 f"profile = True (command line, --profile): sets train.profile, and {origins['train.profile']} does "
                 "too; fix: leave one of them out"
             )
-        config = replace_leaf(config, "train.profile", (0, min(PROFILED, config.train.steps)))
+        config = changed(config, {"train.profile": (0, min(PROFILED, config.train.steps))})
         origins["train.profile"] = "command line, --profile"
     from hocket import launch
 

@@ -36,7 +36,7 @@ def layout_of(config: Config) -> Layout:
 
 def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread, and what of them is."""
-    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), config.plan.strategy)
+    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), config.overlap.dp.strategy)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:

@@ -13,11 +13,11 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
-from hocket.config import PlanConfig
+from hocket.config import Config
+from hocket.leaves import changed
 from hocket.plan.connect import connect
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -31,35 +31,36 @@ StepOps = list[Op]
 """The ops of one step, in host order."""
 
 
-def build_program(layout: Layout, microbatches: int, plan: PlanConfig, sharding: Sharding) -> Program:
-    """The whole chain: the Program of one optimizer step.
+def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding) -> Program:
+    """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
 
     Raises ValueError for settings that have no legal order.
     """
-    order, notes = choose_order(layout, microbatches, plan)
+    order, notes = choose_order(layout, microbatches, config)
+    plan, overlap = config.plan, config.overlap
     merged, alone = merged_order(plan.layer_order), ALONE
-    if plan.defer_wgrad == "off":
+    if overlap.defer_wgrad == "off":
         merged, alone = at_once(merged), at_once(alone)
     ranks = []
     for rank, steps in enumerate(order):
         apart = any(step.wgrad for step in steps)
         per_step = [
-            expand_pair(step, layout, rank, plan.defer_wgrad != "off")
+            expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
             if step.also
             else expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
             for step in steps
         ]
         early = plan.stride == 3 or any(step.also for step in steps)
         per_step = insert_p2p(per_step, steps, layout, rank, 2 if early else 1)
-        if plan.defer_wgrad != "off" and not apart:
-            layers = 1 if plan.p2p_defer_layers == "auto" else plan.p2p_defer_layers
+        if overlap.defer_wgrad != "off" and not apart:
+            layers = 1 if overlap.pp.defer_layers == "auto" else overlap.pp.defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
-            per_step = [defer_past_send(ops, layers, plan.p2p_defer_parts) for ops in per_step]
+            per_step = [defer_past_send(ops, layers, overlap.pp.defer_parts) for ops in per_step]
         ranks.append(per_step)
-    return _finish(layout, microbatches, order, ranks, sharding, plan, tuple(notes))
+    return _finish(layout, microbatches, order, ranks, sharding, config, tuple(notes))
 
 
-def build_forward(beside: Program, plan: PlanConfig, sharding: Sharding) -> Program:
+def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:
     """The Program of a validation: forwards alone, in the weight slots of the training program `beside`.
 
     Its gathers run ahead as far as these slots allow. Its last op, `step all`, only joins the lanes.
@@ -70,8 +71,9 @@ def build_forward(beside: Program, plan: PlanConfig, sharding: Sharding) -> Prog
     for rank, steps in enumerate(order):
         per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
         ranks.append(insert_p2p(per_step, steps, layout, rank))
-    for prefetch in reversed(range(plan.prefetch + 1)):
-        program = _finish(layout, microbatches, order, ranks, sharding, replace(plan, prefetch=prefetch), ())
+    for prefetch in reversed(range(config.overlap.dp.prefetch + 1)):
+        nearer = changed(config, {"overlap.dp.prefetch": prefetch})
+        program = _finish(layout, microbatches, order, ranks, sharding, nearer, ())
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
     raise AssertionError("without prefetch one slot of each class is enough")
@@ -83,14 +85,15 @@ def _finish(
     order: Order,
     ranks: list[list[StepOps]],
     sharding: Sharding,
-    plan: PlanConfig,
+    config: Config,
     notes: tuple[str, ...],
 ) -> Program:
     """The last passes: shard, connect, free."""
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
-    on_compute = plan.p2p_backward_lane == "off"
+    overlap = config.overlap
+    on_compute = overlap.pp.backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
-    sharded = shard(flat, layout, sharding, plan.prefetch)
+    sharded = shard(flat, layout, sharding, overlap.dp.prefetch)
     return Program(
         layout=layout,
         microbatches=microbatches,
@@ -102,23 +105,24 @@ def _finish(
     )
 
 
-def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[Order, list[str]]:
+def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
     """The order of microbatches that a plan's settings ask for, and remarks about it."""
     if microbatches < 1:
         raise ValueError(f"train.microbatches must be at least 1, got {microbatches}")
-    merge = plan.merge != "off"
+    plan, ep = config.plan, config.overlap.ep
+    merge = ep.merge != "off"
     kind = plan.order
     if kind == "auto":
         kind = "sequential" if layout.stages == 1 and not merge else "interleaved" if layout.chunks > 1 else "1f1b"
     if kind == "sequential" and (layout.stages > 1 or not merge):
-        if plan.merge == "on":
+        if ep.merge == "on":
             raise ValueError(
-                "plan.merge=on cannot be had with plan.order=sequential and several stages: each microbatch ends "
+                "overlap.ep.merge=on cannot be had with plan.order=sequential and several stages: each microbatch ends "
                 "before the next one starts; use plan.order=1f1b or interleaved"
             )
         return sequential(layout.pp, layout.chunks, microbatches), []
     if kind in ZERO_BUBBLE:
-        return _zero_bubble(layout, microbatches, plan)
+        return _zero_bubble(layout, microbatches, config)
     if kind == "1f1b" and layout.chunks > 1:
         raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
     order = one_f_one_b(
@@ -128,24 +132,25 @@ def choose_order(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[O
         group=plan.group,
         merge=merge,
         stride=plan.stride,
-        ends=merge and plan.merge_ends == "on",
+        ends=merge and ep.merge_ends == "on",
     )
-    return order, _merge_notes(order, microbatches, plan) if merge else []
+    return order, _merge_notes(order, microbatches, config) if merge else []
 
 
-def _zero_bubble(layout: Layout, microbatches: int, plan: PlanConfig) -> tuple[Order, list[str]]:
+def _zero_bubble(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
+    plan, overlap = config.plan, config.overlap
     chunks = 2 if plan.order == "zb_v" else 1
     if layout.chunks != chunks or layout.turning != (chunks == 2):
         raise ValueError(f"plan.order={plan.order} has plan.chunks={chunks} chunks per rank, got {layout.chunks}")
-    if plan.merge == "on" or plan.defer_wgrad == "off":
+    if overlap.ep.merge == "on" or overlap.defer_wgrad == "off":
         raise ValueError(
             f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs "
-            f"plan.merge=off and plan.defer_wgrad=on, got {plan.merge} and {plan.defer_wgrad}"
+            f"overlap.ep.merge=off and overlap.defer_wgrad=on, got {overlap.ep.merge} and {overlap.defer_wgrad}"
         )
     return (zb_v if chunks == 2 else zb_h1)(layout.pp, microbatches), []
 
 
-def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]:
+def _merge_notes(order: Order, microbatches: int, config: Config) -> list[str]:
     bare = [rank for rank, steps in enumerate(order) if not any(step.merged for step in steps)]
     if not bare:
         return []
@@ -153,8 +158,8 @@ def _merge_notes(order: Order, microbatches: int, plan: PlanConfig) -> list[str]
         f"nothing is merged on pipeline rank{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare))}: with "
         f"{microbatches} microbatches all forwards are warm-up; more microbatches, fewer chunks or a smaller group help"
     )
-    if plan.merge == "on" and len(bare) == len(order):
-        raise ValueError(f"plan.merge=on, but {text}")
+    if config.overlap.ep.merge == "on" and len(bare) == len(order):
+        raise ValueError(f"overlap.ep.merge=on, but {text}")
     return [text]
 
 

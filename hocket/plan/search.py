@@ -18,12 +18,12 @@ reached there too. Trials of long steps are priced so, and what is shown in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, get_args
 
 from hocket.config import Config, Strategy
-from hocket.leaves import leaf
+from hocket.leaves import changed, leaf
 from hocket.plan.balance import balanced
 from hocket.plan.layer import MERGED
 from hocket.plan.ops import Layout
@@ -137,7 +137,7 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 GROUPS: tuple[tuple[Choice, ...], ...] = (
     (
         Choice("plan.order", _orders),
-        Choice("plan.merge", lambda c, known: ("on", "off")),
+        Choice("overlap.ep.merge", lambda c, known: ("on", "off")),
         Choice("plan.chunks", _chunks),
         Choice("plan.layers_per_stage", _balanced, instead=True),
     ),
@@ -145,17 +145,17 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("plan.stride", lambda c, known: (2, 3)),
         Choice("plan.group", _groups),
     ),
-    (Choice("plan.merge_ends", lambda c, known: ("on", "off")),),
+    (Choice("overlap.ep.merge_ends", lambda c, known: ("on", "off")),),
     (Choice("plan.layers_per_stage", _splits),),
     (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
     (
-        Choice("plan.defer_wgrad", lambda c, known: ("on", "off")),
-        Choice("plan.p2p_defer_layers", lambda c, known: (0, 1, 2, -1)),
-        Choice("plan.p2p_defer_parts", lambda c, known: ("attn", "all")),
+        Choice("overlap.defer_wgrad", lambda c, known: ("on", "off")),
+        Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
+        Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
-    (Choice("plan.p2p_backward_lane", lambda c, known: ("on", "off")),),
-    (Choice("plan.strategy", lambda c, known: get_args(Strategy)),),
-    (Choice("plan.prefetch", lambda c, known: (0, 1, 2, 4)),),
+    (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
+    (Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),),
+    (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
 )
 """What is searched, and beside what. See Note: [How the search goes]."""
 
@@ -168,14 +168,6 @@ class Found:
     """From the plan that the search began with to the winner, each with one change more, all simulated in full."""
     fits: bool
     """Whether the winner keeps to the cap. If not, nothing did, and it is the plan that needs least."""
-
-
-def changed(config: Config, changes: Changes) -> Config:
-    """A configuration with some settings changed."""
-    for setting, value in changes.items():
-        section, name = setting.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
 
 
 class Search:

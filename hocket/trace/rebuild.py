@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from hocket.config import Config
+from hocket.former import flat, put, renamed
 from hocket.leaves import leaf, out_of_bounds
 from hocket.plan.ops import Op, Program
 from hocket.planning import program_of
@@ -17,10 +18,7 @@ from hocket.trace.data import RankTrace
 VERSION = 1
 """Of the metadata that this code understands."""
 
-_LATER: dict[str, dict[str, Any]] = {
-    "settings.plan": {"p2p_backward_lane": "on", "merge_ends": "off"},
-    "settings.mesh": {"tp": 1},
-}
+_LATER: dict[str, Any] = {"overlap.pp.backward_lane": "on", "overlap.ep.merge_ends": "off", "mesh.tp": 1}
 """Settings that came after the first traces, and what runs did before there was a choice."""
 
 
@@ -37,7 +35,7 @@ def settings_of(trace: RankTrace) -> Settings:
             f"{trace.source}: its metadata has version {run.get('version')}, this hocket reads version {VERSION}; "
             "fix: read it with the hocket that wrote it"
         )
-    config = _build(Config, run.get("settings"), trace.source, "settings")
+    config = _build(Config, _of_today(run.get("settings")), trace.source, "settings")
     origins = {"": trace.source}
     if problems := out_of_bounds(config, origins):
         raise ValueError(problems[0])
@@ -94,13 +92,24 @@ def different_work(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
     return [(name, a, b) for name, a, b in pairs if a != b]
 
 
+def _of_today(stored: Any) -> Any:
+    """Stored settings with today's names, and with those that came later."""
+    if not isinstance(stored, Mapping):
+        return stored
+    tree = renamed(stored)
+    there = flat(tree)
+    for setting, value in _LATER.items():
+        if setting not in there and setting.split(".")[0] in tree:
+            put(tree, setting, value)
+    return tree
+
+
 def _build(kind: type[Any], values: Any, source: str, where: str) -> Any:
     """A configuration dataclass from nested dictionaries that have all of its fields and no others."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{source}: its metadata has no {where}; fix: a trace written by hocket train --train.profile")
     hints = get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
-    values = {**_LATER.get(where, {}), **values}
     if strange := sorted(names ^ set(values)):
         missing = [name for name in strange if name in names]
         raise ValueError(

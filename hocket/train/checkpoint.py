@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
+from hocket.former import flat, renamed
 from hocket.fsdp.dcp import sync_names
 from hocket.fsdp.flat_tensor import FlatTensor
 from hocket.leaves import problem
@@ -210,12 +211,9 @@ def _config(settings: Settings) -> dict[str, Any]:
 
 def _changed(saved: Mapping[str, Any], settings: Settings) -> list[str]:
     """Settings whose value is another than when the checkpoint was written."""
-    current = json.loads(json.dumps(_config(settings)))
+    then, now = flat(renamed(saved)), flat(json.loads(json.dumps(_config(settings))))
     return [
-        f"{section}.{name} was {saved[section][name]} and is {value}"
-        for section, values in current.items()
-        for name, value in values.items()
-        if name in saved.get(section, {}) and saved[section][name] != value
+        f"{name} was {then[name]} and is {value}" for name, value in now.items() if name in then and then[name] != value
     ]
 
 

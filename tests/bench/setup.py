@@ -11,8 +11,9 @@ from hocket.bench.contender import Contender, load
 from hocket.bench.peers.bound import WholeWeights, bound
 from hocket.bench.plain import MainWeights
 from hocket.bench.workload import Workload
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
+from tests.helpers.plans import planned
 
 CPU = torch.device("cpu")
 
@@ -26,11 +27,10 @@ def workload(
     config = Config(
         model=ModelConfig(**sizes, **experts),  # pyrefly: ignore
         mesh=MeshConfig(dp=dp, ep=ep),
-        plan=PlanConfig(**plan),
         data=DataConfig(sequence_length=16),
         train=TrainConfig(microbatches=microbatches, sequences=2, clip=0.0),
     )
-    return gate.gentle(Workload(resolve(config), optimizer))
+    return gate.gentle(Workload(resolve(planned(config, **plan)), optimizer))
 
 
 def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str, list[float]]:

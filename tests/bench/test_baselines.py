@@ -32,7 +32,7 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     assert any(name in files.split() for files, _ in KNOWN.values())
     if name.startswith("expert"):
         assert settings.mesh.ep == gpus
-        assert settings.plan.merge == "on"
+        assert settings.overlap.ep.merge == "on"
 
 
 def test_what_follows_a_preset_wins():

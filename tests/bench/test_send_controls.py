@@ -24,13 +24,13 @@ def test_the_matrix_is_whole() -> None:
     config = settings(OPTIONS, 2)
     links = {"real": config, "slow": on_slow_link(config, Link(0.05, 1e9))}
     found = plans(config, links)
-    controls = {(p.p2p_backward_lane, p.p2p_defer_layers, p.p2p_defer_parts) for p in found.values()}
+    controls = {
+        (c.overlap.pp.backward_lane, c.overlap.pp.defer_layers, c.overlap.pp.defer_parts) for c in found.values()
+    }
     every = {(lane, count, parts) for lane, count, parts in product(LANES, COUNTS, PARTS) if count or parts == "attn"}
     assert every <= controls
-    assert (
-        found["auto for the slow link"].p2p_defer_parts == "all"
-    )  # 50 ms are more than a chunk's weight gradients take
-    assert found["stride 3"].stride == 3
+    assert found["auto for the slow link"].overlap.pp.defer_parts == "all"  # 50 ms are more than wgrads take
+    assert found["stride 3"].plan.stride == 3
 
 
 def controls_on(rank: int, options: argparse.Namespace) -> dict[str, Any]:

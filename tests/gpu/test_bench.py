@@ -15,7 +15,7 @@ WORDS = [
     "tiny", "--mesh.pp", "1", "--plan.chunks", "1", "--train.dtype", "bf16", "--model.hidden", "512",
     "--model.vocab", "1024", "--data.sequence_length", "256", "--blocks", "2", "--steps", "2", "--out", "x.json",
 ]  # fmt: skip
-DENSE = ["--model.experts", "0", "--model.dense_layers", "--plan.merge", "off"]
+DENSE = ["--model.experts", "0", "--model.dense_layers", "--overlap.ep.merge", "off"]
 CASES = {
     "dense": [*DENSE, "--mesh.ep", "1", "--against", "bound,ddp,fsdp2,fsdp2_fp32,fsdp2_tuned,fsdp2_tuned_fp32"],
     "compiled": [*DENSE, "--mesh.ep", "1", "--against", "bound,fsdp2_tuned", "--compile", "on"],

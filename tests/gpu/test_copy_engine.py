@@ -15,7 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import COPIED, Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import (
+    COPIED,
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PlanConfig,
+    TrainConfig,
+)
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime.actions import Microbatch
@@ -143,7 +153,8 @@ def test_no_kernel_communicates() -> None:
 DENSE = Config(
     model=ModelConfig(vocab=512, hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=1024),
     mesh=MeshConfig(dp=WORLD),
-    plan=PlanConfig(order="sequential", merge="off", defer_wgrad="off"),
+    plan=PlanConfig(order="sequential"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="off"), defer_wgrad="off"),
     data=DataConfig(sequence_length=256),
     train=TrainConfig(microbatches=4, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
 )
@@ -154,7 +165,8 @@ MOE = dataclasses.replace(
         top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01,
     ),
     mesh=MeshConfig(dp=WORLD, ep=WORLD // 2),
-    plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"),
+    plan=PlanConfig(order="1f1b"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
 )  # fmt: skip
 CONFIGS = {"dense": DENSE, "moe": MOE}
 

@@ -7,7 +7,6 @@ the last backward have nothing beside them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -17,8 +16,19 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import record_function
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import (
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PlanConfig,
+    TrainConfig,
+)
 from hocket.engine import Engine
+from hocket.leaves import changed
+from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks
@@ -35,7 +45,8 @@ DENSE = Config(
     mesh=MeshConfig(dp=2),
     data=DataConfig(sequence_length=4096),
     train=TrainConfig(microbatches=2, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
-    plan=PlanConfig(order="sequential", merge="off", defer_wgrad="off"),
+    plan=PlanConfig(order="sequential"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="off"), defer_wgrad="off"),
 )
 """Layers of 218 million weights, so 218 MB to receive beside 1.8 TFLOP of a forward: about 0.8 ms beside 3 ms."""
 
@@ -47,11 +58,12 @@ MOE = Config(
     mesh=MeshConfig(dp=4, ep=4),
     data=DataConfig(sequence_length=2048),
     train=TrainConfig(microbatches=6, sequences=4, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
-    plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"),
+    plan=PlanConfig(order="1f1b"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
 )  # fmt: skip
 """All-to-alls of 100 MB over the link of each rank: about 0.4 ms beside 1 ms and more of compute."""
 
-SEQUENTIAL = PlanConfig(order="sequential", merge="off", defer_wgrad="off")
+SEQUENTIAL = changed(MOE, {"plan.order": "sequential", **PLAIN})
 
 
 def a_step(rank: int, config: Config) -> tuple[Overlap, Counter[str]]:
@@ -93,7 +105,7 @@ def test_gathers_and_reduces_of_a_dense_model_are_hidden() -> None:
 
 def all_exchanges(rank: int) -> tuple[float, str]:
     """Hidden share of the exchanges of a plan whose ends are merged too; and what was seen."""
-    whole = dataclasses.replace(MOE, plan=dataclasses.replace(MOE.plan, merge_ends="on"))
+    whole = changed(MOE, {"overlap.ep.merge_ends": "on"})
     found = a_step(rank, whole)[0].of("a2a", op=r"fwd \w+ m|bwd \w+ m")
     return found.hidden, str(found)
 
@@ -111,7 +123,7 @@ def exchanges(rank: int) -> tuple[float, float, str]:
     # The first forward and the last backward have no other microbatch beside them.
     hideable = merged.of("a2a", op=rf"fwd \w+ m[1-{last}] |bwd \w+ m[0-{last - 1}] ")
     assert len(hideable) >= 2 * last * 2 * MOE.model.layers, hideable
-    plain, _ = a_step(rank, dataclasses.replace(MOE, plan=SEQUENTIAL))
+    plain, _ = a_step(rank, SEQUENTIAL)
     return hideable.hidden, plain.of("a2a").hidden, str(hideable)
 
 

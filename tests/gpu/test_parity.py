@@ -10,10 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import (
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PipelineOverlap,
+    PlanConfig,
+    TrainConfig,
+)
 from hocket.engine import Engine
+from hocket.leaves import changed
+from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.lanes import CudaLanes
+from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 
 SEEDS = 20
@@ -25,22 +38,21 @@ BASE = Config(
         top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01, bias_rate=0.001,
     ),
     mesh=MeshConfig(pp=2, dp=4, ep=2),
-    plan=PlanConfig(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+    plan=PlanConfig(chunks=2),
+    overlap=OverlapConfig(
+        pp=PipelineOverlap(defer_layers=2, defer_parts="all"), ep=ExpertOverlap(merge="on"), defer_wgrad="on"
+    ),
     data=DataConfig(sequence_length=256),
     train=TrainConfig(microbatches=6, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0),
 )  # fmt: skip
-SEQUENTIAL = PlanConfig(order="sequential", merge="off", defer_wgrad="off", p2p_defer_layers=0)
+APART = dataclasses.replace(BASE, overlap=OverlapConfig(ep=ExpertOverlap(merge="off")))
 OTHERS: dict[str, Config] = {
-    "gradients on the compute lane": dataclasses.replace(
-        BASE,
-        model=dataclasses.replace(BASE.model, dense_layers=(1, 3, 5)),
-        plan=dataclasses.replace(BASE.plan, p2p_backward_lane="off"),
+    "gradients on the compute lane": changed(
+        BASE, {"model.dense_layers": (1, 3, 5), "overlap.pp.backward_lane": "off"}
     ),
-    "pairs at the ends": dataclasses.replace(
-        BASE, plan=dataclasses.replace(BASE.plan, merge_ends="on", group=4, p2p_defer_layers=1)
-    ),
-    "zb_h1": dataclasses.replace(BASE, plan=PlanConfig(order="zb_h1", merge="off")),
-    "zb_v": dataclasses.replace(BASE, plan=PlanConfig(order="zb_v", chunks=2, merge="off")),
+    "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
+    "zb_h1": planned(APART, order="zb_h1", chunks=1),
+    "zb_v": planned(APART, order="zb_v"),
 }
 OTHER_SEEDS = 5
 
@@ -72,8 +84,8 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
-    plain = dataclasses.replace(SEQUENTIAL, chunks=config.plan.chunks)
-    sequential = Engine(dataclasses.replace(config, plan=plain), rank, device)
+    plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
+    sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN}), rank, device)
     turns = config.plan.order == "zb_v"
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
@@ -120,7 +132,7 @@ def check_on(world: int, config: Config, seeds: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 def test_merged_equals_sequential_under_random_delays(strategy: Any) -> None:
-    check(dataclasses.replace(BASE, plan=dataclasses.replace(BASE.plan, strategy=strategy)), SEEDS)
+    check(planned(BASE, strategy=strategy), SEEDS)
 
 
 @pytest.mark.gpu
@@ -137,6 +149,9 @@ def test_other_plans_equal_the_sequential_one_under_random_delays(name: str) -> 
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
 def test_without_a_pipeline_too(transport: Any) -> None:
     """Experts on two ranks, everything merged, the ends in pairs; rows by copies where the transport can."""
-    plan = PlanConfig(order="1f1b", merge="on", merge_ends="on", defer_wgrad="on")
+    plan, overlap = (
+        PlanConfig(order="1f1b"),
+        OverlapConfig(ep=ExpertOverlap(merge="on", merge_ends="on"), defer_wgrad="on"),
+    )
     train = dataclasses.replace(BASE.train, transport=transport)
-    check_on(2, dataclasses.replace(BASE, mesh=MeshConfig(dp=2, ep=2), plan=plan, train=train), SEEDS)
+    check_on(2, dataclasses.replace(BASE, mesh=MeshConfig(dp=2, ep=2), plan=plan, overlap=overlap, train=train), SEEDS)

@@ -9,10 +9,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hocket.config import PlanConfig
+from hocket.config import Config
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
+from tests.helpers.plans import planned
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Case:
 
     layout: Layout
     microbatches: int
-    plan: PlanConfig
+    config: Config
     sharding: Sharding
 
     def build(self) -> Program:
-        return build_program(self.layout, self.microbatches, self.plan, self.sharding)
+        return build_program(self.layout, self.microbatches, self.config, self.sharding)
 
 
 class _Random:
@@ -66,7 +67,7 @@ def _case(source: Any, most_ranks: int) -> Case:
     merge = "off" if order in apart else among(("auto", "off"))
     stride = among((2, 3)) if merge == "auto" else 2
     ends = among(("off", "on")) if merge == "auto" else "off"
-    plan = PlanConfig(
+    config = planned(
         order=order,
         chunks=chunks,
         merge=merge,
@@ -75,13 +76,13 @@ def _case(source: Any, most_ranks: int) -> Case:
         stride=stride,
         layer_order=among(("literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF")),
         defer_wgrad="auto" if order in apart else among(("auto", "off")),
-        p2p_backward_lane=among(("on", "off")),
-        p2p_defer_layers=among((0, 1, 2, -1)),
-        p2p_defer_parts=among(("attn", "all")),
+        backward_lane=among(("on", "off")),
+        defer_layers=among((0, 1, 2, -1)),
+        defer_parts=among(("attn", "all")),
         prefetch=among((0, 1, 2, 4)),
     )
     strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))
-    return Case(layout, among(range(1, 9)), plan, Sharding(among((1, 2)), among((1, 2)), strategy))
+    return Case(layout, among(range(1, 9)), config, Sharding(among((1, 2)), among((1, 2)), strategy))
 
 
 @st.composite

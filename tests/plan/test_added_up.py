@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.check import check
 from hocket.plan.dryrun import dry_run
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
+from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, with_rank, without
 
 LAYOUT = Layout(("dense", "moe", "moe"), ep=2)
 
 
 def base() -> Program:
-    return build_program(LAYOUT, 3, PlanConfig(merge="on"), Sharding(2, 2, "optim"))
+    return build_program(LAYOUT, 3, planned(merge="on"), Sharding(2, 2, "optim"))
 
 
 def add_first(program: Program) -> Program:

@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan import layer, lower
 from hocket.plan.check import INVARIANTS, assert_valid, check
 from hocket.plan.layer import template
@@ -17,13 +16,14 @@ from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import LANES, Layout, Op, Part, Program, Verb
 from hocket.plan.pipeline import Step
 from hocket.plan.shard import Sharding
+from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, sample, swapped, with_op, with_rank, without
 
 MIXED = Layout(("dense", "moe", "moe", "moe"), pp=2, ep=2)
 
 
 def base(microbatches: int = 4, layout: Layout = MIXED, **plan: object) -> Program:
-    return build_program(layout, microbatches, PlanConfig(**plan), Sharding(2, 2))  # type: ignore[arg-type]
+    return build_program(layout, microbatches, planned(**plan), Sharding(2, 2))  # type: ignore[arg-type]
 
 
 def numbers(program: Program) -> set[int]:
@@ -38,7 +38,7 @@ def test_random_programs_are_valid() -> None:
 
 def test_forward_only_programs_are_valid() -> None:
     for case in sample(30, seed=2):
-        program = build_forward(case.build(), case.plan, case.sharding)
+        program = build_forward(case.build(), case.config, case.sharding)
         assert not check(program, forward_only=True), case
         assert 4 in numbers(program), "without a word that it is one, it lacks its backward"
 
@@ -380,7 +380,7 @@ def test_merging_a_microbatch_with_itself() -> None:
 def test_the_host_must_have_work_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(("moe",) * 3, ep=2)
     monkeypatch.setitem(layer.MERGED, "literature", template("cB aF dF eB eW dB eF cF aB uB aW uF"))
-    program = build_program(layout, 3, PlanConfig(), Sharding(2, 2))
+    program = build_program(layout, 3, planned(), Sharding(2, 2))
     found = check(program)
     # Two merged steps of three layers each; the first exposed wait of a step is allowed.
     assert [v.invariant for v in found] == [13] * 4
@@ -426,7 +426,7 @@ def test_time_grows_linearly() -> None:
         gc.collect()
         gc.disable()  # a collection would go through all that other tests have left
         start = time.process_time()
-        program = build_program(layout, microbatches, PlanConfig(), Sharding(2, 2))
+        program = build_program(layout, microbatches, planned(), Sharding(2, 2))
         assert not check(program)
         gc.enable()
         return len(program), time.process_time() - start

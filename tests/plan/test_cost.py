@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from hocket.config import MeshConfig, ModelConfig, PlanConfig, Strategy
+from hocket.config import MeshConfig, ModelConfig, Strategy
 from hocket.plan.cost import (
     H200,
     HARDWARE,
@@ -25,6 +25,7 @@ from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import Kind, simulate
+from tests.helpers.plans import planned
 
 LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
 QWEN = ModelConfig(
@@ -50,8 +51,7 @@ def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
 
 
 def program_of(model: ModelConfig, mesh: MeshConfig, chunks: int, microbatches: int) -> Program:
-    plan = PlanConfig(chunks=chunks)
-    return build_program(layout_of(model, mesh, chunks), microbatches, plan, sharding_of(mesh))
+    return build_program(layout_of(model, mesh, chunks), microbatches, planned(chunks=chunks), sharding_of(mesh))
 
 
 @pytest.mark.parametrize(

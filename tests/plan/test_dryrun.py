@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.dryrun import dry_run, linearize, reference
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.shard import Sharding
+from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, sample, swapped, with_op, with_rank, without
 
 KINDS = ("dense", "moe", "moe", "moe")
@@ -20,7 +20,7 @@ SEEDS = range(30)
 
 def build(pp: int = 2, chunks: int = 1, microbatches: int = 4, ep: int = 2, **plan: object) -> Program:
     layout = Layout(KINDS, pp=pp, chunks=chunks, ep=ep)  # type: ignore[arg-type]
-    return build_program(layout, microbatches, PlanConfig(chunks=chunks, **plan), Sharding(2, 2))  # type: ignore[arg-type]
+    return build_program(layout, microbatches, planned(chunks=chunks, **plan), Sharding(2, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -110,7 +110,7 @@ def test_broken_programs_are_caught(breaks: Callable[[Program], Program], messag
 
 def test_a_slot_overwritten_too_early_shows() -> None:
     layout = Layout(("moe",) * 8, ep=2)
-    program = build_program(layout, 2, PlanConfig(prefetch=0), Sharding(2, 2))
+    program = build_program(layout, 2, planned(prefetch=0), Sharding(2, 2))
     for seed in SEEDS:
         dry_run(program, seed)
     broken = uncut(program, 0, "gather dense", "release")
@@ -138,10 +138,10 @@ def test_orders_differ_by_seed_and_only_by_seed() -> None:
 def test_all_processes_agree_on_an_order() -> None:
     """Hashes of strings differ from process to process; orders must not."""
     code = (
-        "from hocket.config import PlanConfig; from hocket.plan.dryrun import linearize\n"
+        "from hocket.config import Config; from hocket.plan.dryrun import linearize\n"
         "from hocket.plan.lower import build_program; from hocket.plan.ops import Layout\n"
         "from hocket.plan.shard import Sharding\n"
-        "program = build_program(Layout(('moe',) * 4, pp=2, ep=2), 3, PlanConfig(), Sharding(2, 2))\n"
+        "program = build_program(Layout(('moe',) * 4, pp=2, ep=2), 3, Config(), Sharding(2, 2))\n"
         "print(linearize(program, 7))"
     )
     outputs = {

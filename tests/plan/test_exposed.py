@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import PlanConfig
+from hocket.config import Config
 from hocket.plan.connect import connect_rank
 from hocket.plan.lower import build_program, choose_order
 from hocket.plan.ops import Layout, Op, Program
@@ -17,6 +17,7 @@ from hocket.plan.pipeline import Step
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import Time, simulate
 from tests.helpers.costs import Table, published
+from tests.helpers.plans import planned
 
 MOE = Layout(kinds=("moe",) * 16, pp=4, chunks=2, ep=2)
 HOPS = ("0.3", "0.6", "1.5", "3.0")
@@ -111,16 +112,17 @@ def steps_of(ops: Sequence[Op], order: tuple[Step, ...]) -> list[int]:
 
 
 def step_periods(
-    layout: Layout, microbatches: int, plan: PlanConfig, model: Model | None, costs: Sequence[Table]
+    layout: Layout, microbatches: int, config: Config, model: Model | None, costs: Sequence[Table]
 ) -> list[Fraction]:
     """For each cost table: mean time of a merged step of the last rank (classic: of an F and a B) in steady state."""
-    order, _ = choose_order(layout, microbatches, plan)
-    built = build_program(layout, microbatches, plan, Sharding())
+    order, _ = choose_order(layout, microbatches, config)
+    built = build_program(layout, microbatches, config, Sharding())
     if model is not None:
         built = model.apply(built, order)
     ops, mine = built.ranks[-1], order[-1]
     steps = steps_of(ops, mine)
-    steady = [k for k, step in enumerate(mine) if step.bwd and (step.fwd or (plan.merge == "off" and mine[k - 1].fwd))]
+    apart = config.overlap.ep.merge == "off"
+    steady = [k for k, step in enumerate(mine) if step.bwd and (step.fwd or (apart and mine[k - 1].fwd))]
     first, final = steady[len(steady) // 3], steady[2 * len(steady) // 3]
     count = steady.index(final) - steady.index(first)
     periods = []
@@ -133,19 +135,19 @@ def step_periods(
     return periods
 
 
-PLAN = PlanConfig(order="interleaved", chunks=2, merge="on", defer_wgrad="on")
+PLAN = planned(order="interleaved", chunks=2, merge="on", defer_wgrad="on")
 READER = Model(wait_at_reader=True)
 EARLY = Model(wait_at_reader=True, early=True)
 ROWS: list[tuple[str, dict[str, Any], Model, int, tuple[str, ...]]] = [
     ("A", {"merge": "off", "defer_wgrad": "off"}, Model(classic=True), 32, ("5.60", "5.60", "5.60", "5.60")),
-    ("B", {"p2p_defer_layers": 0}, Model(), 32, ("0.36", "0.67", "1.57", "3.07")),
+    ("B", {"defer_layers": 0}, Model(), 32, ("0.36", "0.67", "1.57", "3.07")),
     ("C", {}, Model(), 32, ("0", "0", "0.83", "2.33")),
-    ("F", {"p2p_defer_layers": 2}, Model(), 32, ("0", "0", "0.12", "1.63")),
-    ("G", {"p2p_defer_parts": "all"}, Model(), 32, ("0", "0", "0", "1.33")),
-    ("H", {"p2p_defer_layers": 2, "p2p_defer_parts": "all"}, Model(), 32, ("0", "0", "0", "0")),
+    ("F", {"defer_layers": 2}, Model(), 32, ("0", "0", "0.12", "1.63")),
+    ("G", {"defer_parts": "all"}, Model(), 32, ("0", "0", "0", "1.33")),
+    ("H", {"defer_layers": 2, "defer_parts": "all"}, Model(), 32, ("0", "0", "0", "0")),
     ("J", {}, READER, 32, ("0", "0", "0.52", "2.02")),
     ("J, no join", {}, Model(joined=False), 32, ("0", "0", "0.52", "2.02")),
-    ("K", {"p2p_defer_parts": "all"}, READER, 32, ("0", "0", "0", "1.02")),
+    ("K", {"defer_parts": "all"}, READER, 32, ("0", "0", "0", "1.02")),
     ("M", {"stride": 3, "group": 6}, EARLY, 36, ("0", "0", "0", "0")),
     ("N", {"group": 8}, EARLY, 32, ("0", "0", "0.35", "1.85")),
 ]
@@ -157,7 +159,7 @@ def test_exposed_time_per_steady_step_is_the_published_one(
     row: str, changes: dict[str, Any], model: Model, microbatches: int, expected: tuple[str, ...]
 ) -> None:
     costs = [tenths(hop, fold=row == "B") for hop in HOPS]
-    periods = step_periods(MOE, microbatches, replace(PLAN, **changes), model, costs)
+    periods = step_periods(MOE, microbatches, planned(PLAN, **changes), model, costs)
     for period, text in zip(periods, expected, strict=True):
         assert abs(period / 10 - COMPUTE - Fraction(text)) <= Fraction(1, 200)  # the table has two decimals
 
@@ -166,8 +168,8 @@ def test_exposed_time_per_steady_step_is_the_published_one(
     ("changes", "expected"),
     [
         ({}, ("0", "0", "0.80", "2.30")),
-        ({"p2p_defer_parts": "all"}, ("0", "0", "0", "1.30")),
-        ({"p2p_defer_parts": "all", "p2p_defer_layers": -1}, ("0", "0", "0", "0")),
+        ({"defer_parts": "all"}, ("0", "0", "0", "1.30")),
+        ({"defer_parts": "all", "defer_layers": -1}, ("0", "0", "0", "0")),
     ],
 )
 def test_plans_as_they_are_expose_no_more_than_the_row_they_resemble(
@@ -175,7 +177,7 @@ def test_plans_as_they_are_expose_no_more_than_the_row_they_resemble(
 ) -> None:
     """The first reader of a received gradient is unpermute's backward. It heads the step on the compute lane, so these
     programs come out like rows C, G and H; J needs it off that lane."""
-    periods = step_periods(MOE, 32, replace(PLAN, **changes), None, [tenths(hop) for hop in HOPS])
+    periods = step_periods(MOE, 32, planned(PLAN, **changes), None, [tenths(hop) for hop in HOPS])
     assert [period / 10 for period in periods] == [COMPUTE + Fraction(text) for text in expected]
 
 
@@ -188,7 +190,7 @@ def test_steady_period_is_the_largest_cycle_ratio(pp: int, chunks: int, group: i
     """Atomic merged steps of length T with hops of length c: a ring of dependencies bounds the period from below."""
     c, t = Fraction(hop), Fraction(1)
     layout = Layout(kinds=("moe",) * pp * chunks, pp=pp, chunks=chunks, ep=2)
-    plan = replace(PLAN, chunks=chunks, group=group, stride=3 if stride == 3 else 2, p2p_defer_layers=0)
+    plan = planned(PLAN, chunks=chunks, group=group, stride=3 if stride == 3 else 2, defer_layers=0)
     half = {("fwd", "experts"): t / 2, ("bwd", "experts"): t / 2, ("recv", "act"): c, ("recv", "grad"): c}
     (period,) = step_periods(
         layout, 4 * group + 24 // group * group, plan, Model(early=True, atomic=True), [Table(half)]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hocket.config import PlanConfig
+from hocket.leaves import changed
 from hocket.parallel.stages import costs_of
 from hocket.plan.check import check
 from hocket.plan.connect import clocks
@@ -22,14 +22,15 @@ from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
-from hocket.resolve import Settings, replace_leaf, resolve
+from hocket.resolve import Settings, resolve
+from tests.helpers.plans import planned
 
 DENSE = Layout(("dense",) * 8, pp=2, chunks=2)
-MERGED = PlanConfig(chunks=2, merge="on", defer_wgrad="on")
+MERGED = planned(chunks=2, merge="on", defer_wgrad="on")
 
 
 def build(layout: Layout, microbatches: int = 6, **plan: Any) -> Program:
-    return build_program(layout, microbatches, replace(MERGED, **plan), Sharding(2, 2))
+    return build_program(layout, microbatches, planned(MERGED, **plan), Sharding(2, 2))
 
 
 def costs(layout: Layout, hop: float, attn: float = 1.0, mlp: float = 2.0) -> CostTable:
@@ -53,7 +54,7 @@ def forwards_that_wait_for_gradients(program: Program, rank: int) -> list[str]:
 
 
 def test_on_the_compute_lane_the_forward_half_waits_for_the_gradient_too() -> None:
-    on, off = build(DENSE), build(DENSE, p2p_backward_lane="off")
+    on, off = build(DENSE), build(DENSE, backward_lane="off")
     assert forwards_that_wait_for_gradients(on, 0) == []
     late = forwards_that_wait_for_gradients(off, 0)
     received = sum((op.verb, op.part) == ("recv", "grad") for op in on.ranks[0])
@@ -63,16 +64,16 @@ def test_on_the_compute_lane_the_forward_half_waits_for_the_gradient_too() -> No
 
 def test_a_late_gradient_holds_up_the_forward_half_only_on_the_compute_lane() -> None:
     slow = costs(DENSE, hop=6.0)
-    on, off = (simulate(build(DENSE, p2p_backward_lane=lane), slow).makespan for lane in ("on", "off"))
+    on, off = (simulate(build(DENSE, backward_lane=lane), slow).makespan for lane in ("on", "off"))
     assert off > on
     fast = costs(DENSE, hop=0.0)
-    on, off = (simulate(build(DENSE, p2p_backward_lane=lane), fast).makespan for lane in ("on", "off"))
+    on, off = (simulate(build(DENSE, backward_lane=lane), fast).makespan for lane in ("on", "off"))
     assert off == on
 
 
 def test_where_a_moe_layer_heads_the_step_the_lane_makes_no_difference() -> None:
     layout = Layout(("moe",) * 8, pp=2, chunks=2, ep=2)
-    assert build(layout).ranks == build(layout, p2p_backward_lane="off").ranks
+    assert build(layout).ranks == build(layout, backward_lane="off").ranks
 
 
 LAYOUTS = (
@@ -86,7 +87,7 @@ LAYOUTS = (
 def test_any_combination_is_valid_and_right(layout: Layout) -> None:
     for merge, lane, layers, parts in product(("on", "off"), ("on", "off"), (0, 1, 2, -1), ("attn", "all")):
         program = build(
-            layout, 4, merge=merge, p2p_backward_lane=lane, p2p_defer_layers=layers, p2p_defer_parts=parts, order="auto"
+            layout, 4, merge=merge, backward_lane=lane, defer_layers=layers, defer_parts=parts, order="auto"
         )
         assert check(program) == [], (merge, lane, layers, parts)
         for seed in (None, 1):
@@ -97,7 +98,7 @@ def test_any_combination_is_valid_and_right(layout: Layout) -> None:
 @pytest.mark.parametrize(("layers", "parts"), [(1, "attn"), (2, "all"), (-1, "attn")])
 def test_a_gradient_travels_beside_what_was_put_behind_it(lane: Literal["on", "off"], layers: int, parts: str) -> None:
     """Neither the send nor the next receive is ordered against the weight gradients behind the send."""
-    program = build(DENSE, p2p_backward_lane=lane, p2p_defer_layers=layers, p2p_defer_parts=parts)
+    program = build(DENSE, backward_lane=lane, defer_layers=layers, defer_parts=parts)
     ops = list(program.ranks[1])
     known = clocks(ops, [list(op.deps) for op in ops])
     send = next(i for i, op in enumerate(ops) if str(op) == "send grad m1 c1")
@@ -140,7 +141,7 @@ def test_what_is_chosen_hides_the_hop_in_the_simulator_and_less_does_not() -> No
     assert (chosen.layers, chosen.parts) == (4, "attn")
 
     def step(layers: int) -> float:
-        program = build(layout, 16, chunks=1, p2p_defer_layers=layers, p2p_defer_parts="attn")
+        program = build(layout, 16, chunks=1, defer_layers=layers, defer_parts="attn")
         return float(simulate(program, table).makespan)
 
     most, best = step(1), step(-1)
@@ -178,7 +179,7 @@ def settings(**changes: Any) -> Settings:
     changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, **changes}
     config = recipe("tiny")
     for name, value in changes.items():
-        config = replace_leaf(config, name.replace("__", "."), value)
+        config = changed(config, {name.replace("__", "."): value})
     return resolve(config)
 
 
@@ -188,29 +189,34 @@ def said(found: Settings, setting: str) -> list[str]:
 
 def test_auto_becomes_numbers_with_a_reason() -> None:
     found = settings()
-    assert isinstance(found.plan.p2p_defer_layers, int)
-    assert found.plan.p2p_defer_parts in ("attn", "all")
-    (reason,) = said(found, "plan.p2p_defer_layers")
+    assert isinstance(found.overlap.pp.defer_layers, int)
+    assert found.overlap.pp.defer_parts in ("attn", "all")
+    (reason,) = said(found, "overlap.pp.defer_layers")
     assert "a gradient's hop" in reason
-    assert "no difference" in said(resolve(recipe("tiny")), "plan.p2p_backward_lane")[0]
-    assert "the forward half" in said(found, "plan.p2p_backward_lane")[0]
-    assert "weight gradients are not deferred" in said(settings(plan__defer_wgrad="off"), "plan.p2p_defer_layers")[0]
+    assert "no difference" in said(resolve(recipe("tiny")), "overlap.pp.backward_lane")[0]
+    assert "the forward half" in said(found, "overlap.pp.backward_lane")[0]
+    assert (
+        "weight gradients are not deferred" in said(settings(overlap__defer_wgrad="off"), "overlap.pp.defer_layers")[0]
+    )
     alone = settings(mesh__pp=1)
-    assert (alone.plan.p2p_defer_layers, alone.plan.p2p_backward_lane) == (0, "off")
+    assert (alone.overlap.pp.defer_layers, alone.overlap.pp.backward_lane) == (0, "off")
 
 
 def test_what_is_set_is_kept_and_the_rest_chosen_to_fit() -> None:
-    fixed = settings(plan__p2p_defer_layers=1)
-    assert (fixed.plan.p2p_defer_layers, fixed.plan.p2p_defer_parts) == (1, "all")  # attention's of one would not do
-    assert settings(plan__p2p_defer_parts="attn").plan.p2p_defer_layers in (1, 2, -1)
-    assert settings(plan__p2p_defer_parts="attn").plan.p2p_defer_parts == "attn"
+    fixed = settings(overlap__pp__defer_layers=1)
+    assert (fixed.overlap.pp.defer_layers, fixed.overlap.pp.defer_parts) == (
+        1,
+        "all",
+    )  # attention's of one would not do
+    assert settings(overlap__pp__defer_parts="attn").overlap.pp.defer_layers in (1, 2, -1)
+    assert settings(overlap__pp__defer_parts="attn").overlap.pp.defer_parts == "attn"
 
 
 def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_stride() -> None:
     slow: dict[str, Any] = dict(train__transport="slow", train__slow_groups=("pp_bwd",), train__slow_bandwidth=(0.0,))
     late = settings(train__slow_latency=(0.006,), **slow)
-    assert (late.plan.p2p_defer_layers, late.plan.p2p_defer_parts) != (
-        settings().plan.p2p_defer_layers, settings().plan.p2p_defer_parts,
+    assert (late.overlap.pp.defer_layers, late.overlap.pp.defer_parts) != (
+        settings().overlap.pp.defer_layers, settings().overlap.pp.defer_parts,
     )  # fmt: skip
     assert said(settings(), "plan.stride") == []
     found = settings(train__slow_latency=(0.5,), train__microbatches=12, **slow)
@@ -222,8 +228,8 @@ def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_s
 def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
     """In a MoE, weight gradients hide all-to-alls where they stand."""
     found = resolve(recipe("tiny"))
-    assert (found.plan.p2p_defer_layers, found.plan.p2p_defer_parts) == (1, "attn")
-    (reason,) = said(found, "plan.p2p_defer_layers")
+    assert (found.overlap.pp.defer_layers, found.overlap.pp.defer_parts) == (1, "attn")
+    (reason,) = said(found, "overlap.pp.defer_layers")
     assert "4 microbatches take" in reason
     assert "with weight gradients of all layers" in reason
 
@@ -231,10 +237,10 @@ def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
     """Nobody waits for them, and where there is no all-to-all to cover they are needed nowhere else."""
     found = settings(train__microbatches=4)
-    assert (found.plan.p2p_defer_layers, found.plan.p2p_defer_parts) == (-1, "all")
+    assert (found.overlap.pp.defer_layers, found.overlap.pp.defer_parts) == (-1, "all")
 
     def seconds(layers: int, parts: str) -> float:
-        fixed = settings(train__microbatches=4, plan__p2p_defer_layers=layers, plan__p2p_defer_parts=parts)
+        fixed = settings(train__microbatches=4, overlap__pp__defer_layers=layers, overlap__pp__defer_parts=parts)
         return float(predict(fixed, program_of(fixed), LAPTOP).makespan)
 
     assert seconds(-1, "all") < min(seconds(1, "attn"), seconds(2, "attn"), seconds(1, "all"))
@@ -242,15 +248,15 @@ def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
 
 def test_costs_that_were_measured_take_the_place_of_modelled_ones() -> None:
     config = settings()
-    config = replace(config, plan=replace(config.plan, p2p_defer_layers="auto", p2p_defer_parts="auto"))
+    config = planned(config, defer_layers="auto", defer_parts="auto")
     for hop, words in ((0.125, "a gradient's hop 125 ms"), (6.0, "a gradient's hop 6 s")):
         found = resolve(config, price=lambda c, hop=hop: costs(Layout(c.model.kinds()), hop))
-        assert words in said(found, "plan.p2p_defer_layers")[0]
+        assert words in said(found, "overlap.pp.defer_layers")[0]
 
 
 def test_an_op_that_waits_for_what_it_does_not_read_is_no_reader() -> None:
     """The value stays until its reader has run: the wait alone is no reason to drop it."""
-    program = build(DENSE, p2p_backward_lane="off")
+    program = build(DENSE, backward_lane="off")
     for ops in program.ranks:
         dropped = {p: i for i, op in enumerate(ops) for p in op.frees}
         readers = {op.key: i for i, op in enumerate(ops) if op.verb == "bwd"}
@@ -278,10 +284,10 @@ CARRIED: dict[str, set[tuple[str, str]]] = {
 
 @pytest.mark.parametrize("purpose", CARRIED)
 def test_an_imitated_network_is_in_the_costs_of_what_it_carries(purpose: Any) -> None:
-    config = replace_leaf(recipe("tiny"), "mesh.dp", 4)
+    config = changed(recipe("tiny"), {"mesh.dp": 4})
     slow = replace(config.train, transport="slow", slow_groups=(purpose,), slow_latency=(7.0,), slow_bandwidth=(1e6,))
     plain, late = (costs_of(c, LAPTOP).table for c in (config, replace(config, train=slow)))
-    changed = {key: cost for key, cost in late.items() if cost != plain[key]}
-    assert {key[:2] for key in changed} == CARRIED[purpose]
-    for key, cost in changed.items():
+    slower = {key: cost for key, cost in late.items() if cost != plain[key]}
+    assert {key[:2] for key in slower} == CARRIED[purpose]
+    for key, cost in slower.items():
         assert float(cost.seconds) == pytest.approx(float(plain[key].seconds) + 7.0 + cost.wire_bytes / 1e6)

@@ -7,19 +7,19 @@ from typing import Literal
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.check import check
 from hocket.plan.connect import clocks
 from hocket.plan.layer import MERGED, at_once
 from hocket.plan.lower import build_program, defer_past_send
 from hocket.plan.ops import LANES, Layout, Op, Program
 from hocket.plan.shard import Sharding, Visit, _page
+from tests.helpers.plans import planned
 
 MOE4 = Layout(("moe",) * 4, ep=2)
 
 
 def build(layout: Layout, microbatches: int, sharding: Sharding | None = None, **plan: object) -> Program:
-    return build_program(layout, microbatches, PlanConfig(**plan), sharding or Sharding(2, 2))  # type: ignore[arg-type]
+    return build_program(layout, microbatches, planned(**plan), sharding or Sharding(2, 2))  # type: ignore[arg-type]
 
 
 def names(
@@ -88,7 +88,7 @@ def test_a_receive_is_posted_two_steps_ahead_at_most() -> None:
 @pytest.mark.parametrize("parts", ["attn", "all"])
 @pytest.mark.parametrize("layers", [0, 1, 2, 4, -1])
 def test_deferral_past_the_send(layers: int, parts: str) -> None:
-    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, p2p_defer_layers=layers, p2p_defer_parts=parts)
+    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, defer_layers=layers, defer_parts=parts)
     ops = program.ranks[1]
     send = position(program, "send grad m1", 1)
     late = [op for op in ops[send:] if op.verb == "wgrad" and op.microbatch == 1]
@@ -204,7 +204,7 @@ def test_received_rows_are_dropped_by_the_lane_that_owns_them() -> None:
 
 
 def test_settings_without_a_legal_order() -> None:
-    with pytest.raises(ValueError, match=r"plan.merge=on cannot be had with plan.order=sequential"):
+    with pytest.raises(ValueError, match=r"overlap.ep.merge=on cannot be had with plan.order=sequential"):
         build(Layout(("dense",) * 2, pp=2), 2, order="sequential", merge="on")
     with pytest.raises(ValueError, match="all forwards are warm-up"):
         build(Layout(("dense",) * 8, pp=4, chunks=2), 1, merge="on")

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.check import check
 from hocket.plan.connect import clocks
 from hocket.plan.layer import BACKWARDS, CHAINS, FORWARDS, Half, pair_at_once
@@ -18,6 +17,7 @@ from hocket.plan.pipeline import Item, Order, in_flight, merged_share, one_f_one
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from tests.helpers.costs import Table, published
+from tests.helpers.plans import planned
 from tests.plan.programs import find, with_op
 
 ONE_RANK = """
@@ -31,7 +31,7 @@ MOE = Layout(("moe",) * 4, ep=2)
 
 
 def build(layout: Layout, microbatches: int, ends: bool = True, **plan: object) -> Program:
-    settings = PlanConfig(merge="on", merge_ends="on" if ends else "off", chunks=layout.chunks, **plan)  # type: ignore[arg-type]
+    settings = planned(merge="on", merge_ends="on" if ends else "off", chunks=layout.chunks, **plan)  # type: ignore[arg-type]
     return build_program(layout, microbatches, settings, Sharding(2, 2))
 
 

@@ -6,13 +6,13 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 
-from hocket.config import PlanConfig
 from hocket.plan.check import check
 from hocket.plan.dryrun import dry_run, linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.shard import Sharding
 from hocket.plan.zero_bubble import ZERO_BUBBLE
+from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -113,8 +113,10 @@ one step reads two, both are in use, and both are posted ahead."""
 def test_received_values_do_not_pile_up(case: Case) -> None:
     """A received activation stays for its chunk's backward, a received gradient is soon dropped."""
     program = case.build()
-    late = 2 * case.layout.pp if case.plan.order in ZERO_BUBBLE else 0  # weight gradients to come, which read them too
-    ahead = AHEAD + (2 if case.plan.merge_ends == "on" else case.plan.stride == 3)
+    late = (
+        2 * case.layout.pp if case.config.plan.order in ZERO_BUBBLE else 0
+    )  # weight gradients to come, which read them too
+    ahead = AHEAD + (2 if case.config.overlap.ep.merge_ends == "on" else case.config.plan.stride == 3)
     for rank, ops in enumerate(program.ranks):
         live = Counter[str]()
         for op in ops:
@@ -134,7 +136,7 @@ def test_what_is_left_for_the_step_does_not_grow(chunks: int, merge: Literal["au
 
     def left(microbatches: int) -> list[int]:
         layout = Layout(("dense",) + ("moe",) * 7, pp=2, chunks=chunks, ep=2)
-        program = build_program(layout, microbatches, PlanConfig(chunks=chunks, merge=merge), Sharding(2, 2))
+        program = build_program(layout, microbatches, planned(chunks=chunks, merge=merge), Sharding(2, 2))
         return [len(ops[-1].frees) for ops in program.ranks]
 
     assert left(8) == left(32)
@@ -151,7 +153,7 @@ def test_right_in_any_legal_order(case: Case) -> None:
 @given(cases())
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_forward_alone_is_right_too(case: Case) -> None:
-    program = build_forward(case.build(), case.plan, case.sharding)
+    program = build_forward(case.build(), case.config, case.sharding)
     assert check(program, forward_only=True) == []
     for seed in (None, 1):
         dry_run(program, seed, forward_only=True)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.config import PlanConfig
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.schedule import KINDS, Friction
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import Time, Timeline, simulate
 from tests.helpers.costs import Table, published
+from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 
 HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
@@ -135,7 +135,7 @@ def test_no_friction_changes_nothing_and_friction_keeps_order_and_work(case: Cas
 def test_compute_slows_by_the_time_that_it_met_communication() -> None:
     """With one factor for all kinds, what compute lost is the factor's share of its time beside communication."""
     layout = Layout(kinds=("moe",) * 4, ep=2)
-    built = build_program(layout, 4, PlanConfig(merge="on"), Sharding(dense=2))
+    built = build_program(layout, 4, planned(merge="on"), Sharding(dense=2))
     costs = Table({**published(Fraction(0)), ("gather", "dense"): Fraction(1, 3), ("reduce", "dense"): Fraction(1, 5)})
     plain, slow = simulate(built, costs), simulate(built, costs, Friction({"a2a": QUARTER}))
     beside: Time = 0
@@ -149,7 +149,7 @@ def test_compute_slows_by_the_time_that_it_met_communication() -> None:
 @pytest.mark.parametrize("friction", [Friction(), Friction(dict.fromkeys(KINDS, 0.1), counts=0.1)], ids=["no", "full"])
 def test_a_large_program_takes_seconds(friction: Friction) -> None:
     layout = Layout(kinds=("moe",) * 64, pp=8, chunks=4, ep=8)
-    built = build_program(layout, 32, PlanConfig(chunks=4), Sharding(dense=8))
+    built = build_program(layout, 32, planned(chunks=4), Sharding(dense=8))
     costs = Table({key: float(value) for key, value in published(Fraction(1)).items()})
     start = time.process_time()
     simulate(built, costs, friction)

@@ -15,7 +15,6 @@ from benchmarks.tables import RESULTS
 from hocket import searching
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
-from hocket.config import Config, PlanConfig
 from hocket.parallel.stages import layout_of
 from hocket.plan.balance import balanced
 from hocket.plan.check import check
@@ -32,6 +31,7 @@ from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from tests.helpers.golden import assert_golden
+from tests.helpers.plans import planned
 
 LITERATURE = spelt(MERGED["literature"]).split()
 SKEWED = {
@@ -60,7 +60,7 @@ def costs_of(seconds: Mapping[str, int], layers: int) -> CostTable:
 def makespan(order: str, seconds: Mapping[str, int], layers: int, microbatches: int) -> int:
     """Time of a whole program of one rank with nothing but the twelve ops, in whole numbers."""
     layout = Layout(("moe",) * layers, ep=2)
-    program = build_program(layout, microbatches, PlanConfig(layer_order=order), Sharding())
+    program = build_program(layout, microbatches, planned(layer_order=order), Sharding())
     return int(simulate(program, costs_of(seconds, layers)).makespan)
 
 
@@ -72,7 +72,7 @@ def test_every_order_runs() -> None:
     orders = [" ".join(order) for order in all_orders()]
     assert not any(order_problem(order) for order in orders)
     for order in random.Random(0).sample(orders, 25):
-        plan = PlanConfig(layer_order=order)
+        plan = planned(layer_order=order)
         program = build_program(Layout(("moe", "dense", "moe"), ep=2), 3, plan, Sharding(2, 2))
         assert not check(program), order
 
@@ -142,33 +142,34 @@ class Toy:
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         self.asked += 1
-        plan = changed(START, changes).plan
-        if plan.merge == "off" or plan.stride == 3:
+        config = changed(START, changes)
+        overlap = config.overlap
+        if overlap.ep.merge == "off" or config.plan.stride == 3:
             return None
-        seconds = 10.0 - 0.1 * plan.prefetch - (1.0 if plan.strategy == "optim_grads" else 0.0)
+        seconds = 10.0 - 0.1 * overlap.dp.prefetch - (1.0 if overlap.dp.strategy == "optim_grads" else 0.0)
         return Trial(
-            changes=dict(changes), seconds=seconds, peak_bytes=50 + (40 if plan.strategy == "optim_grads" else 0)
+            changes=dict(changes), seconds=seconds, peak_bytes=50 + (40 if overlap.dp.strategy == "optim_grads" else 0)
         )
 
 
 KNOWN = Known(CostTable((), {}))
-START = Config(plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"))
+START = planned(order="1f1b", merge="on", defer_wgrad="on")
 
 
 def test_the_best_plan_is_found_and_nothing_is_changed_in_vain() -> None:
     found = Search(START, KNOWN, Toy()).run()
     assert [dict(trial.changes) for trial in found.path] == [
         {},
-        {"plan.strategy": "optim_grads"},
-        {"plan.strategy": "optim_grads", "plan.prefetch": 4},
+        {"overlap.dp.strategy": "optim_grads"},
+        {"overlap.dp.strategy": "optim_grads", "overlap.dp.prefetch": 4},
     ]
     assert found.fits
 
 
 def test_the_cap_holds_and_what_the_user_set_stays() -> None:
     found = Search(START, KNOWN, Toy(), cap=60).run()
-    assert found.path[-1].changes == {"plan.prefetch": 4}
-    assert Search(START, KNOWN, Toy(), cap=60, fixed={"plan.prefetch"}).run().path == found.path[:1]
+    assert found.path[-1].changes == {"overlap.dp.prefetch": 4}
+    assert Search(START, KNOWN, Toy(), cap=60, fixed={"overlap.dp.prefetch"}).run().path == found.path[:1]
 
 
 def test_nothing_fits() -> None:
@@ -189,7 +190,7 @@ def task(name: str, *flags: str, **changes: Any) -> searching.Task:
 
 
 def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
-    wanted = task("tiny", "--plan.merge", "on")
+    wanted = task("tiny", "--overlap.ep.merge", "on")
     result = searching.search(wanted)
     text = searching.report(wanted, replace(result, seconds=0.0))
     assert_golden("search_tiny.txt", text + "\n", pytestconfig)
@@ -240,7 +241,7 @@ ZERO_BUBBLE = [{"order": order, "merge": "off", "chunks": chunks} for order, chu
 @pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"stride": 3}, {"merge": "off"}, *ZERO_BUBBLE])
 def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = task("tiny", *SMALL).config
-    config = replace(config, train=replace(config.train, microbatches=61), plan=replace(config.plan, **plan))
+    config = changed(planned(config, **plan), {"train.microbatches": 61})
     wanted = replace(task("tiny"), config=config)
     asked: list[int] = []
 
@@ -277,7 +278,9 @@ def test_the_words_say_what_auto_would_not_choose_without_the_traces() -> None:
     assert searching.words(wanted, {}) == ["tiny", *SMALL]
     settings = slow.settled({})
     options, origins = parse(Plan, "plan", searching.words(slow, {}))
-    assert resolve_for_plan(options.config, origins).plan == settings.plan != wanted.settled({}).plan
+    again = resolve_for_plan(options.config, origins)
+    assert (again.plan, again.overlap) == (settings.plan, settings.overlap)
+    assert again.overlap != wanted.settled({}).overlap
 
 
 def test_the_doubt_covers_what_predictions_were_off_by() -> None:

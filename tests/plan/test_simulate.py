@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.config import PlanConfig
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import KINDS, Time, Timeline, simulate
 from tests.helpers.costs import Table, published
+from tests.helpers.plans import planned
 
 
 def program(*ranks: list[Op]) -> Program:
@@ -171,7 +171,7 @@ LATENCY = LAYER - Fraction(DENSE["wgrad", "attn"])
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 9), (8, 16)])
 def test_1f1b_has_the_textbook_makespan_bubble_and_memory(pp: int, microbatches: int) -> None:
-    plan = PlanConfig(order="1f1b", merge="off", defer_wgrad="off")
+    plan = planned(order="1f1b", merge="off", defer_wgrad="off")
     built = build_program(Layout(kinds=("dense",) * pp, pp=pp), microbatches, plan, Sharding())
     timeline = simulate(built, Table(DENSE, saved={("fwd", "attn"): 1}))
     assert timeline.makespan == microbatches * LAYER + (pp - 1) * LATENCY
@@ -184,7 +184,7 @@ def test_1f1b_has_the_textbook_makespan_bubble_and_memory(pp: int, microbatches:
 
 @pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 4, 8)])
 def test_interleaving_divides_the_bubble_by_the_number_of_chunks(pp: int, chunks: int, microbatches: int) -> None:
-    plan = PlanConfig(order="interleaved", chunks=chunks, merge="off", defer_wgrad="off")
+    plan = planned(order="interleaved", chunks=chunks, merge="off", defer_wgrad="off")
     layout = Layout(kinds=("dense",) * pp * chunks, pp=pp, chunks=chunks)
     timeline = simulate(build_program(layout, microbatches, plan, Sharding()), Table(DENSE))
     assert timeline.makespan == microbatches * chunks * LAYER + (pp - 1) * LATENCY
@@ -192,7 +192,7 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(pp: int, chunks
 
 def test_merging_without_a_pipeline_hides_every_all_to_all_but_the_first_and_the_last() -> None:
     microbatches, layers = 5, 3
-    plan = PlanConfig(merge="on", defer_wgrad="on")
+    plan = planned(merge="on", defer_wgrad="on")
     built = build_program(Layout(kinds=("moe",) * layers, ep=2), microbatches, plan, Sharding())
     timeline = simulate(built, Table(published(hop=Fraction(0))))
     compute = microbatches * layers * 6
@@ -200,7 +200,7 @@ def test_merging_without_a_pipeline_hides_every_all_to_all_but_the_first_and_the
     # the first forward exposes both all-to-alls; of the last backward's, weight gradients (1.0 and 0.7, one layer
     # earlier) hide dispatch and all but the first combine
     assert timeline.ranks[0].exposed["a2a"] == layers * Fraction(14, 10) + Fraction(7, 10)
-    alone = build_program(built.layout, microbatches, replace(plan, merge="off", order="sequential"), Sharding())
+    alone = build_program(built.layout, microbatches, planned(plan, merge="off", order="sequential"), Sharding())
     assert simulate(alone, Table(published(hop=Fraction(0)))).makespan > timeline.makespan
 
 
@@ -213,11 +213,11 @@ def cases(draw: st.DrawFn) -> Program:
     chunks = draw(st.integers(1, 3))
     kind: st.SearchStrategy[Literal["dense", "moe"]] = st.sampled_from(["dense", "moe"])
     kinds = draw(st.lists(kind, min_size=pp * chunks, max_size=pp * chunks + 4))
-    plan = PlanConfig(
+    plan = planned(
         chunks=chunks,
         merge=draw(st.sampled_from(["auto", "off"])),
         defer_wgrad=draw(st.sampled_from(["auto", "off"])),
-        p2p_defer_layers=draw(st.sampled_from([0, 1, -1])),
+        defer_layers=draw(st.sampled_from([0, 1, -1])),
         layer_order=draw(st.sampled_from(["literature", "early_release", "wgrad_last"])),
     )
     layout = Layout(kinds=tuple(kinds), pp=pp, chunks=chunks, ep=draw(st.sampled_from([1, 2])))
@@ -247,7 +247,7 @@ def test_every_timeline_keeps_lanes_and_dependencies_and_accounts_for_all_time(b
 
 def test_activations_never_exceed_those_planned_to_be_in_flight() -> None:
     layout = Layout(kinds=("moe",) * 16, pp=4, chunks=2, ep=2)
-    built = build_program(layout, 16, PlanConfig(chunks=2), Sharding())
+    built = build_program(layout, 16, planned(chunks=2), Sharding())
     table = Table(published(Fraction(1)), saved={("fwd", "attn"): 1})
     for rank, use in enumerate(simulate(built, table).ranks):
         layers = 2
@@ -256,7 +256,7 @@ def test_activations_never_exceed_those_planned_to_be_in_flight() -> None:
 
 def test_simulation_of_a_large_program_takes_a_moment() -> None:
     layout = Layout(kinds=("moe",) * 64, pp=8, chunks=4, ep=8)
-    built = build_program(layout, 32, PlanConfig(chunks=4), Sharding(dense=8))
+    built = build_program(layout, 32, planned(chunks=4), Sharding(dense=8))
     costs = Table({key: float(value) for key, value in published(Fraction(1)).items()})
     start = time.process_time()
     simulate(built, costs)

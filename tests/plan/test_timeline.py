@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.lower import build_program, choose_order
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.pipeline import merged_share as merged_steps
@@ -28,6 +27,7 @@ from hocket.plan.timeline import (
     text_timeline,
 )
 from tests.helpers.costs import Table
+from tests.helpers.plans import planned
 
 COSTS = Table(
     {
@@ -57,7 +57,7 @@ def toy() -> tuple[Timeline, Program]:
 
 def real(microbatches: int = 6, merge: str = "on") -> tuple[Timeline, Program]:
     layout = Layout(kinds=("moe", "dense", "moe", "moe", "dense", "moe", "moe", "moe"), pp=2, chunks=2, ep=2)
-    plan = PlanConfig(chunks=2, merge="on" if merge == "on" else "off")
+    plan = planned(chunks=2, merge="on" if merge == "on" else "off")
     built = build_program(layout, microbatches, plan, Sharding(dense=4, experts=2))
     return simulate(built, COSTS), built
 
@@ -203,7 +203,7 @@ def test_html_needs_no_other_file_and_shows_the_numbers() -> None:
 def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
     timeline, built = real()
     numbers = json.loads(json.dumps(summary(timeline, built)))
-    order, _ = choose_order(built.layout, built.microbatches, PlanConfig(chunks=2, merge="on"))
+    order, _ = choose_order(built.layout, built.microbatches, planned(chunks=2, merge="on"))
     assert numbers["step_seconds"] == float(timeline.makespan)
     assert sum(numbers["ops"].values()) == len(built)
     assert numbers["ops"]["step"] == 2

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from hocket.config import PlanConfig
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import Order, in_flight, one_f_one_b
@@ -14,6 +13,7 @@ from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from hocket.plan.zero_bubble import Times, zb_h1, zb_v
 from tests.helpers.costs import Table
+from tests.helpers.plans import planned
 
 SIZES = tuple(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16, 32)))
 UNIT = Times(1, 1, 1)
@@ -121,7 +121,7 @@ def build(pp: int, microbatches: int, order: str, layers: int = 0, ep: int = 1) 
         (("dense", "moe") if ep > 1 else ("dense",)) * (layers or pp * chunks),
         pp=pp, chunks=chunks, ep=ep, turning=order == "zb_v",
     )  # fmt: skip
-    plan = PlanConfig(order=order, chunks=chunks, merge="off")  # type: ignore[arg-type]
+    plan = planned(order=order, chunks=chunks, merge="off")  # type: ignore[arg-type]
     return build_program(layout, microbatches, plan, Sharding())
 
 
@@ -163,7 +163,7 @@ def test_embedding_and_head_of_a_v_are_on_the_first_rank() -> None:
     program = build(3, 4, "zb_v", layers=7)
     where = {(op.part, rank) for rank, _, op in program if op.part in ("embed", "head") and op.verb == "fwd"}
     assert where == {("embed", 0), ("head", 0)}
-    validation = build_forward(program, PlanConfig(order="zb_v", chunks=2), Sharding())
+    validation = build_forward(program, planned(order="zb_v", chunks=2), Sharding())
     assert {rank for rank, _, op in validation if op.part == "head"} == {0}
 
 
@@ -181,9 +181,9 @@ def test_weight_gradients_of_a_step_follow_all_of_its_backward() -> None:
 def test_settings_that_no_zero_bubble_order_has() -> None:
     layout = Layout(("dense",) * 4, pp=2)
     for plan, words in (
-        (PlanConfig(order="zb_v", merge="off"), "has plan.chunks=2 chunks per rank, got 1"),
-        (PlanConfig(order="zb_h1", merge="on"), "it needs plan.merge=off"),
-        (PlanConfig(order="zb_h1", merge="off", defer_wgrad="off"), "got off and off"),
+        (planned(order="zb_v", merge="off"), "has plan.chunks=2 chunks per rank, got 1"),
+        (planned(order="zb_h1", merge="on"), "it needs overlap.ep.merge=off"),
+        (planned(order="zb_h1", merge="off", defer_wgrad="off"), "got off and off"),
     ):
         with pytest.raises(ValueError, match=words):
             build_program(layout, 4, plan, Sharding())

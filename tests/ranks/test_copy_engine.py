@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hocket.config import COPIED, Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import (
+    COPIED,
+    Config,
+    DataConfig,
+    ExpertOverlap,
+    MeshConfig,
+    ModelConfig,
+    OverlapConfig,
+    PlanConfig,
+    TrainConfig,
+)
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.runtime import copy_engine
@@ -21,6 +31,7 @@ from hocket.runtime.comm import Group, Groups, everyone, make_groups
 from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, refuse
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
 from hocket.runtime.transports import Gloo, local_sum
+from tests.helpers.plans import planned
 from tests.helpers.pools import CpuPool
 from tests.helpers.ranks import run_ranks
 
@@ -162,7 +173,8 @@ CONFIG = Config(
         expert_ffn=16, shared_ffn=16,
     ),
     mesh=MeshConfig(dp=4, ep=2),
-    plan=PlanConfig(order="1f1b", merge="on", defer_wgrad="on"),
+    plan=PlanConfig(order="1f1b"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
     data=DataConfig(sequence_length=16),
     train=TrainConfig(microbatches=3, dtype="fp32", device="cpu", transport="gloo"),
 )  # fmt: skip
@@ -229,8 +241,7 @@ def whole_gradients(rank: int, config: Config) -> None:
 
 
 def test_sums_that_every_rank_gets_lie_in_windows_too():
-    plan = dataclasses.replace(CONFIG.plan, strategy="no_shard")
-    run_ranks(whole_gradients, 4, dataclasses.replace(CONFIG, plan=plan))
+    run_ranks(whole_gradients, 4, planned(CONFIG, strategy="no_shard"))
 
 
 def test_an_evaluation_gathers_from_windows_too():

@@ -19,7 +19,7 @@ CASES: dict[str, Config] = {
     "everything on": config(
         dict(layers=5, dense_layers=(0,), shared_ffn=16, bias_rate=0.01),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", p2p_defer_layers=2),
+        dict(chunks=2, merge="on", defer_layers=2),
         4,
         "bf16",
     ),

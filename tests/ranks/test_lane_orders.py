@@ -30,7 +30,7 @@ SEEDS = 50
 EVERYTHING = config(
     dict(layers=4, dense_layers=(0,), shared_ffn=16, aux_loss=0.01),
     dict(pp=2, dp=2, ep=2),
-    dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+    dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     3,
     "fp32",
 )
@@ -149,7 +149,7 @@ def dropped_values(rank: int, c: Config) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("defer", ["on", "off"])
 def test_what_a_communication_lane_drops_is_free(dense: tuple[int, ...], defer: str) -> None:
     """On a GPU the lane uses such memory again at once, so nobody may have kept it: no graph and no queue."""
-    plan = dict(chunks=2, merge="on", defer_wgrad=defer, p2p_defer_layers=-1 if defer == "on" else 0)
+    plan = dict(chunks=2, merge="on", defer_wgrad=defer, defer_layers=-1 if defer == "on" else 0)
     c = config(dict(layers=4, dense_layers=dense, shared_ffn=16), dict(pp=2, dp=2, ep=2), plan, 3, "fp32")
     for dropped, held in run_ranks(dropped_values, 4, c):
         assert dropped >= 3

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.engine import DTYPES, Engine
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.runtime.actions import Microbatch
 from tests.helpers.pairwise import all_cases, pairwise
+from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, Result, random_batches
 
@@ -32,16 +33,16 @@ def config(
     sizes: dict[str, Any] = dict(
         vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2
     )
-    return Config(
+    whole = Config(
         model=ModelConfig(**{**sizes, **model}),
         mesh=MeshConfig(**mesh),
-        plan=PlanConfig(**plan),
         data=DataConfig(sequence_length=8),
         train=TrainConfig(
             microbatches=microbatches, sequences=2, dtype=dtype, transport="gloo", lane_seed=lane_seed,
             betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5,
         ),
     )  # fmt: skip
+    return planned(whole, **plan)
 
 
 def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 
 def assert_parity(c: Config) -> None:
     batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
-    dtype, strategy = DTYPES[c.train.dtype], c.plan.strategy
+    dtype, strategy = DTYPES[c.train.dtype], c.overlap.dp.strategy
     reference = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy).run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)
@@ -130,9 +131,9 @@ VALUES: dict[str, list[Any]] = {
     "merge": ["off", "on"],
     "merge_ends": ["off", "on"],
     "defer_wgrad": ["off", "on"],
-    "p2p_backward_lane": ["on", "off"],
-    "p2p_defer_layers": [0, 1, 2, -1],
-    "p2p_defer_parts": ["attn", "all"],
+    "backward_lane": ["on", "off"],
+    "defer_layers": [0, 1, 2, -1],
+    "defer_parts": ["attn", "all"],
     "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "ep": [1, 2],
     "dp": [1, 2],
@@ -204,7 +205,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "everything on": (
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, p2p_defer_parts="all"),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (

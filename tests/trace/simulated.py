@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hocket.config import Config, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.plan.ops import LANES, Op, Program
 from hocket.plan.schedule import KIND_OF, NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
 from hocket.rules import Host
+from tests.helpers.plans import planned
 from tests.trace.build import Trace
 
 MODEL = ModelConfig(layers=4, experts=8, top_k=2, dense_layers=(0,))
@@ -34,10 +35,9 @@ def settings_for(pp: int = 2, ep: int = 2, microbatches: int = 4, **plan: Any) -
     config = Config(
         model=MODEL,
         mesh=MeshConfig(pp=pp, dp=DP, ep=ep),
-        plan=PlanConfig(**plan),
         train=TrainConfig(microbatches=microbatches, sequences=8),
     )
-    return resolve(config, Host(gpus=pp * DP))
+    return resolve(planned(config, **plan), Host(gpus=pp * DP))
 
 
 def about(settings: Settings, pp_rank: int, transport: str = "nccl") -> dict[str, Any]:

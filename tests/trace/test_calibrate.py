@@ -25,7 +25,7 @@ from tests.trace.simulated import settings_for, traces_of
 FIXTURES = Path(__file__).parent / "fixtures"
 
 PLANS: list[dict[str, Any]] = [
-    {"merge": "on", "defer_wgrad": "on", "chunks": 2, "p2p_defer_layers": 1, "p2p_defer_parts": "attn"},
+    {"merge": "on", "defer_wgrad": "on", "chunks": 2, "defer_layers": 1, "defer_parts": "attn"},
     {"merge": "off", "defer_wgrad": "off", "chunks": 2},
     {"order": "sequential", "merge": "off", "defer_wgrad": "on", "chunks": 2},
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.config import PlanConfig
+from hocket.config import Config
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout
 from hocket.plan.shard import Sharding
@@ -197,7 +197,7 @@ def test_layers(name: str, layer: int) -> None:
 
 def test_every_op_of_a_plan_is_known_with_its_lane_and_layer() -> None:
     layout = Layout(("dense", "moe", "moe", "moe"), pp=2, ep=2)
-    for _, _, op in build_program(layout, 4, PlanConfig(), Sharding(dense=2, experts=2)):
+    for _, _, op in build_program(layout, 4, Config(), Sharding(dense=2, experts=2)):
         assert label.is_plan_op(str(op))
         assert label.layer_of(str(op)) == op.layer
         if op.verb not in ("release", "step"):
