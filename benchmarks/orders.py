@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.record import write
 from benchmarks.send_controls import LLAMA, SMALL, Bench, start
-from hocket.bench.measure import Timer, no_collection, slowest
+from hocket.bench.measure import Timer, slowest
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.engine import Engine
@@ -38,6 +38,7 @@ from hocket.plan.ops import Program
 from hocket.plan.simulate import simulate
 from hocket.resolve import resolve
 from hocket.rules import Host
+from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Groups
 
 LAYERS = 4

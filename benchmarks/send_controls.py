@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.bench.measure import Timer, no_collection, slowest
+from hocket.bench.measure import Timer, slowest
 from hocket.bench.workload import Workload, batches
 from hocket.config import (
     Config,
@@ -54,6 +54,7 @@ from hocket.plan.simulate import simulate
 from hocket.resolve import resolve
 from hocket.rules import Host
 from hocket.runtime.actions import Actions, Activation, Microbatch
+from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Group, join_world
 from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import spinner

@@ -18,7 +18,6 @@ tokens, it is the cost itself, and the step takes as long.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -36,6 +35,7 @@ import torch.distributed as dist
 
 from hocket.bench.contender import Contender, blame
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.collection import no_collection
 
 PERIOD = 0.05
 """Seconds between two samples of clock and power."""
@@ -192,19 +192,6 @@ class Rounds(Protocol):
     def steps(self) -> int:
         """Timed steps of a block."""
         ...
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from interrupting steps."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def take_turns(

@@ -17,6 +17,7 @@ from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.train.checkpoint import restore, save
 from hocket.train.corpus import open_corpus
@@ -70,7 +71,7 @@ class Trainer:
                     *(restored.notes if restored else ()),
                 ):
                     metrics.say(f"note     {note}")
-                with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window:
+                with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
             return signal
@@ -94,6 +95,7 @@ class Trainer:
             if not self.pretends:
                 self._require_finite(result)
             window.after(self.step)
+            collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate())
                 evaluated = self.step
