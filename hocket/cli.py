@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "doctor", "recipes")
+COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes")
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
        hocket bench RECIPE [--against NAME,NAME]   measure the step against others; --list shows whom
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
+       hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list the recipes
 

@@ -1,0 +1,55 @@
+"""`hocket explain --from-megatron "..."` and its like: settings of other systems in hocket's words."""
+
+from __future__ import annotations
+
+import json
+
+from hocket.commands.options import write
+from hocket.foreign.systems import SYSTEMS
+from hocket.foreign.translate import translate
+from hocket.foreign.write import to_json, to_text, to_toml
+
+USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--toml FILE] [--json]
+       hocket explain --from-bridge "KEY=VALUE ..."
+       hocket explain --from-torchtitan "FLAGS", or FILE.toml
+       hocket explain --from-deepspeed FILE.json
+
+Says what settings of Megatron-LM, Megatron Bridge, torchtitan and DeepSpeed are in hocket, which are not needed, and
+which are not there. The exit code is 1 if something that was asked for is not there or not known.
+
+  --gpus N      number of ranks, which these settings leave open
+  --toml FILE   write what they become to a file that hocket reads
+  --json        print everything as JSON"""
+
+_OTHERS = ("--gpus", "--toml", "--json")
+
+
+def run(words: list[str]) -> int:
+    """Print a translation, and return 1 if something has no counterpart."""
+    values: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name not in (*_OTHERS, *(f"--from-{system}" for system in SYSTEMS)):
+            fix = f"one of {', '.join(f'--from-{system}' for system in SYSTEMS)}, with {', '.join(_OTHERS)}"
+            raise ValueError(f"explain {word} (command line): it does not go with --from-...; fix: {fix}")
+        if name in values:
+            raise ValueError(f"{name} (command line): given twice; fix: give it once")
+        values[name] = "on" if name == "--json" else value if equals else next(rest, "")
+        if not values[name]:
+            raise ValueError(f"{name} (command line): its value is missing; fix: {name} VALUE")
+    asked = [name for name in values if name.startswith("--from-")]
+    if len(asked) > 1:
+        raise ValueError(f"{asked[1]} (command line): {asked[0]} is given, too; fix: one of them")
+    system, read = SYSTEMS[asked[0].removeprefix("--from-")]
+    found = translate(system, read(values[asked[0]]), _gpus(values.get("--gpus", "0")))
+    if "--toml" in values:
+        write(values["--toml"], to_toml(found))
+    print(json.dumps(to_json(found), indent=1) if "--json" in values else to_text(found))
+    return 0 if found.complete else 1
+
+
+def _gpus(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"gpus = {text} (command line, --gpus): not a whole number; fix: the number of ranks")
+    return int(text)

@@ -1,0 +1,133 @@
+"""What a table says of one foreign setting: what it becomes, why it is not needed, or that it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["becomes", "not needed", "not there", "not known"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one foreign setting is in hocket."""
+
+    state: State
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """hocket's settings by dotted name; only what `becomes` something has any."""
+    words: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Everything that was given, for entries that mean something only together with others."""
+
+    values: Mapping[str, Any]
+    """By the name that the table has it under."""
+    gpus: int = 0
+    """Number of ranks; 0 is not known."""
+
+    def number(self, *names: str, default: int = 1) -> int:
+        """The first of these settings that was given, as a whole number."""
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return default
+
+
+Rule = Callable[[Any, Given], Answer]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a table: names of one setting, the type of its value, and what it is in hocket."""
+
+    names: tuple[str, ...]
+    takes: type
+    """`object` is anything."""
+    rule: Rule
+
+
+def entry(names: str, takes: type, rule: Rule) -> Entry:
+    """A row; several names have spaces between them."""
+    return Entry(tuple(names.split()), takes, rule)
+
+
+def same(setting: str) -> Rule:
+    """The same thing under another name."""
+    return lambda value, given: Answer("becomes", {setting: value})
+
+
+def floats(setting: str) -> Rule:
+    """The same number, where hocket wants one with a point."""
+    return lambda value, given: Answer("becomes", {setting: float(value)})
+
+
+def switch(setting: str, words: str = "") -> Rule:
+    """True is `on`, False `off`."""
+    return lambda value, given: Answer("becomes", {setting: "on" if value else "off"}, words)
+
+
+def when(settings: Mapping[str, Any], words: str = "", otherwise: str = "that is how it is without it") -> Rule:
+    """These settings if it is true; not needed if it is false."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        return Answer("becomes", settings, words) if value else Answer("not needed", words=otherwise)
+
+    return rule
+
+
+def always(words: str) -> Rule:
+    """It is always done, so it need not be asked for, and cannot be turned off."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        if value is False:
+            return Answer("not there", words=f"it cannot be turned off: {words}")
+        return Answer("not needed", words=words)
+
+    return rule
+
+
+def never(words: str) -> Rule:
+    """It is not there; nothing is missing where it is off."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        if value in (False, None, 0, "none", "None", "disabled", []):
+            return Answer("not needed", words="it is off, and hocket has none")
+        return Answer("not there", words=words)
+
+    return rule
+
+
+def no_use(words: str) -> Rule:
+    """Whatever its value: there is nothing that it could change."""
+    return lambda value, given: Answer("not needed", words=words)
+
+
+def only(accepted: Any, words: str, as_it_is: str) -> Rule:
+    """One value is how hocket does it; every other is not there."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        return Answer("not needed", words=as_it_is) if value == accepted else Answer("not there", words=words)
+
+    return rule
+
+
+def choice(table: Mapping[Any, Answer], instead: str) -> Rule:
+    """An answer for each value; `instead` are the words for any other."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        found = None if isinstance(value, list) else table.get(value)
+        return found or Answer("not there", words=instead)
+
+    return rule
+
+
+def to(**words: str) -> Answer:
+    """Only words: `to(needless="...")` or `to(missing="...")`."""
+    if "needless" in words:
+        return Answer("not needed", words=words["needless"])
+    return Answer("not there", words=words["missing"])

@@ -1,0 +1,106 @@
+"""The systems that hocket understands, and what they do where nothing is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hocket.foreign import bridge, deepspeed, torchtitan
+from hocket.foreign.entry import Answer, Given
+from hocket.foreign.megatron import OVERLAP
+from hocket.foreign.megatron_model import REST
+from hocket.foreign.read import Pairs, file, flags, flags_or_file, keys
+from hocket.foreign.translate import Default, System
+
+STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
+
+
+def ranks(given: Given, sizes: tuple[str, ...]) -> Answer | None:
+    """Data ranks: those that the other axes leave."""
+    if not given.gpus:
+        return Answer("not there", words="without --gpus the number of data ranks, mesh.dp, is not known")
+    other = 1
+    for name in sizes:
+        other *= given.number(name)
+    if given.gpus % other:
+        return Answer(
+            "not there", words=f"{given.gpus} ranks cannot be split into {other}, the product of the other axes"
+        )
+    return Answer("becomes", {"mesh.dp": given.gpus // other})
+
+
+def _shards(given: Given) -> Answer | None:
+    if any(given.values.get(name) for name in STRATEGIES):
+        return None
+    return Answer("becomes", {"overlap.dp.strategy": "no_shard"}, "hocket by itself shards the weights, too")
+
+
+def _kv_heads(given: Given) -> Answer | None:
+    heads = given.number("--num-attention-heads", default=0)
+    return Answer("becomes", {"model.kv_heads": heads}) if heads and "--num-query-groups" not in given.values else None
+
+
+def _head_dim(given: Given) -> Answer | None:
+    heads, hidden = given.number("--num-attention-heads", default=0), given.number("--hidden-size", default=0)
+    if not heads or not hidden or hidden % heads or "--kv-channels" in given.values:
+        return None
+    return Answer("becomes", {"model.head_dim": hidden // heads})
+
+
+def _tied(given: Given) -> Answer | None:
+    asked = "--untie-embeddings-and-output-weights" in given.values
+    return None if asked or "--num-layers" not in given.values else Answer("becomes", {"model.tied": True})
+
+
+_AXES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+
+_MEGATRON_DEFAULTS: tuple[Default, ...] = (
+    ("(--gpus)", lambda given: ranks(given, _AXES)),
+    ("(no sharding flag)", _shards),
+    ("(no --num-query-groups)", _kv_heads),
+    ("(no --kv-channels)", _head_dim),
+    ("(no --untie-embeddings-and-output-weights)", _tied),
+)
+
+MEGATRON = System("Megatron-LM", (*OVERLAP, *REST), _MEGATRON_DEFAULTS)
+
+BRIDGE = System("Megatron Bridge", (*bridge.OWN, *MEGATRON.entries), _MEGATRON_DEFAULTS, bridge.spelled)
+
+TORCHTITAN = System(
+    "torchtitan",
+    torchtitan.ENTRIES,
+    (
+        ("(--gpus)", lambda given: _titan_ranks(given)),
+        ("(no parallelism.fsdp_reshard_after_forward)", torchtitan.sharded),
+    ),
+    torchtitan.spelled,
+)
+
+DEEPSPEED = System(
+    "DeepSpeed",
+    deepspeed.ENTRIES,
+    (
+        ("(--gpus)", lambda given: ranks(given, ("tensor_parallel.autotp_size",))),
+        ("(no zero_optimization.stage)", lambda given: _stage_zero(given)),
+    ),
+    deepspeed.spelled,
+)
+
+
+def _titan_ranks(given: Given) -> Answer | None:
+    if given.number(torchtitan.DP_SHARD, default=-1) > 1 or given.number(torchtitan.DP_REPLICATE) > 1:
+        return None  # it says itself how many there are
+    prefix = torchtitan.P
+    return ranks(given, (torchtitan.PP, f"{prefix}tensor_parallel_degree", f"{prefix}context_parallel_degree"))
+
+
+def _stage_zero(given: Given) -> Answer | None:
+    return None if "zero_optimization.stage" in given.values else deepspeed.stage(0, given)
+
+
+SYSTEMS: dict[str, tuple[System, Callable[[str], Pairs]]] = {
+    "megatron": (MEGATRON, flags),
+    "bridge": (BRIDGE, keys),
+    "torchtitan": (TORCHTITAN, flags_or_file),
+    "deepspeed": (DEEPSPEED, file),
+}
+"""By the word behind `--from-`, with the way to read what follows it."""

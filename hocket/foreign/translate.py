@@ -1,0 +1,150 @@
+"""Names and values of another system -> hocket's settings, with a word on every one that was given."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hocket.foreign.entry import Answer, Entry, Given, State
+from hocket.foreign.read import Pairs
+from hocket.leaves import describe, is_a, types
+
+Default = tuple[str, Callable[[Given], Answer | None]]
+"""What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""
+
+
+@dataclass(frozen=True)
+class System:
+    """Another system: its name, its table, and its defaults."""
+
+    name: str
+    entries: Sequence[Entry]
+    defaults: Sequence[Default] = ()
+    spelled: Callable[[str], str] = field(default=lambda name: name)
+    """How the table spells a name that was given."""
+
+    def find(self, name: str) -> Entry | None:
+        """The row of a name."""
+        return next((row for row in self.entries if self.spelled(name) in row.names), None)
+
+    def known(self) -> list[str]:
+        """All names of the table."""
+        return [name for row in self.entries for name in row.names]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting that was given, or one of the system's defaults."""
+
+    name: str
+    value: Any
+    answer: Answer
+    given: bool = True
+    """False for a default."""
+
+    @property
+    def written(self) -> str:
+        """As it was given."""
+        if not self.given or self.value is True:
+            return self.name
+        value = " ".join(map(str, self.value)) if isinstance(self.value, list) else str(self.value)
+        return f"{self.name} {value}"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Everything that was given, and hocket's settings."""
+
+    system: str
+    rows: tuple[Row, ...]
+    settings: Mapping[str, Any]
+    sources: Mapping[str, str]
+    """Where each of hocket's settings comes from, as it was given."""
+
+    def of(self, state: State) -> list[Row]:
+        """The rows of one kind."""
+        return [row for row in self.rows if row.answer.state == state]
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was asked for is met."""
+        return not self.of("not there") and not self.of("not known")
+
+
+def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
+    """Look every pair up. `gpus` is the number of ranks, 0 if it is not known.
+
+    Raises ValueError, with a line for each, for values that cannot be, and for names that contradict each other.
+    """
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        row = system.find(name)
+        if row is not None:
+            problems += _wrong(system, row, name, value)
+            values[system.spelled(name)] = value
+    if problems:
+        raise ValueError("\n".join(problems))
+    given = Given(values, gpus)
+    rows = []
+    for name, value in pairs:
+        row = system.find(name)
+        rows.append(Row(name, value, fitting(row.rule(value, given)) if row else _unknown(system, name)))
+    for words, make in system.defaults:
+        answer = make(given)
+        rows += [Row(words, None, answer, given=False)] if answer is not None else []
+    settings: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for one in rows:
+        for setting, value in one.answer.settings.items():
+            if settings.get(setting, value) != value:
+                problems.append(
+                    f"{one.written} ({system.name}): becomes {setting} = {value}, and {sources[setting]} makes it "
+                    f"{settings[setting]}; fix: leave one of them out"
+                )
+            settings[setting], sources[setting] = value, one.written
+    if problems:
+        raise ValueError("\n".join(problems))
+    return Translation(system.name, tuple(rows), settings, sources)
+
+
+_WANTED: Mapping[type, str] = {bool: "no value", int: "a whole number", float: "a number", str: "a word", list: "words"}
+
+
+def _wrong(system: System, row: Entry, name: str, value: Any) -> list[str]:
+    """A line if the value is of another type than the setting's."""
+    if row.takes is object or value is None:
+        fits = True
+    elif row.takes in (str, list):
+        fits = value is not True
+    elif row.takes is bool:
+        fits = isinstance(value, bool) or value in (0, 1)
+    else:
+        fits = isinstance(value, (int, float) if row.takes is float else int) and not isinstance(value, bool)
+    if fits:
+        return []
+    shown = "(nothing)" if value is True else value
+    wanted = "True or False" if row.takes is bool and not name.startswith("--") else _WANTED[row.takes]
+    return [f"{name} = {shown} ({system.name}): not {wanted}; fix: give {wanted}"]
+
+
+def fitting(answer: Answer) -> Answer:
+    """The answer, unless it gives a setting of hocket's a value that it cannot have."""
+    for setting, value in answer.settings.items():
+        hint = types().get(setting)
+        if hint is None:
+            return Answer("not there", words=f"there is no {setting}")
+        if not is_a(value, hint):
+            return Answer("not there", words=f"{setting} is {describe(hint)}, not {value}")
+    return answer
+
+
+def _unknown(system: System, name: str) -> Answer:
+    known = system.known()
+    close = difflib.get_close_matches(system.spelled(name), known, n=1, cutoff=0.6)
+    ends = [k for k in known if k.split(".")[-1].strip("-") == name.split(".")[-1].strip("-")]
+    guess = (ends or close)[:1]
+    words = f"did you mean {guess[0]}?" if guess else "nothing about parallelism, overlap, precision or recomputation"
+    return Answer("not known", words=words)

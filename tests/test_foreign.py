@@ -1,0 +1,359 @@
+"""Settings of Megatron-LM, Megatron Bridge, torchtitan and DeepSpeed in hocket's words."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket import cli
+from hocket.foreign import bridge, read
+from hocket.foreign.bridge import ALIASES
+from hocket.foreign.entry import Given
+from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
+from hocket.foreign.translate import System, fitting, translate
+from hocket.foreign.write import to_toml
+from hocket.leaves import is_a, types
+from hocket.variables import WANTED
+from tests.helpers.golden import assert_golden
+
+SAMPLES: dict[type, Any] = {bool: True, int: 2, float: 0.5, str: "x", list: ["x"], object: "x"}
+VALUES: dict[str, list[Any]] = {
+    "--num-layers-per-virtual-pipeline-stage": [2],
+    "--distributed-backend": ["nccl", "mpi"],
+    "--data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params", "x"],
+    "--moe-token-dispatcher-type": ["alltoall", "flex", "allgather"],
+    "--moe-router-score-function": ["softmax", "sigmoid", "x"],
+    "--moe-router-load-balancing-type": ["aux_loss", "none", "seq_aux_loss"],
+    "--moe-layer-freq": [2, "[0]*2+[1]*6", "[0]*7"],
+    "--recompute-granularity": ["full", "selective"],
+    "--recompute-modules": [["core_attn"], ["mlp", "moe", "moe_act"], ["layernorm"]],
+    "--global-batch-size": [32, 33],
+    "--context-parallel-size": [1, 2],
+    "--moe-router-dtype": ["fp32", "fp64"],
+    "parallelism.pipeline_parallel_schedule": ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "GPipe"],
+    "parallelism.fsdp_reshard_after_forward": ["default", "always", "never"],
+    "parallelism.data_parallel_shard_degree": [-1, 1, 4],
+    "parallelism.expert_parallel_comm_backend": ["standard", "deepep"],
+    "training.mixed_precision_param": ["bfloat16", "float32"],
+    "training.mixed_precision_reduce": ["float32", "bfloat16"],
+    "activation_checkpoint.mode": ["none", "selective", "full"],
+    "zero_optimization.stage": [0, 1, 2, 3, 4],
+    "optimizer.type": ["AdamW", "Lion"],
+    "optimizer.params.betas": [[0.9, 0.95]],
+    "communication_data_type": [None, "bf16", "fp32"],
+    "mixed_precision": ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed"],
+    "parallelism.enable_async_tensor_parallel": [True, False],
+    "--overlap-moe-expert-parallel-comm": [True, False],
+    "--overlap-grad-reduce": [True, False],
+}
+"""Values to look up where one of the type's says too little."""
+ROUND = Given({"--num-layers": 8, "--pipeline-model-parallel-size": 2, "--micro-batch-size": 1}, gpus=8)
+"""What else is given while one name is looked up."""
+
+
+def answers(system: System) -> str:
+    """Every name of a table, with what each of its values is in hocket."""
+    lines = []
+    for row in system.entries:
+        for name in row.names:
+            for value in VALUES.get(name, [SAMPLES[row.takes]]):
+                answer = fitting(row.rule(value, Given({**ROUND.values, name: value}, ROUND.gpus)))
+                settings = ", ".join(f"{key} = {value!r}" for key, value in answer.settings.items())
+                lines.append(f"{name} {value}: {answer.state}: {'; '.join(filter(None, (settings, answer.words)))}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("system", [MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED], ids=lambda system: system.name)
+def test_every_name_of_a_table_has_the_answer_it_should_have(system: System, pytestconfig: pytest.Config) -> None:
+    text = answers(System(system.name, bridge.OWN) if system is BRIDGE else system)
+    assert_golden(f"foreign_{system.name.lower().replace(' ', '_')}.txt", text, pytestconfig)
+
+
+@pytest.mark.parametrize("system", [MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED], ids=lambda system: system.name)
+def test_tables_name_settings_that_exist_say_why_and_have_no_name_twice(system: System) -> None:
+    known = system.known()
+    assert len(known) == len(set(known))
+    for row in system.entries:
+        for name in row.names:
+            for value in VALUES.get(name, [SAMPLES[row.takes]]):
+                answer = fitting(row.rule(value, ROUND))
+                assert set(answer.settings) <= set(types()), name
+                assert bool(answer.settings) == (answer.state == "becomes"), name
+                assert answer.settings or answer.words, name
+
+
+def test_the_keys_of_bridge_are_flags_of_megatron() -> None:
+    flags = set(MEGATRON.known())
+    assert set(ALIASES.values()) <= flags
+    for key, flag in (
+        ("model.tensor_model_parallel_size", "--tensor-model-parallel-size"),
+        ("comm_overlap.tp_comm_overlap", "--tp-comm-overlap"),
+        ("ddp.overlap_grad_reduce", "--overlap-grad-reduce"),
+        ("comm_overlap.overlap_p2p_comm", "--overlap-p2p-communication"),
+        ("model.virtual_pipeline_model_parallel_size", "--num-virtual-stages-per-pipeline-rank"),
+        ("env_vars.NCCL_NVLS_ENABLE", "NCCL_NVLS_ENABLE"),
+    ):
+        assert BRIDGE.spelled(key) == flag
+        assert flag in flags
+
+
+# How settings are read
+
+
+def test_flags_are_read_as_they_stand_in_scripts() -> None:
+    text = """CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py \\
+        --tensor-model-parallel-size 2 --lr=3e-4 --sequence-parallel --recompute-modules mlp moe"""
+    assert read.flags(text) == [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", 1),
+        ("--nproc-per-node", 8),
+        ("--tensor-model-parallel-size", 2),
+        ("--lr", 3e-4),
+        ("--sequence-parallel", True),
+        ("--recompute-modules", ["mlp", "moe"]),
+    ]
+
+
+def test_keys_and_files_are_read_with_their_sections(tmp_path: Path) -> None:
+    assert read.keys("+ddp.bucket_size=1024 model.x=[mlp,'moe'] comm_overlap.align=null loose") == [
+        ("ddp.bucket_size", 1024),
+        ("model.x", ["mlp", "moe"]),
+        ("comm_overlap.align", None),
+    ]
+    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    (tmp_path / "a.toml").write_text("[parallelism]\ntensor_parallel_degree = 4\n")
+    assert read.file(str(tmp_path / "a.json")) == [
+        ("zero_optimization.stage", 3),
+        ("zero_optimization.offload_param.device", "cpu"),
+    ]
+    assert read.flags_or_file(str(tmp_path / "a.toml")) == [("parallelism.tensor_parallel_degree", 4)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), ("{", "a file of the format"), ("[1]", "holds no settings"), ("{'a': 1}", "fix: ")],
+)
+def test_a_file_that_says_nothing_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=r"ds.json \(command line\): ") as error:
+        read.file(str(path))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# What goes together
+
+
+def settings(words: str, gpus: int = 0, system: System = MEGATRON) -> dict[str, Any]:
+    return dict(translate(system, read.flags(words), gpus).settings)
+
+
+def words_of(text: str, name: str, gpus: int = 0) -> str:
+    """The words on one flag among others."""
+    return next(row.answer.words for row in translate(MEGATRON, read.flags(text), gpus).rows if row.name == name)
+
+
+def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
+    text = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 32 --micro-batch-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 4 --global-batch-size 256 --num-attention-heads 32 --hidden-size 4096"
+    )
+    found = settings(text, gpus=64)
+    assert found == {
+        "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "model.layers": 32, "plan.chunks": 2, "train.sequences": 2,
+        "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
+        "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard",
+    }  # fmt: skip
+
+
+def test_what_does_not_divide_is_said_and_not_rounded() -> None:
+    assert "cannot be split into 32" in words_of(
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8", "(--gpus)", 8
+    )
+    assert "needs --gpus" in words_of("--global-batch-size 8", "--global-batch-size")
+    assert "cannot be split over 8 data ranks" in words_of("--global-batch-size 9", "--global-batch-size", 8)
+    layers = "--num-layers 30 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4"
+    assert "needs --num-layers, a multiple of" in words_of(layers, "--num-layers-per-virtual-pipeline-stage")
+
+
+def test_first_and_last_stage_of_another_size() -> None:
+    text = "--num-layers 30 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers {} "
+    both = text + "--decoder-last-pipeline-num-layers 7"
+    assert settings(both.format(7))["plan.layers_per_stage"] == (7, 8, 8, 7)
+    assert settings(text.format(6))["plan.layers_per_stage"] == (6, 8, 8, 8)
+    assert "plan.layers_per_stage" not in settings(text.format(7))
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("3", (1, 2, 4, 5)), ("[0]*2+[1]*4", (0, 1)), ("([0]*1+[1]*1)*3", None), ("[1,0,1,1,1,1]", (1,))],
+)
+def test_patterns_of_moe_layers(text: str, layers: tuple[int, ...] | None) -> None:
+    found = settings(f"--num-layers 6 --moe-layer-freq {text}")
+    assert found.get("model.dense_layers") == layers
+
+
+def test_a_distributed_optimizer_is_no_default() -> None:
+    assert settings("--bf16")["overlap.dp.strategy"] == "no_shard"
+    assert settings("--bf16 --use-distributed-optimizer")["overlap.dp.strategy"] == "optim"
+    fsdp = "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
+    assert settings(fsdp)["overlap.dp.strategy"] == "optim_grads"
+
+
+def test_torchtitan_shards_by_itself_and_cuts_a_batch_only_in_a_pipeline() -> None:
+    batch = "--training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 2"
+    flat = settings(batch, 8, TORCHTITAN)
+    deep = settings(f"{batch} --parallelism.pipeline_parallel_degree 2", 8, TORCHTITAN)
+    assert (flat["train.sequences"], flat["train.microbatches"], flat["mesh.dp"]) == (8, 1, 8)
+    assert (deep["train.sequences"], deep["train.microbatches"], deep["mesh.dp"]) == (2, 4, 4)
+    assert (flat["overlap.dp.strategy"], deep["overlap.dp.strategy"]) == ("optim_grads_params", "optim_grads")
+
+
+def test_names_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"--use-torch-fsdp2 .*becomes overlap.dp.strategy = optim_grads_params, and .*fix"
+    ):
+        settings("--use-distributed-optimizer --use-torch-fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "--tensor-model-parallel-size two",
+            "--tensor-model-parallel-size = two (Megatron-LM): not a whole number; fix: ",
+        ),
+        ("--tensor-model-parallel-size", "--tensor-model-parallel-size = (nothing) (Megatron-LM): not a whole number"),
+        ("--bf16 yes", "--bf16 = yes (Megatron-LM): not no value"),
+        ("--lr high --clip-grad low", "--clip-grad = low (Megatron-LM): not a number"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_all_at_once(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="fix: ") as error:
+        settings(text)
+    assert words in str(error.value)
+    assert len(str(error.value).splitlines()) == text.count("--")
+
+
+def test_unknown_names_are_reported_with_a_suggestion_and_nothing_else_is_lost() -> None:
+    found = translate(MEGATRON, read.flags("--overlap-grad-reduc --tensorboard-dir x --bf16"))
+    assert [(row.name, row.answer.words) for row in found.of("not known")] == [
+        ("--overlap-grad-reduc", "did you mean --overlap-grad-reduce?"),
+        ("--tensorboard-dir", "nothing about parallelism, overlap, precision or recomputation"),
+    ]
+    assert found.settings["train.dtype"] == "bf16"
+    assert not found.complete
+
+
+NAMES = sorted(name for name in MEGATRON.known() if name.startswith("--"))
+
+
+@given(st.lists(st.sampled_from(NAMES), unique=True, max_size=8), st.sampled_from([0, 8, 64]), st.data())
+def test_whatever_is_given_appears_once_and_what_it_becomes_can_be_read_back(names, gpus, data) -> None:
+    rows = {name: next(row for row in MEGATRON.entries if name in row.names) for name in names}
+    pairs = [(n, data.draw(st.sampled_from(VALUES.get(n, [SAMPLES[r.takes]])))) for n, r in rows.items()]
+    try:
+        found = translate(MEGATRON, pairs, gpus)
+    except ValueError:  # see test_names_that_contradict_each_other_are_refused
+        answers = [rows[name].rule(value, Given(dict(pairs), gpus)).settings for name, value in pairs]
+        assert len({key for a in answers for key in a}) < sum(map(len, answers))
+        return
+    assert [row.name for row in found.rows if row.given] == names
+    tree = tomllib.loads(to_toml(found))
+    for setting, value in found.settings.items():
+        leaf: Any = tree
+        for part in setting.split("."):
+            leaf = leaf[part]
+        assert (tuple(leaf) if isinstance(leaf, list) else leaf) == value
+        assert is_a(value, types()[setting])
+
+
+# What others set when they launch
+
+LAUNCHES: list[tuple[str, int, int | None]] = [
+    ("--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 4", 8, None),
+    ("--tensor-model-parallel-size 2", 8, 4),
+    ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", 8, 8),
+    ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", 8, 4),
+    ("--tensor-model-parallel-size 4", 8, 2),
+    ("--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2", 16, 2),
+    ("--tensor-model-parallel-size 8", 8, 1),
+    ("", 8, 8),
+]
+"""Flags, ranks and the number of data ranks that is left; None where they do not fit together."""
+
+
+@pytest.mark.parametrize(("text", "gpus", "dp"), LAUNCHES)
+@pytest.mark.parametrize("connections", [1, 8, 32])
+def test_no_launch_needs_another_number_of_connections_and_data_ranks_are_counted(text, gpus, dp, connections) -> None:
+    """Others launch with 1, 8 or 32 connections, depending on what is on; hocket's order of ops does not care."""
+    variables = f"CUDA_DEVICE_MAX_CONNECTIONS={connections} NVTE_FWD_LAYERNORM_SM_MARGIN=16 NCCL_P2P_NET_CHUNKSIZE=2048"
+    found = translate(MEGATRON, read.flags(f"{variables} {text}"), gpus)
+    assert [row.name for row in found.of("not needed")][:3] == [word.split("=")[0] for word in variables.split()]
+    assert found.settings.get("mesh.dp") == dp
+    if dp is None:
+        assert "8 ranks cannot be split into 32" in found.of("not there")[-1].answer.words
+    assert {v.name: v.value for v in WANTED}["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+# The command
+
+
+def explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["explain", *words])
+    captured = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, captured.out, captured.err
+
+
+FLAGS = "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 4 --bf16"
+
+
+def test_the_command_prints_a_translation(capsys, pytestconfig: pytest.Config) -> None:
+    code, out, _ = explain(capsys, "--from-megatron", f"{FLAGS} --fp8-format e4m3 --overlap-grad-reduce", "--gpus", "8")
+    assert code == 1
+    assert_golden("explain_from_megatron.txt", out, pytestconfig)
+
+
+def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsys, tmp_path: Path) -> None:
+    target = tmp_path / "run.toml"
+    code, out, _ = explain(capsys, "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
+    assert code == 0
+    assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2}
+    assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from-megatron"], "--from-megatron (command line): its value is missing"),
+        (
+            ["--from-fairscale", "x"],
+            "explain --from-fairscale (command line): it does not go with --from-...; fix: one of",
+        ),
+        (
+            ["--from-megatron", "--bf16", "--from-bridge", "a=1"],
+            "--from-bridge (command line): --from-megatron is given, too",
+        ),
+        (["--from-megatron", "--bf16", "--gpus", "all"], "gpus = all (command line, --gpus): not a whole number"),
+        (["--from-megatron", "--bf16 'x"], "No closing quotation"),
+        (["--from-megatron", "--bf16", "--from-megatron", "--fp16"], "given twice"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, words: list[str], message: str) -> None:
+    code, _, err = explain(capsys, *words)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_all_systems_can_be_named() -> None:
+    assert set(SYSTEMS) == {"megatron", "bridge", "torchtitan", "deepspeed"}
