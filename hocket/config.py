@@ -159,6 +159,12 @@ class ExpertOverlap:
     """Merge the forward of one microbatch with the backward of another, layer by layer."""
     merge_ends: Switch = "auto"
     """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
+    splits: Literal["auto", "host", "device"] = "auto"
+    """Who knows how many rows travel to which experts: the host, which waits for it in every layer, or the device
+    alone, which needs room of a fixed size."""
+    capacity: float = 1.5
+    """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
+    alone. A step that needs more is made again with splits that the host knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

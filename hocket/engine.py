@@ -18,6 +18,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
+from hocket.parallel.placed import rows_allowed, rows_at_most
 from hocket.parallel.routing import balance_bias
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.check import assert_valid
@@ -25,6 +26,7 @@ from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.actions import Actions, Activation, Microbatch
+from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
@@ -43,6 +45,8 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
     loads: dict[int, Tensor]
     """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
+    lacked: int = 0
+    """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
         assert_valid(self.program)
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
+        self._room, self._lacked = self._make_room(), 0
         self.groups = groups or make_groups(self.mesh, rank, device, transport, self._comm_options())
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
@@ -87,12 +92,22 @@ class Engine:
     def _comm_options(self) -> CommOptions:
         train, model = self.config.train, self.config.model
         rows = train.sequences * self.config.data.sequence_length * model.top_k
+        if self._room is not None:
+            rows = max(rows, self._room.capacity)
         arrival = rows * model.hidden * self.dtype.itemsize  # of one microbatch, when all experts get as much
+        timeout = train.hang_timeout + MARGIN
         if train.transport != "slow":
-            return CommOptions(timeout=train.hang_timeout + MARGIN, arrival=arrival)
+            return CommOptions(timeout, arrival=arrival, device_splits=self._room is not None)
         links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
         spin = spinner(self.device) if self.device.type == "cuda" else None
-        return CommOptions(timeout=train.hang_timeout + MARGIN, links=links, spin=spin)
+        return CommOptions(timeout, arrival=arrival, device_splits=self._room is not None, links=links, spin=spin)
+
+    def _make_room(self) -> Room | None:
+        """Room for rows whose number no host will know, if splits are to be known to the devices alone."""
+        if self.config.overlap.ep.splits != "device" or self.mesh.ep == 1:
+            return None
+        needed = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return Room(rows_allowed(self.config), needed)
 
     def _chunk(self, chunk: int) -> Chunk:
         pp, layout = self.where.pp, self.layout
@@ -115,6 +130,7 @@ class Engine:
             self.groups,
             Activation(shape, self.dtype, self.device),
             on_step,
+            self._room,
         )
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
@@ -146,18 +162,49 @@ class Engine:
         """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt."""
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
-        losses = self.executor.run(microbatches)
+        losses = self._run(self.executor, microbatches)
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
-        return StepResult(loss, self._grad_norm, self._loads)
+        return StepResult(loss, self._grad_norm, self._loads, self._lacked)
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
-        if self._optimizer is None:
+        self._look_for_room()
+        if self._optimizer is None or self._lacked:
             self.sharded.forget_grads()
             self.executor.actions.loads.clear()
             return
         self._grad_norm = self._optimizer.step(self._lr)
         self._balance()
+
+    def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Run all ops once; if rows found no room, once more, with splits that the host knows.
+
+        See Note: [A fixed capacity, and never silently].
+        """
+        losses = executor.run(microbatches)
+        if not executor.actions.training:
+            self._look_for_room()
+        lacked = self._lacked
+        if lacked:
+            executor.assert_clean()
+            executor.actions.room = None
+            executor.rehearse()
+            try:
+                losses = executor.run(microbatches)
+            finally:
+                executor.actions.room = self._room
+            self._lacked = lacked
+        return losses
+
+    def _look_for_room(self) -> None:
+        """Note on every rank how many rows of one rank found no room. Waits for the device, so only where needed."""
+        room, self._lacked = self._room, 0
+        if room is None or room.capacity >= rows_at_most(self.config):
+            return
+        self.groups.control.all_reduce(room.needed, "max").wait()
+        most = int(room.needed)
+        room.needed.zero_()
+        self._lacked = most if most > room.capacity else 0
 
     def _balance(self) -> None:
         """Sum the experts' loads over data-parallel ranks, and move the balance biases."""
@@ -180,7 +227,7 @@ class Engine:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
             self._validation = self._executor(program, None, 64)
-        losses = self._validation.run(microbatches)
+        losses = self._run(self._validation, microbatches)
         return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
 
     def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:

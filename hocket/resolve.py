@@ -152,6 +152,12 @@ def choose_defer(c: Config, h: Host) -> tuple[str, str]:
     return "off", "there is no send and no all-to-all to hide (mesh.pp and mesh.ep are 1)"
 
 
+def choose_splits(c: Config, h: Host) -> tuple[str, str]:
+    if not has_experts(c) or c.mesh.ep == 1:
+        return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
+    return "host", "room for as many rows as come; that the device alone knows has not been shown to be faster"
+
+
 def choose_folder(c: Config, h: Host) -> tuple[str, str]:
     if c.train.transport == "null":
         return f"runs/{c.run.name}-null", "what is no training stays away from the run of that name"
@@ -165,6 +171,7 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("overlap.ep.merge", choose_merge),
     ("plan.order", choose_order),
     ("overlap.defer_wgrad", choose_defer),
+    ("overlap.ep.splits", choose_splits),
     ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on."""

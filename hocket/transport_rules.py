@@ -39,6 +39,37 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         "train.transport = nccl",
     ),
     Rule(
+        ("overlap.ep.splits", "mesh.ep"),
+        lambda c, h: c.overlap.ep.splits == "device" and (c.mesh.ep == 1 or not c.model.experts),
+        "no effect: with mesh.ep = {mesh.ep} no rows travel to experts",
+        "mesh.ep above 1, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("overlap.ep.capacity", "overlap.ep.splits"),
+        lambda c, h: c.overlap.ep.splits != "device",
+        "no effect: with overlap.ep.splits = {overlap.ep.splits} there is room for as many rows as come",
+        "overlap.ep.splits = device, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("overlap.ep.splits", "train.dtype"),
+        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.train.dtype != "bf16",
+        "on GPUs products of experts in {train.dtype} need a host that knows where each expert's rows end",
+        "train.dtype = bf16, or overlap.ep.splits = host",
+    ),
+    Rule(
+        ("overlap.ep.splits", "mesh.ep"),
+        lambda c, h: (
+            c.overlap.ep.splits == "device"
+            and c.train.device == "cuda"
+            and h.workers > h.local_workers > 0
+            and h.local_workers % c.mesh.ep != 0
+        ),
+        "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
+        "overlap.ep.splits = host, or a mesh.ep that divides the {host.local_workers} processes of a host",
+    ),
+    Rule(
         ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
         lambda c, h: c.train.transport == "slow" and not (any(c.train.slow_latency) or any(c.train.slow_bandwidth)),
         "the slow transport imitates a network, and nothing says which",

@@ -147,6 +147,8 @@ CHOICES = [
     (changed(TINY, plan__group=4, plan__chunks=4, train__microbatches=8), Host(), "overlap.ep.merge_ends", "on"),
     (changed(ONE_STAGE, train__dtype="bf16", train__sequences=30_000), Host(gpus=2), "overlap.ep.merge_ends", "off"),
     (changed(TINY, defer_wgrad="auto", mesh__pp=1), Host(), "overlap.defer_wgrad", "on"),
+    (TINY, Host(), "overlap.ep.splits", "host"),
+    (changed(TINY, mesh__ep=1), Host(), "overlap.ep.splits", "host"),
     (DENSE, Host(), "run.folder", "runs/run"),
 ]
 
@@ -238,6 +240,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, mesh__dp=1, mesh__ep=1), {"strategy": "optim_grads"}, "overlap.dp.strategy", "nothing is sharded"),
     (changed(TINY, strategy="no_shard"), {"prefetch": 3}, "overlap.dp.prefetch", "every rank has all weights"),
     (changed(TINY, defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "not deferred"),
+    (changed(TINY, mesh__ep=1, merge="off"), {"splits": "device"}, "overlap.ep.splits", "no rows travel"),
+    (TINY, {"capacity": 2.0}, "overlap.ep.capacity", "room for as many rows as come"),
     (changed(TINY, merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
     (changed(TINY, merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
     (changed(TINY, plan__order="zb_v"), {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),
@@ -304,6 +308,20 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
         {"train__transport": "copy_engine"},
         "train.transport",
         "is old",
+    ),
+    (
+        TINY,
+        Host(gpus=4),
+        {"train__dtype": "fp32", "splits": "device"},
+        "overlap.ep.splits",
+        "products of experts in fp32",
+    ),
+    (
+        changed(TINY, mesh__dp=4, mesh__ep=4),
+        Host(gpus=2, workers=8, local_workers=2),
+        {"splits": "device"},
+        "overlap.ep.splits",
+        "not all on one",
     ),
     (TINY, Host(tokenizer_vocab=300), {"model__vocab": 256}, "model.vocab", "has 300 tokens"),
 ]

@@ -20,30 +20,54 @@ TILE = 2048
 """Elements of a program; with 128 threads, each loads 32 bytes of every bf16 tensor."""
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of the two halves of the last dimension: [..., 2F] -> [..., F]."""
-    return _Swiglu.apply(gate_up)
+def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of the two halves of the last dimension: [..., 2F] -> [..., F].
+
+    With `count`, int32 [1], only of so many rows; what the others become means nothing.
+    """
+    return _Swiglu.apply(gate_up, count)
 
 
 @triton.jit
-def _places(rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+def _places(rows, count, counted: tl.constexpr, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
     """Of a program's tile: places of gates, places of outputs, and which of them exist."""
+    if counted:
+        rows = tl.minimum(tl.load(count), rows)
     row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * block + tl.arange(0, block))[None, :]
     return row * (2 * width) + column, row * width + column, (row < rows) & (column < width)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _swiglu_forward(gate_up, out, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
-    at, into, inside = _places(rows, width, tile_rows, block)
+def _swiglu_forward(
+    gate_up,
+    out,
+    rows,
+    count,
+    counted: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    at, into, inside = _places(rows, count, counted, width, tile_rows, block)
     gate = tl.load(gate_up + at, mask=inside).to(tl.float32)
     up = tl.load(gate_up + at + width, mask=inside).to(tl.float32)
     tl.store(out + into, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _swiglu_backward(g_out, gate_up, g, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
-    at, out, inside = _places(rows, width, tile_rows, block)
+def _swiglu_backward(
+    g_out,
+    gate_up,
+    g,
+    rows,
+    count,
+    counted: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    at, out, inside = _places(rows, count, counted, width, tile_rows, block)
     gate = tl.load(gate_up + at, mask=inside).to(tl.float32)
     up = tl.load(gate_up + at + width, mask=inside).to(tl.float32)
     g_o = tl.load(g_out + out, mask=inside).to(tl.float32)
@@ -61,26 +85,27 @@ def _tiles(rows: int, width: int) -> tuple[tuple[int, int], int, int]:
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, count: Tensor | None) -> Tensor:
         gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
+        ctx.save_for_backward(gate_up, count)
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         if out.numel():
             rows = out.numel() // width
-            grid, tile_rows, block = _tiles(rows, width)
-            _swiglu_forward[grid](gate_up, out, rows, width, tile_rows, block, num_warps=4, enable_fp_fusion=False)
+            grid, *tile = _tiles(rows, width)
+            counted = (gate_up, False) if count is None else (count, True)
+            _swiglu_forward[grid](gate_up, out, rows, *counted, width, *tile, num_warps=4, enable_fp_fusion=False)
         return out
 
     @staticmethod
-    def backward(ctx: Any, g_out: Tensor) -> Tensor:
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor, None]:
         refuse_graph()
-        (gate_up,) = ctx.saved_tensors
+        gate_up, count = ctx.saved_tensors
         g, width = torch.empty_like(gate_up), g_out.shape[-1]
         if g.numel():
             rows = g_out.numel() // width
-            grid, tile_rows, block = _tiles(rows, width)
-            _swiglu_backward[grid](
-                g_out.contiguous(), gate_up, g, rows, width, tile_rows, block, num_warps=4, enable_fp_fusion=False
-            )
-        return g
+            grid, *tile = _tiles(rows, width)
+            counted = (gate_up, False) if count is None else (count, True)
+            given = (g_out.contiguous(), gate_up, g, rows, *counted, width, *tile)
+            _swiglu_backward[grid](*given, num_warps=4, enable_fp_fusion=False)
+        return g, None

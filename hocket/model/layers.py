@@ -83,12 +83,15 @@ class Mlp(nn.Module):
         return linear(swiglu(linear(h_BSD, self.w_gate_up)), self.w_down)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of the two halves of the last dimension."""
+def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of the two halves of the last dimension.
+
+    Rows beyond the first `count`, int32 [1], mean nothing; None: all rows count.
+    """
     if usable(gate_up):
         from hocket.kernels.swiglu import swiglu
 
-        return swiglu(gate_up)
+        return swiglu(gate_up, count)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.model.layers import Attention, Mlp, new_weight, swiglu
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, linear
 from hocket.runtime.norms import add_rms_norm
@@ -60,9 +61,10 @@ class Experts(nn.Module):
         self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn)
         self.w_down = new_weight(local, config.expert_ffn, config.hidden)
 
-    def forward(self, rows_RD: Tensor, offsets_L: Tensor) -> Tensor:
-        """SwiGLU of each expert on its rows, given and returned in grouped order."""
-        return grouped_linear(swiglu(grouped_linear(rows_RD, self.w_gate_up, offsets_L)), self.w_down, offsets_L)
+    def forward(self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None) -> Tensor:
+        """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
+        gate_up_RF = grouped_linear(rows_RD, self.w_gate_up, offsets_L)
+        return grouped_linear(swiglu(gate_up_RF, count), self.w_down, offsets_L)
 
 
 class MoELayer(nn.Module):
@@ -103,10 +105,10 @@ class MoELayer(nn.Module):
         rows, probs = send_rows(h_TD, probs_TK, routing)
         return rows, x1_BSD, shared_BSD, probs, routing
 
-    def forward_experts(self, rows_RD: Tensor, splits: Splits) -> Tensor:
+    def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
         """The local experts on the rows received, given and returned in received order."""
         grouped_RD, weights = to_experts(rows_RD, splits)
-        return from_experts(self.experts(grouped_RD, splits.offsets_L), weights, splits)
+        return from_experts(self.experts(grouped_RD, splits.offsets_L, splits.count), weights, splits)
 
     def forward_unpermute(
         self,

@@ -16,7 +16,8 @@ A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only thr
 `unpermute` makes tokens of the rows that came back. Whoever moves rows in between (`runtime/actions.py`) asks
 `exchange_counts` for the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of
 sent rows the first `sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So
-another way to tell the ranks how many rows come is another maker of `Splits`, and parts of the model do not change.
+another way to tell the ranks how many rows come is another maker of `Splits`, and parts of the model do not change:
+`placed.place_counts`, whose rows arrive in grouped order.
 
 Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, N rows that arrive,
 R rows in grouped order.
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from hocket.kernels.usable import usable
 from hocket.parallel.pairs import open_rows, pack, read_labels
+from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total
 from hocket.plan.copies import label_bytes
@@ -71,6 +73,9 @@ class Splits:
     """Choices by source rank and local expert, int64, on the device. With one copy per expert, also rows received."""
     arrivals: Arrivals | None = None
     """With one copy per rank."""
+
+    count = None
+    """Rows that mean something, where these are not all: see `PlacedSplits`."""
 
     @property
     def offsets_L(self) -> Tensor:
@@ -135,9 +140,9 @@ def send_rows(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor,
     return pack(x_TD, probs_TK, routing.pairs), None
 
 
-def to_experts(rows_ND: Tensor, splits: Splits) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def to_experts(rows_ND: Tensor, splits: Splits | PlacedSplits) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Rows in received order to grouped order, [R, D]; and what `from_experts` needs to know of them."""
-    if splits.arrivals is None:
+    if isinstance(splits, PlacedSplits) or splits.arrivals is None:
         return group_rows(rows_ND, splits), None
     by_source = splits.arrivals.received_P, splits.counts_PL.sum(1)
     place_NK, probs_NK = read_labels(rows_ND.detach(), splits.arrivals.top_k, *by_source, splits.inverse_R)
@@ -145,7 +150,7 @@ def to_experts(rows_ND: Tensor, splits: Splits) -> tuple[Tensor, tuple[Tensor, T
     return grouped_RD, (probs_NK, place_NK)
 
 
-def from_experts(rows_RD: Tensor, weights: tuple[Tensor, Tensor] | None, splits: Splits) -> Tensor:
+def from_experts(rows_RD: Tensor, weights: tuple[Tensor, Tensor] | None, splits: Splits | PlacedSplits) -> Tensor:
     """Rows in grouped order to received order, [N, D]; where a row has several choices, to their weighted sum."""
     return ungroup_rows(rows_RD, splits) if weights is None else total(rows_RD, *weights)
 
@@ -166,16 +171,16 @@ def permute(x_TD: Tensor, routing: Routing) -> Tensor:
     return spread(x_TD, routing.inverse_TK, routing.room)
 
 
-def group_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
+def group_rows(rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
     """Rows in received order to grouped order, one per choice."""
-    if len(splits.table.rows) == 1:
+    if isinstance(splits, PlacedSplits) or len(splits.table.rows) == 1:
         return rows_RD
     return gather(rows_RD, splits.order_R, splits.inverse_R)
 
 
-def ungroup_rows(rows_RD: Tensor, splits: Splits) -> Tensor:
+def ungroup_rows(rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
     """Rows in grouped order to received order, one per choice."""
-    if len(splits.table.rows) == 1:
+    if isinstance(splits, PlacedSplits) or len(splits.table.rows) == 1:
         return rows_RD
     return gather(rows_RD, splits.inverse_R, splits.order_R)
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, exchange_counts
+from hocket.parallel.placed import PlacedSplits, place_counts
 from hocket.parallel.routing import Routing
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
+from hocket.runtime.blocks import Blocks, Room
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
@@ -60,12 +62,14 @@ class Actions:
         groups: Groups,
         activation: Activation,
         on_step: Callable[[], None] | None,
+        room: Room | None = None,
     ) -> None:
+        """With `room`, splits are known to the devices alone: see `parallel/placed.py`. Between steps it may change."""
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
-        self._activation, self._on_step = activation, on_step
+        self._activation, self._on_step, self.room = activation, on_step, room
         self._islands: dict[tuple[str, Place], Island] = {}
         self._routings: dict[Place, Routing] = {}
-        self._splits: dict[Place, Splits] = {}
+        self._splits: dict[Place, Splits | PlacedSplits] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
         self.microbatches: Sequence[Microbatch] = ()
@@ -136,10 +140,15 @@ class Actions:
 
     def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
         splits = self._exchange(op)
-        return self._all_to_all(sides[0][: sum(splits.table.send)], splits.table)
+        return self._all_to_all(sides[0][: splits.table.sent], splits.table)
 
-    def _exchange(self, op: Op) -> Splits:
-        splits = self._splits[_place(op)] = exchange_counts(self._routings[_place(op)], self._groups.a2a)
+    def _exchange(self, op: Op) -> Splits | PlacedSplits:
+        place, group = _place(op), self._groups.a2a
+        if self.room is None or group.size == 1:
+            splits = exchange_counts(self._routings[place], group)
+        else:
+            splits = place_counts(self._routings[place], group, self.room)
+        self._splits[place] = splits
         return splits
 
     def fwd_experts(self, op: Op, rows: Any) -> Tensor:
@@ -249,9 +258,9 @@ class Actions:
 
     # -- communication of rows and activations ---------------------------------------------------------------
 
-    def _all_to_all(self, rows: Tensor, table: RowTable, room: int = 0) -> CommResult:
+    def _all_to_all(self, rows: Tensor, table: RowTable | Blocks, room: int = 0) -> CommResult:
         """Exchange rows [R, D] between expert-parallel ranks. What arrives is followed by anything, up to `room`."""
-        count = sum(table.receive)
+        count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))
         return out, self._groups.a2a.all_to_all(out[:count], rows, table)
 

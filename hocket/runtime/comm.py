@@ -19,10 +19,13 @@ from torch import Tensor
 
 from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
+from hocket.runtime import pushed_rows
+from hocket.runtime.blocks import Blocks
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
 from hocket.runtime.lanes import Side
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
+from hocket.runtime.pushed_rows import PushedRows, pushes
 from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Pending, Reduction, RowTable, Transport, Window, nccl_options
@@ -98,6 +101,8 @@ class CommOptions:
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
     tokens: int = 0
     """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
+    device_splits: bool = False
+    """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
     """The emulated network of the slow transport; purposes that are missing are not slowed."""
     spin: Callable[[float], None] | None = None
@@ -187,8 +192,16 @@ class Group:
         total = torch.empty_like(out, dtype=torch.float32)
         return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
 
-    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
-        """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0."""
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable | Blocks) -> Pending:
+        """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0.
+
+        With `Blocks`, which need a group made with `device_splits` on a GPU, every row goes where these say.
+        """
+        if isinstance(table, Blocks):
+            row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
+            evenly = min(rows.shape[0], out.shape[0]) * (self.size - 1) // self.size  # the host knows no better
+            self._count("all_to_all", evenly * row)
+            return self.transport.place_rows(out, rows, table)
         assert rows.shape[0] == sum(table.send), f"{self.name}: {rows.shape[0]} rows to send, {table}"
         assert out.shape[0] == sum(table.receive), f"{self.name}: {out.shape[0]} rows to receive, {table}"
         row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
@@ -276,6 +289,10 @@ def make_groups(
         refuse(everyone(place()))
     elif options.tokens and transport == "nccl":
         refuse(everyone(place()), "overlap.tp.method", "overlap.tp.method = bulk")
+    if options.device_splits and device.type == "cuda" and transport != "null":
+        places = everyone(pushed_rows.place())
+        for ranks in mesh.groups("a2a"):
+            pushed_rows.refuse([places[member] for member in ranks])
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
@@ -349,6 +366,9 @@ def _connect(
     if not member:
         return None
     assert isinstance(made, dist.ProcessGroup)
+    if on_gpu and purpose == "a2a" and options.device_splits:
+        pushed = PushedRows(made, ranks, device, pushes(made, options.arrival, device, options.timeout))
+        return _slowed(pushed, name, purpose, ranks.index(rank), options)
     if copied and purpose == "a2a":
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
     if purpose == "tp" and on_gpu and options.tokens:
@@ -357,10 +377,16 @@ def _connect(
     if copied:
         return CopyEngine(made, ranks, device)
     real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
-    if name == "slow" and purpose in options.links:
-        assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
-        return Slow(real, options.links[purpose], ranks.index(rank), options.timeout, options.spin if on_gpu else None)
-    return real
+    return _slowed(real, name, purpose, ranks.index(rank), options)
+
+
+def _slowed(real: Transport, name: TransportName, purpose: Purpose, position: int, options: CommOptions) -> Transport:
+    """The transport as it is, or behind an emulated network if that is asked for."""
+    if name != "slow" or purpose not in options.links:
+        return real
+    on_gpu = isinstance(real, Nccl)
+    assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
+    return Slow(real, options.links[purpose], position, options.timeout, options.spin if on_gpu else None)
 
 
 def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:

@@ -63,6 +63,7 @@ class Executor:
     ) -> None:
         self._lanes, self.actions, self.recorder = lanes, actions, recorder
         self._plain = self._list = _compile(program.ranks[rank], program.layout, rank, actions)
+        self._order = order
         self._ops = [self._list[p] for p in order]
         self._names: Sequence[str] | None = None
         self._rehearse = lanes.needs_rehearsal
@@ -71,6 +72,12 @@ class Executor:
     def follow(self, order: Sequence[int]) -> None:
         """Issue the ops in another legal order from the next step on. On a GPU after the rehearsal only."""
         self._ops = [self._list[p] for p in order]
+
+    def rehearse(self) -> None:
+        """Make the next step a rehearsal again, where steps differ from it: its kernels may be new."""
+        self._rehearse = self._lanes.needs_rehearsal
+        if self._rehearse:
+            self.follow(self._order)
 
     def annotate(self, on: bool = True) -> None:
         """Show every op under its name in profiler traces from the next step on, or no longer.

@@ -86,16 +86,24 @@ class CopiedRows(Nccl):
 
 
 def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PeerCopies:
-    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together.
+    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
+    return PeerCopies(*shared_buffers(group, nbytes, device, timeout))
 
-    A barrier that lasts more than `timeout` seconds ends its process' use of the GPU, with an error.
+
+def shared_buffers(
+    group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float
+) -> tuple[int, list[Tensor], Callable[[], object]]:
+    """Return (this rank, every rank's two buffers of `nbytes` as bytes [2, n], a barrier of current streams).
+
+    All ranks of the group call it together. A barrier that lasts more than `timeout` seconds ends its process' use of
+    the GPU, with an error.
     NVLink multicast must be switched off before (`hocket/environment.py`): torch would make a multicast object.
     """
     mine = symm_mem.empty(2, nbytes, dtype=torch.uint8, device=device)
     handle: Any = symm_mem.rendezvous(mine, group)
     arrivals = [handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(handle.world_size)]
     arrivals[handle.rank] = mine  # the others are views of memory that the handle keeps
-    return PeerCopies(handle.rank, arrivals, lambda: handle.barrier(channel=0, timeout_ms=round(timeout * 1000)))
+    return handle.rank, arrivals, lambda: handle.barrier(channel=0, timeout_ms=round(timeout * 1000))
 
 
 def _edges(counts: Sequence[int]) -> list[int]:

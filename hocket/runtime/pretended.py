@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hocket.runtime.blocks import Blocks
 from hocket.runtime.transports import DONE, Pending, Reduction, RowTable, Transport, local_sum
 
 
@@ -38,13 +39,17 @@ class Null:
     def _fill(self, out: Tensor) -> None:
         if not out.is_floating_point() or not out.numel():
             return
+        block = self._block(out)
+        for part in out.view(-1).split(block.numel()):
+            part.copy_(block[: part.numel()])
+
+    def _block(self, out: Tensor) -> Tensor:
+        """Normal numbers of the dtype of `out`."""
         if out.dtype not in self.blocks:  # of a size that a few copies, at a copy's full speed, fill most tensors
             generator = torch.Generator(self.device).manual_seed(self.rank)
             numbers = torch.randn(1 << (24 if out.is_cuda else 17), device=self.device, generator=generator)
             self.blocks[out.dtype] = numbers.to(out.dtype)
-        block = self.blocks[out.dtype]
-        for part in out.view(-1).split(block.numel()):
-            part.copy_(block[: part.numel()])
+        return self.blocks[out.dtype]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return DONE
@@ -64,6 +69,18 @@ class Null:
             size, before = table.send[self.rank], sum(table.send[: self.rank])
             labels = rows.view(torch.uint8)[before : before + size, -table.label :]
             out.view(torch.uint8).view(self.size, size, -1)[..., -table.label :] = labels
+        return DONE
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        """As many rows are overwritten as would have arrived, which on a GPU no host knows."""
+        if not out.is_cuda:
+            self._fill(out[: int(blocks.arrived)])
+            return DONE
+        from hocket.kernels.exchange import take
+
+        block, width = self._block(out), out.shape[1]
+        numbers = block[: block.numel() // width * width].view(-1, width)
+        take(numbers, out, blocks.arrived, cycle=len(numbers))
         return DONE
 
     def all_counts(self, counts: Tensor) -> Tensor:
@@ -146,6 +163,11 @@ class Slow:
         foreign = sum(table.send) - table.send[self.rank]
         nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
         return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, table))
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        """Late by what an even share of the rows takes: the host does not know the true one."""
+        share = min(rows.nbytes, out.nbytes) * (1 - 1 / blocks.leaving.shape[1])
+        return self._late(share, lambda: self.inner.place_rows(out, rows, blocks))
 
     def all_counts(self, counts: Tensor) -> Tensor:
         received: list[Tensor] = []

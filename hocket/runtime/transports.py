@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.runtime.blocks import Blocks, rows_of
+
 # torch 2.13 renamed the flat collectives and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,6 +52,16 @@ class RowTable:
     def receive(self) -> list[int]:
         """Rows that this rank gets from each."""
         return [line[self.rank] for line in self.rows]
+
+    @property
+    def sent(self) -> int:
+        """Rows that this rank sends."""
+        return sum(self.send)
+
+    @property
+    def room(self) -> int:
+        """Rows that this rank gets."""
+        return sum(self.receive)
 
     @property
     def back(self) -> RowTable:
@@ -138,6 +150,7 @@ class Transport(Protocol):
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending: ...
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending: ...
     def all_counts(self, counts: Tensor) -> Tensor: ...
     def send(self, tensor: Tensor, to: int) -> Pending: ...
     def recv(self, tensor: Tensor, source: int) -> Pending: ...
@@ -202,6 +215,9 @@ class Local:
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         out.copy_(rows)
         return DONE
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        raise AssertionError("rows of a group of one are where they belong")
 
     def all_counts(self, counts: Tensor) -> Tensor:
         return counts.clone().unsqueeze(0)
@@ -282,6 +298,20 @@ class Gloo:
         assert work is not None
         return Pending(work.wait)
 
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        """On a CPU the host may look at counts: blocks travel one after the other, and are then put in their places."""
+        places = rows_of(blocks.arriving)
+        landed = out.new_empty(len(places), *out.shape[1:])
+        send, receive = (counts[2].sum(1).tolist() for counts in (blocks.leaving, blocks.arriving))
+        leaving = _bytes(rows[rows_of(blocks.leaving)])
+        work = dist.all_to_all_single(_bytes(landed), leaving, receive, send, group=self.group, async_op=True)
+        assert work is not None
+
+        def put() -> None:
+            out[places] = landed
+
+        return Pending(work.wait).then(put)
+
     def all_counts(self, counts: Tensor) -> Tensor:
         out = counts.new_empty(len(self.ranks), *counts.shape)
         _all_gather(out.view(-1), counts.contiguous().view(-1), group=self.group)
@@ -343,6 +373,9 @@ class Nccl:
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         dist.all_to_all_single(out, rows, table.receive, table.send, group=self.group)
         return DONE
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        raise AssertionError("NCCL asks the host how many rows to move; groups of pushed rows do not")
 
     def all_counts(self, counts: Tensor) -> Tensor:
         out = counts.new_empty(len(self.ranks), *counts.shape)

@@ -18,7 +18,13 @@ from hocket.trace.data import RankTrace
 VERSION = 1
 """Of the metadata that this code understands."""
 
-_LATER: dict[str, Any] = {"overlap.pp.backward_lane": "on", "overlap.ep.merge_ends": "off", "mesh.tp": 1}
+_LATER: dict[str, Any] = {
+    "overlap.pp.backward_lane": "on",
+    "overlap.ep.merge_ends": "off",
+    "overlap.ep.splits": "host",
+    "overlap.ep.capacity": 1.5,
+    "mesh.tp": 1,
+}
 """Settings that came after the first traces, and what runs did before there was a choice."""
 
 

@@ -15,6 +15,7 @@ from hocket.engine import Engine
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
+from hocket.parallel.placed import lack
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import collect_after, no_collection
@@ -90,7 +91,7 @@ class Trainer:
         saved = evaluated = self.step
         while self.step < train.steps:
             window.before(self.step + 1)
-            result, signal = self._step(stop)
+            result, signal = self._step(metrics, stop)
             metrics.step(result)
             if not self.pretends:
                 self._require_finite(result)
@@ -120,13 +121,15 @@ class Trainer:
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
             raise ValueError(problem("train.lr", lr, self.settings.origins, reason, fix))
 
-    def _step(self, stop: StopRequest) -> tuple[StepRecord, int]:
+    def _step(self, metrics: Metrics, stop: StopRequest) -> tuple[StepRecord, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""
         settings, engine = self.settings, self.engine
         started = time.perf_counter()
         microbatches = self._microbatches(self.train_stream, self.position)
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
+        if result.lacked:
+            metrics.say(f"step {self.step + 1} {lack(settings, result.lacked)}")
         load = 0.0
         if result.loads:  # the worst layer's, with one wait for the GPU
             rows = torch.stack(list(result.loads.values())).float()

@@ -93,6 +93,7 @@ def dense() -> None:
     turn(heads, table, weight[:128], 1e-6)
     norm_turn_backward(heads, heads, table, weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
+    swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
     thirds(of(torch.float32, 7, 128))
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
@@ -104,11 +105,22 @@ def sums() -> None:
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
 
 
+def exchange() -> None:
+    from hocket.kernels import exchange as kernels
+
+    for ranks, width in ((8, 2048), (2, 72)):
+        leaving, _, ends = kernels.lay_out(of(torch.int64, ranks, ranks, 16), 1, 100, of(torch.int64, 1))
+        rows = of(BF16, 100, width)
+        kernels.push(rows, of(torch.int64, ranks), leaving, 1)
+        kernels.take(rows, rows, ends[:1])
+        kernels.take(rows, rows, ends[:1], cycle=50)
+
+
 def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums]
+CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums, exchange]
 """Add a function of your own here."""
 
 

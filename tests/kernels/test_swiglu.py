@@ -57,6 +57,20 @@ def test_any_strides() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [0, 1, 20, 37, 99])
+def test_only_the_first_rows(count: int) -> None:
+    """Rows beyond the count do not matter."""
+    gate_up, g = torch.randn(37, 2 * 300), torch.randn(37, 300)
+    wanted, kept = both(swiglu, gate_up, g), min(count, 37)
+    gate_up[count:] = float("nan")
+    x, rows = gate_up.clone().requires_grad_(), torch.tensor([count], dtype=torch.int32)
+    out = swiglu(x, rows)
+    out.backward(g)
+    assert x.grad is not None
+    assert torch.equal(out[:kept], wanted[0][:kept])
+    assert torch.equal(x.grad[:kept], wanted[1][:kept])
+
+
 def test_layers_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = torch.randn(3, 8, requires_grad=True)
     assert "_Swiglu" not in type(layers.swiglu(gate_up).grad_fn).__name__

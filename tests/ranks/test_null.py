@@ -15,6 +15,7 @@ from hocket.plan.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.actions import Actions, Microbatch
+from hocket.runtime.blocks import Blocks
 from hocket.runtime.comm import RowTable
 from tests.helpers.ranks import run_ranks
 
@@ -40,9 +41,10 @@ class Watched(Actions):
 
     rows: dict[str, tuple[int, int, list[int], list[int]]]
 
-    def _all_to_all(self, rows: torch.Tensor, table: RowTable, room: int = 0) -> Any:
+    def _all_to_all(self, rows: torch.Tensor, table: RowTable | Blocks, room: int = 0) -> Any:
         out, pending = super()._all_to_all(rows, table, room)
         assert out is not None
+        assert isinstance(table, RowTable)
         self.rows[self.current] = (len(rows), len(out), table.send, table.receive)
         return out, pending
 

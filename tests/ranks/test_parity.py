@@ -144,6 +144,7 @@ VALUES: dict[str, list[Any]] = {
     "shared_ffn": [0, 16],
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
+    "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v"],
 }
 """What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
@@ -151,6 +152,8 @@ VALUES: dict[str, list[Any]] = {
 
 def legal(case: dict[str, Any]) -> bool:
     if case["ep"] > case["dp"] or (case["ep"] > 1 and case["kinds"] == "dense"):
+        return False
+    if case["splits"] == "device" and case["ep"] == 1:
         return False
     if case["order"] == "sequential" and case["merge"] == "on" and case["pp"] * case["chunks"] > 1:
         return False
@@ -171,9 +174,10 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "order", "chunks")
-    plan = {name: case[name] for name in (*names, *(name for name in case if name.startswith("p2p_")))}
-    plan["layers_per_stage"] = tuple(counts)
+    sends = ("backward_lane", "defer_layers", "defer_parts")
+    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "splits", "order", "chunks", *sends)
+    plan = {name: case[name] for name in names}
+    plan["layers_per_stage"], plan["capacity"] = tuple(counts), 2.0
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     return config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])

@@ -53,7 +53,7 @@ class TitanExperts(Experts):
         super().__init__(config, config.experts)
         self.num_experts = config.experts
 
-    def forward(self, rows_RD: Tensor, counts_L: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+    def forward(self, rows_RD: Tensor, counts_L: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         offsets_L = counts_L.cumsum(0, dtype=torch.int32)
         w_gate_up, w_down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_gate_up, self.w_down))
         return grouped_linear(swiglu(grouped_linear(rows_RD, w_gate_up, offsets_L)), w_down, offsets_L)

@@ -1,0 +1,81 @@
+"""An exchange of rows of which no host knows the counts: kernels store them where they belong in the peers' memory.
+
+All memory of one NVLink domain can be mapped into each process (torch's symmetric memory). So a kernel that reads the
+counts on the device can store rows straight into the arrival buffers of the peers, in the order in which their experts
+want them. Kernels of a stream run in order, and a barrier behind them says that everybody's rows have arrived.
+`Note: [Two arrival buffers, one barrier]` of `peer_copies.py` holds here too, and there is one round only: a buffer has
+room for the capacity (`blocks.py`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.runtime.blocks import Blocks
+from hocket.runtime.peer_copies import shared_buffers
+from hocket.runtime.transports import DONE, Nccl, Pending
+
+
+def place() -> tuple[str, str]:
+    """(host, why its GPUs cannot store into each other's memory, empty if they can), for `refuse`. Touches CUDA."""
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    return platform.node(), f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}" if apart else ""
+
+
+def refuse(places: list[tuple[str, str]]) -> None:
+    """Raise ValueError unless the ranks of a group, whose places these are, can store into each other's memory."""
+    hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
+    if len(hosts) > 1:
+        reasons.append(f"ranks that exchange rows are on {len(hosts)} hosts, and rows are stored into the GPUs of one")
+    if reasons:
+        raise ValueError(f"overlap.ep.splits = device: {'; '.join(reasons)}; fix: overlap.ep.splits = host")
+
+
+class Pushes:
+    """The arrival buffers of all ranks of a group, as this rank's kernels see them."""
+
+    def __init__(self, rank: int, arrivals: Sequence[Tensor], barrier: Callable[[], object]) -> None:
+        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams."""
+        self.rank, self.arrivals, self.barrier = rank, tuple(arrivals), barrier
+        addresses = [[buffers[turn].data_ptr() for buffers in self.arrivals] for turn in (0, 1)]
+        self.addresses = torch.tensor(addresses, device=self.arrivals[rank].device)
+        self._exchanges = 0
+
+    def exchange(self, out: Tensor, rows: Tensor, blocks: Blocks) -> None:
+        """Every block of `rows` [R, D] goes where it belongs; `out` [R', D] becomes what is here then.
+
+        Runs on the current stream, on which all exchanges of the group are issued.
+        """
+        from hocket.kernels.exchange import push, take
+
+        turn = self._exchanges % 2
+        self._exchanges += 1
+        here = self.arrivals[self.rank][turn]
+        assert out.nbytes <= here.numel(), f"{out.shape[0]} rows do not fit into a buffer of {here.numel()} bytes"
+        push(rows, self.addresses[turn], blocks.leaving, self.rank)
+        self.barrier()
+        take(here[: out.nbytes].view(out.dtype).view(out.shape), out, blocks.arrived)
+
+
+@dataclass
+class PushedRows(Nccl):
+    """Exchanges rows by kernels of its own; whatever else is asked of the group runs on NCCL's kernels."""
+
+    pushes: Pushes
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+        self.pushes.exchange(out, rows, blocks)
+        return DONE
+
+
+def pushes(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> Pushes:
+    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
+    return Pushes(*shared_buffers(group, nbytes, device, timeout))

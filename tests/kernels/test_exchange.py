@@ -1,0 +1,86 @@
+"""Kernels that move rows between ranks, whose buffers are all in one process here."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hocket.kernels import exchange as kernels
+from hocket.runtime.blocks import _formula
+
+CASES = {
+    "ranks": st.integers(1, 4),
+    "local": st.integers(1, 5),
+    "most": st.sampled_from([0, 1, 4, 30]),
+    "capacity": st.sampled_from([1, 7, 20, 10_000]),
+    "seed": st.integers(0, 1000),
+}
+
+
+def counts(ranks: int, local: int, most: int, seed: int) -> Tensor:
+    """Rows of every rank for every expert of every rank, many of them none."""
+    generator = torch.Generator().manual_seed(seed)
+    every = torch.randint(0, most + 1, (ranks, ranks, local), generator=generator)
+    return every * torch.randint(0, 2, every.shape, generator=generator)
+
+
+@given(**CASES)
+@settings(max_examples=20)
+def test_blocks_are_laid_out_as_the_formula_says(ranks, local, most, capacity, seed) -> None:
+    every = counts(ranks, local, most, seed)
+    for rank in range(ranks):
+        wanted_needed, found_needed = torch.tensor([3]), torch.tensor([3])
+        wanted = _formula(every, rank, capacity, wanted_needed)
+        found = kernels.lay_out(every, rank, capacity, found_needed)
+        for a, b in zip(wanted, found, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(wanted_needed, found_needed)
+        most = int(every.sum((0, 2)).max())
+        assert int(found_needed) == (3 if capacity < 3 else max(3, most))
+
+
+@given(**CASES, width=st.sampled_from([8, 12, 72]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=8)
+def test_rows_reach_their_experts_and_return(ranks, local, most, capacity, seed, width, dtype) -> None:
+    """Every rank's rows are pushed into all buffers; each rank takes what is there, and sends it back."""
+    every = counts(ranks, local, most, seed)
+    layouts = [kernels.lay_out(every, rank, capacity, torch.zeros(1, dtype=torch.int64)) for rank in range(ranks)]
+    sent = [torch.randn(int(every[rank].sum()), width).to(dtype) for rank in range(ranks)]
+    room = max(capacity, *(len(rows) for rows in sent)) if capacity < 10_000 else int(every.sum()) + 1
+    buffers = [torch.full((room, width), float("nan"), dtype=dtype) for _ in range(ranks)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    for rank in range(ranks):
+        kernels.push(sent[rank], addresses, layouts[rank][0], rank)
+    arrived = []
+    for rank, (_, _, ends) in enumerate(layouts):
+        out = torch.full((min(capacity, room), width), 7.0, dtype=dtype)
+        kernels.take(buffers[rank], out, ends[local - 1 : local])
+        end = int(ends[local - 1])
+        wanted = [
+            sent[source].split(every[source].flatten().tolist())[rank * local + expert]
+            for expert in range(local)
+            for source in range(ranks)
+        ]
+        assert torch.equal(out[:end], torch.cat(wanted)[:capacity])
+        assert (out[end:] == 7.0).all(), "rows beyond those that have arrived were written"
+        arrived.append(out)
+    for buffer in buffers:
+        buffer.fill_(float("nan"))
+    for rank in range(ranks):
+        kernels.push(arrived[rank], addresses, layouts[rank][1], rank)
+    for rank, (_, _, ends) in enumerate(layouts):
+        out = torch.empty_like(sent[rank])
+        kernels.take(buffers[rank], out, ends[local:])
+        full = int(every.sum((0, 2)).max()) <= capacity
+        lost = out.isnan().any(1)
+        assert not (full and lost.any())
+        assert torch.equal(out[~lost], sent[rank][~lost])
+
+
+def test_rows_may_be_taken_over_and_over() -> None:
+    block, out = torch.randn(3, 8), torch.zeros(10, 8)
+    kernels.take(block, out, torch.tensor([7], dtype=torch.int32), cycle=3)
+    assert torch.equal(out[:7], block.repeat(3, 1)[:7])
+    assert (out[7:] == 0).all()

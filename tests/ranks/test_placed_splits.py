@@ -1,0 +1,165 @@
+"""Splits that no host knows: rows arrive grouped by expert, in room of a fixed size, and what finds none is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.parallel.dispatch import exchange_counts, group_rows
+from hocket.parallel.mesh import Mesh
+from hocket.parallel.placed import lack, place_counts, rows_allowed, rows_at_most
+from hocket.parallel.routing import Routing
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.blocks import Room
+from hocket.runtime.comm import CommOptions, make_groups
+from hocket.runtime.pushed_rows import refuse
+from tests.helpers.plans import planned
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import config, train
+from tests.reference import random_batches
+
+CPU = torch.device("cpu")
+WORLD, LOCAL, TOKENS, WIDTH = 3, 2, 10, 4
+LOADS = ["even", "one expert", "one rank", "nothing to one"]
+
+
+def chosen(load: str, rank: int) -> Tensor:
+    """The expert of each of a rank's tokens, in order."""
+    generator = torch.Generator().manual_seed(rank)
+    expert = torch.randint(WORLD * LOCAL, (TOKENS,), generator=generator)
+    expert = {"one expert": expert * 0 + 3, "one rank": expert % LOCAL, "nothing to one": expert % 4}.get(load, expert)
+    return expert.sort().values
+
+
+def there_and_back(rank: int, capacity: int) -> list[tuple[bool, int]]:
+    """For every load: whether rows came to their experts and back as with splits that the host knows; and the need."""
+    group = make_groups(Mesh(dp=WORLD, ep=WORLD), rank, CPU, "gloo", CommOptions(device_splits=True)).a2a
+    results = []
+    for load in LOADS:
+        expert = chosen(load, rank)
+        routing = Routing(torch.arange(TOKENS), expert.bincount(minlength=WORLD * LOCAL), TOKENS, 1)
+        rows = 100.0 * rank + torch.arange(float(TOKENS * WIDTH)).view(TOKENS, WIDTH)
+        known = exchange_counts(routing, group)
+        wanted = rows.new_empty(known.table.room, WIDTH)
+        group.all_to_all(wanted, rows, known.table).wait()
+        wanted = group_rows(wanted, known)[:capacity]
+
+        room = Room(capacity, torch.zeros(1, dtype=torch.int64))
+        placed = place_counts(routing, group, room)
+        out = rows.new_full((placed.table.room, WIDTH), -1.0)
+        group.all_to_all(out, rows, placed.table).wait()
+        same = torch.equal(out[: len(wanted)], wanted) and bool((out[len(wanted) :] == -1).all())
+        same = same and int(placed.count) == len(wanted) and group_rows(out, placed) is out  # pyrefly: ignore
+        same = same and torch.equal(placed.offsets_L, known.offsets_L.clamp(max=capacity))
+        returned = rows.new_full((placed.table.back.room, WIDTH), -1.0)
+        group.all_to_all(returned, out, placed.table.back).wait()
+        lost = (returned == -1).all(1)
+        same = same and torch.equal(returned[~lost], rows[~lost])
+        assert same, f"{load}: {out}, wanted {wanted}"
+        results.append((bool(lost.any()), int(room.needed)))
+    return results
+
+
+@pytest.mark.parametrize("capacity", [WORLD * TOKENS, 11])
+def test_rows_reach_their_experts_and_return(capacity: int) -> None:
+    ranks = run_ranks(there_and_back, WORLD, capacity)
+    counts = {load: [chosen(load, r).bincount(minlength=WORLD * LOCAL) for r in range(WORLD)] for load in LOADS}
+    for i, load in enumerate(LOADS):
+        most = int(torch.stack(counts[load]).sum(0).view(WORLD, LOCAL).sum(1).max())
+        assert [result[i][1] for result in ranks] == [most] * WORLD
+        assert any(result[i][0] for result in ranks) == (most > capacity)
+
+
+PLACED = config(
+    dict(layers=2, experts=8, top_k=2), dict(dp=2, ep=2), dict(merge="on", splits="device", capacity=1.0), 2, "fp32"
+)
+
+
+def steps(rank: int, c: Config) -> tuple[list[int], list[float], list[Tensor]]:
+    """Rows that lacked room in each of two steps and in a validation, losses and norms, weights."""
+    engine = Engine(c, rank, CPU)
+    engine.init_weights()
+    batches = [[Microbatch(*b[rank]) for b in step] for step in random_batches(c.model, 2, 2, c.mesh.dp, (2, 8))]
+    results = [engine.train_step(step, 1e-2) for step in batches]
+    lacked = [result.lacked for result in results]
+    numbers = [float(number) for result in results for number in (result.loss, result.grad_norm)]
+    numbers.append(float(engine.evaluate(batches[0])))
+    engine.assert_clean()
+    loads = [load.clone() for load in results[-1].loads.values()]
+    weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
+    return [*lacked, engine._lacked], numbers, [*loads, *weights]
+
+
+@pytest.mark.parametrize("merge", ["on", "off"])
+def test_a_step_whose_rows_find_no_room_is_made_again(merge: str) -> None:
+    """It gives the bits of splits that the host knows, and says how many rows lacked room."""
+    c = planned(PLACED, merge=merge)
+    host = planned(c, splits="host")
+    placed, known = run_ranks(steps, 2, c), run_ranks(steps, 2, host)
+    assert placed[0][0] == placed[1][0]
+    assert all(32 < lacked <= 64 for lacked in placed[0][0]), placed[0][0]
+    for (_, numbers, tensors), (lacked, wanted_numbers, wanted) in zip(placed, known, strict=True):
+        assert not any(lacked)
+        assert numbers == wanted_numbers
+        assert all(map(torch.equal, tensors, wanted))
+
+
+def test_a_user_is_told_how_much_room_would_do() -> None:
+    assert lack(PLACED, 40) == (
+        "made twice, since 40 rows of a layer came to one rank, 1.25 times those of an even load; "
+        "overlap.ep.capacity = 1.4 would leave room for them, overlap.ep.splits = host for any"
+    )
+
+
+def test_ranks_that_cannot_reach_each_other_are_refused() -> None:
+    refuse([("a", ""), ("a", "")])
+    with pytest.raises(ValueError, match=r"overlap.ep.splits = device: .* on 2 hosts.*; fix: overlap.ep.splits = host"):
+        refuse([("a", ""), ("b", "")])
+    with pytest.raises(ValueError, match="GPU 0 cannot reach"):
+        refuse([("a", ""), ("a", "GPU 0 cannot reach the memory of GPU 1")])
+
+
+def test_no_rank_ever_gets_more_than_all_rows() -> None:
+    """With four experts on each of two ranks all tokens may go to one; with one on each, half of the rows at most."""
+    assert rows_at_most(PLACED) == 2 * 2 * 8 * 2
+    few = dataclasses.replace(PLACED, model=dataclasses.replace(PLACED.model, experts=2))
+    assert rows_at_most(few) == 2 * 8 * 2
+    assert rows_allowed(few) == rows_at_most(few)
+    wide = planned(PLACED, capacity=9.0)
+    assert rows_allowed(wide) == rows_at_most(wide)
+    assert rows_allowed(PLACED) == 2 * 8 * 2
+
+
+def pretended(rank: int, c: Config) -> list[float]:
+    engine = Engine(c, rank, CPU)
+    engine.init_weights()
+    (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
+    return [float(engine.train_step([Microbatch(*b[rank]) for b in batches], 1.0).grad_norm) for _ in range(2)]
+
+
+def test_the_bound_runs_without_the_hosts_counts_too() -> None:
+    c = planned(dataclasses.replace(PLACED, train=dataclasses.replace(PLACED.train, transport="null")), capacity=2.0)
+    for first, second in run_ranks(pretended, 2, c):
+        assert 0 < first < float("inf")
+        assert first == second, "frozen, and always the same rows"
+
+
+def test_nothing_beyond_the_rows_that_came_matters() -> None:
+    """Memory that nobody has written is not a number here, and the step gives the same bits."""
+    c = planned(PLACED, capacity=2.0)
+    batches = random_batches(c.model, 2, c.train.microbatches, c.mesh.dp, (2, 8))
+    for plain, filled in zip(run_ranks(train, 2, c, batches), run_ranks(train_filled, 2, c, batches), strict=True):
+        assert plain["losses"] == filled["losses"]
+        for a, b in zip(plain["weights"], filled["weights"], strict=True):
+            assert torch.equal(a[-1], b[-1])
+
+
+def train_filled(rank: int, c: Config, batches: list) -> dict:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
+    return train(rank, c, batches)
