@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hocket.config import COPIED, Purpose
+from hocket.config import COPIED, ExpertOverlap, Purpose
 from hocket.rule import Rule
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
@@ -47,7 +47,7 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("overlap.ep.capacity", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.splits != "device",
+        lambda c, h: c.overlap.ep.splits != "device" and c.overlap.ep.capacity != ExpertOverlap.capacity,
         "no effect: with overlap.ep.splits = {overlap.ep.splits} there is room for as many rows as come",
         "overlap.ep.splits = device, or leave it out",
         only_if_set=True,
