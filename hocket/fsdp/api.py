@@ -13,10 +13,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
+from hocket.fsdp.buckets import make_buckets, parse_bucket
 from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
 from hocket.fsdp.connect import Placement, connect
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import Found, Rule, assign, chosen_units, found_parameters, watch_reads
+from hocket.fsdp.members import Found, Rule, assign, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions
@@ -49,7 +50,8 @@ def fully_shard(
     Args:
         module: holds the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
         units: what is gathered as one: a class of modules, a tuple of them, a predicate of (name, module), or modules
-            of the model. What no unit holds belongs to the module itself, which is a unit too.
+            of the model. What no unit holds belongs to the module itself, which is a unit too. None: by size alone,
+            see `ShardOptions.bucket`.
         mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
         strategy: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`: what is kept in parts.
         precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
@@ -63,31 +65,34 @@ def fully_shard(
     refuse_types(module, mesh, precision, place, options)
     precision, options = precision or Precision(), options or ShardOptions()
     policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
-    chosen = chosen_units(module, units)
     refuse_sharded(module)
     params = found_parameters(module)
     refuse_strange(module, params)
+    buckets = make_buckets(module, units, parse_bucket(options.bucket), precision)
     device = _device(params, options)
     placements = _placements(params, place)
-    owned = assign(module, [one for _, one in chosen], params)
+    inner = [one for bucket in buckets for _, one in bucket]
+    owned = assign(module, inner, params)
     default = Placement(mesh, options.divide)
     made: list[Unit] = []
     fingerprints = Fingerprints()
-    for name, owner in [("", module), *chosen]:
-        mine = materialize(owned[owner], device, options.init)
+    for bucket in [[("", module)], *buckets]:
+        members = [found for _, one in bucket for found in owned[one]]
+        mine = materialize(members, device, options.init)
         groups = []
-        for key, members in _alike(mine, placements, default, precision).items():
+        for key, alike in _alike(mine, placements, default, precision).items():
             where = connect(key[0], strategy, options, device)
-            fingerprints.add(members, where)
-            groups.append(ParamGroup(members, where, precision, options.granularity, device))
-        made.append(Unit(name, owner, groups))
-        for old, new in zip(owned[owner], mine, strict=True):
+            fingerprints.add(alike, where)
+            groups.append(ParamGroup(alike, where, precision, options.granularity, device))
+        names = [name for name, _ in bucket]
+        made.append(Unit("..".join(dict.fromkeys((names[0], names[-1]))), [one for _, one in bucket], groups))
+        for old, new in zip(members, mine, strict=True):
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
     fingerprints.compare()
     everyone = connect(default, strategy, options, device)
     context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
-    _install(context, {one for _, one in chosen}, manual=options.driver == "manual")
+    _install(context, set(inner), manual=options.driver == "manual")
     return context
 
 
@@ -118,9 +123,10 @@ def _alike(
 def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None:
     """Put shards in the place of parameters, and the driver on the modules."""
     for unit in context.units:
-        inside = {m for m in unit.module.modules() if m is not unit.module}
+        inside = {m for one in unit.modules for m in one.modules() if m is not one}
         unit.contains_units = bool(inside & inner)
-        unit.module.__dict__[UNIT] = unit
+        for one in unit.modules:
+            one.__dict__[UNIT] = unit
     context.place()
     for unit in context.units:
         for group in unit.groups:
@@ -130,7 +136,8 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
                     owner.__dict__.setdefault(UNIT, unit)
-        watch_reads(unit.module)  # it may hold no parameter itself, and must refuse copies all the same
+        for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
+            watch_reads(one)
         if not manual:
             hooks.drive(unit)
     _contexts.add(context)

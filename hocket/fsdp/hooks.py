@@ -6,8 +6,9 @@ engine runs, of the nodes that are ready, the one that was made last in forward,
 others. Every node between the loss and this unit's parameters was made after the identity, so all of them have run
 before it, and every parameter that this invocation reads has its gradient, or will get it from another invocation
 that is still open. That is when weights are released and, with no invocation of the same forward left, gradients
-reduced. A unit none of whose inputs needs a gradient has no such identity: it is over when each of its parameters has
-contributed. What neither catches (unused parameters, outputs that the loss does not reach) is flushed at the end of
+reduced. One module of a bucket may be over before the backward of the next one begins, so a bucket is reduced when each
+of its parameters has contributed. A unit none of whose inputs needs a gradient has no such identity: it is over when
+each of its parameters has contributed. What neither catches (unused parameters, outputs that the loss does not reach) is flushed at the end of
 backward: counting hooks alone would never notice it.
 """
 
@@ -81,7 +82,8 @@ class Invocation:
         else:  # the last one of its forward; or a graph is used again, and then any may be the last
             del opened[self.forward]
             self.unit.repeated.discard(self.forward)
-            self.unit.reduce()
+            if len(self.unit.modules) == 1 or self.unit.complete:
+                self.unit.reduce()
         self.unit.context.look_back()
 
 
@@ -118,7 +120,15 @@ class _Call:
 
 
 def drive(unit: Unit) -> None:
-    """Put a unit's module and parameters under hooks."""
+    """Put a unit's modules and parameters under hooks."""
+    for module in unit.modules:
+        _drive(unit, module)
+    for group in unit.groups:
+        for member in group.members if group.trainable else ():
+            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
+
+
+def _drive(unit: Unit, module: nn.Module) -> None:
     calls: list[_Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -145,13 +155,10 @@ def drive(unit: Unit) -> None:
             unit.context.leave_forward(unit)
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
-    unit.module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
     # Also after an exception: recomputation ends early with one when it has all it needs.
-    unit.module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
+    module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
     unit.on_abort.append(calls.clear)
-    for group in unit.groups:
-        for member in group.members if group.trainable else ():
-            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
 def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:

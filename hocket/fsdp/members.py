@@ -116,11 +116,16 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
     if not chosen:
         raise ValueError(f"units={rule!r} chooses nothing: the {type(root).__name__} contains no {what}")
     for name, module in chosen:
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if not is_called(module):
             raise ValueError(
                 f"units has {name!r}, a {type(module).__name__}, which is never called itself: choose the modules in it"
             )
     return chosen
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, so that hooks on it run."""
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def found_parameters(root: nn.Module) -> list[Found]:

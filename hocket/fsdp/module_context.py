@@ -198,7 +198,8 @@ class ShardContext:
         self._depth -= 1
         if torch._C._current_graph_task_id() != -1:
             return
-        self._left.append(unit)
+        if not self._left or self._left[-1] is not unit:
+            self._left.append(unit)
         if not self._depth:
             self._forward_order.finish()
             if self._left != self._reverse_of:

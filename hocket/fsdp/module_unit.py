@@ -57,13 +57,16 @@ class Lease:
 
 
 class Unit:
-    """The parameters of one module that are gathered and reduced as one, in groups of the same dtype and placement."""
+    """Parameters that are gathered and reduced as one, in groups of the same dtype and placement.
+
+    They are those of one module, or of the several modules of a bucket (`buckets.py`).
+    """
 
     context: ShardContext
     """Set by the context that takes the unit in."""
 
-    def __init__(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
-        self.name, self.module, self.groups = name, module, tuple(groups)
+    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+        self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
         self.leases = 0
@@ -96,6 +99,11 @@ class Unit:
         return f"unit {self.name!r}" if self.name else "the root unit"
 
     __repr__ = __str__
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that it is, or the first of a bucket."""
+        return self.modules[0]
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hocket.config import COPIED
+from hocket.fsdp.buckets import parse_bucket
 from hocket.fsdp.strategy import Prefetch
 
 Outer = Literal["replicate", "shard"]
@@ -25,6 +26,9 @@ class ShardOptions:
     outer: Outer = "replicate"
     """On a mesh of two axes, what the first one does: `replicate` keeps as many copies of everything (HSDP), `shard`
     shards the optimizer's state over it too (HFSDP)."""
+    bucket: str = "auto"
+    """The most that modules are joined to, to be gathered and reduced as one: "128M params", or "256MiB" in the dtype
+    in which they are gathered. `auto` joins no units that are named; without names it is 128Mi params."""
     prefetch: int | str = 1
     """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
     staging: int = 2
@@ -65,6 +69,7 @@ class ShardOptions:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
+        parse_bucket(self.bucket)
         ahead = Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
             raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")

@@ -23,7 +23,9 @@ class Order(Generic[T]):
         self._next = 0
 
     def reach(self, item: T) -> None:
-        """Note that `item` is needed now."""
+        """Note that `item` is needed now. Still to be needed is nothing new."""
+        if self.seen and self.seen[-1] is item:
+            return
         self.seen.append(item)
         if self._next < len(self.expected) and self.expected[self._next] is item:
             self._next += 1
