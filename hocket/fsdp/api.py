@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
-from hocket.fsdp.buckets import make_buckets, parse_bucket
+from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
 from hocket.fsdp.connect import Placement, connect
 from hocket.fsdp.materialize import materialize
@@ -50,8 +50,7 @@ def fully_shard(
     Args:
         module: holds the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
         units: what is gathered as one: a class of modules, a tuple of them, a predicate of (name, module), or modules
-            of the model. What no unit holds belongs to the module itself, which is a unit too. None: by size alone,
-            see `ShardOptions.bucket`.
+            of the model; None: see `ShardOptions.bucket`. What no unit holds is a unit too, of the module itself.
         mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
         strategy: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`: what is kept in parts.
         precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
@@ -69,13 +68,12 @@ def fully_shard(
     params = found_parameters(module)
     refuse_strange(module, params)
     buckets = make_buckets(module, units, parse_bucket(options.bucket), precision)
+    inner = [one for bucket in buckets for _, one in bucket]
     device = _device(params, options)
     placements = _placements(params, place)
-    inner = [one for bucket in buckets for _, one in bucket]
     owned = assign(module, inner, params)
     default = Placement(mesh, options.divide)
-    made: list[Unit] = []
-    fingerprints = Fingerprints()
+    made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [[("", module)], *buckets]:
         members = [found for _, one in bucket for found in owned[one]]
         mine = materialize(members, device, options.init)
@@ -84,16 +82,20 @@ def fully_shard(
             where = connect(key[0], strategy, options, device)
             fingerprints.add(alike, where)
             groups.append(ParamGroup(alike, where, precision, options.granularity, device))
-        names = [name for name, _ in bucket]
-        made.append(Unit("..".join(dict.fromkeys((names[0], names[-1]))), [one for _, one in bucket], groups))
+        made.append(_unit(bucket, groups))
         for old, new in zip(members, mine, strict=True):
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
     fingerprints.compare()
-    everyone = connect(default, strategy, options, device)
-    context = ShardContext(made, policy, Prefetch.parse(options.prefetch), everyone, device)
+    prefetch, everyone = Prefetch.parse(options.prefetch), connect(default, strategy, options, device)
+    context = ShardContext(made, policy, prefetch, everyone, device)
     _install(context, set(inner), manual=options.driver == "manual")
     return context
+
+
+def _unit(bucket: Sequence[Named], groups: Sequence[ParamGroup]) -> Unit:
+    (first, _), (last, _) = bucket[0], bucket[-1]
+    return Unit(first if len(bucket) == 1 else f"{first}..{last}", [module for _, module in bucket], groups)
 
 
 def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Placement | None]:

@@ -37,9 +37,7 @@ def parse_bucket(text: object) -> Size | None:
     return size
 
 
-def make_buckets(
-    root: nn.Module, rule: Rule, most: Size | None, precision: Precision
-) -> list[list[Named]]:
+def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Precision) -> list[list[Named]]:
     """The modules of each unit of a model, in the order of its tree, without what is left to the root.
 
     `rule` chooses modules, of which neighbours share a bucket if `most` is given. Without it modules are taken as large

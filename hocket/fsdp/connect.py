@@ -11,7 +11,7 @@ the same number of times with meshes that cover each other, which holds when all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
@@ -114,11 +114,12 @@ def connect(placement: Placement, strategy: str, options: Wiring, device: torch.
         raise ValueError(f"divide={placement.divide} must be above 0: gradients are summed and divided by it")
     transport = _transport(options.transport, device)
     world = dist.group.WORLD if dist.is_initialized() else None
-    key = (world, inner, outer, options.outer, divide, transport, options.unified, device, placement.part)
+    alike = strategy == "no_shard"
+    key = (world, inner, outer, alike, options.outer, divide, transport, options.unified, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
-        made = _make(inner, outer, options, transport, device, divide)
-        _made[key] = replace(made, part=placement.part)
+        made = (_make_alike if alike else _make)(inner, outer, options, transport, device)
+        _made[key] = replace(made, part=placement.part, divide=divide)
     return _made[key]
 
 
@@ -174,23 +175,26 @@ def _transport(name: str, device: torch.device) -> TransportName:
     raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
 
 
-def _make(
-    inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device, divide: float
-) -> ShardGroups:
+def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device) -> ShardGroups:
     """Make and warm the groups of this rank, and with all others those of everybody."""
     inners, outers = _all_lists(inner), _all_lists(outer)
     # Copy engines reach the ranks of one host; replicas are usually on others.
     outside: TransportName = "nccl" if transport in COPIED else transport
-
-    def one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, how: TransportName) -> Group:
-        return _of_all(lists, mine, lambda ranks: make_group(purpose, ranks, _rank(), device, how))
-
-    gather = one("gather_dense", inners, inner, transport)
-    reduce = gather if options.unified else one("reduce_dense", inners, inner, transport)
+    gather = _one("gather_dense", inners, inner, device, transport)
+    reduce = gather if options.unified else _one("reduce_dense", inners, inner, device, transport)
     shards = options.outer == "shard" and len(outer) > 1
-    around = one("reduce_dense", outers, outer, outside)
-    back = one("gather_dense", outers, outer, outside) if shards and not options.unified else around
-    return ShardGroups(gather, reduce, around, back, divide, shards)
+    around = _one("reduce_dense", outers, outer, device, outside)
+    back = _one("gather_dense", outers, outer, device, outside) if shards and not options.unified else around
+    return ShardGroups(gather, reduce, around, back, 1.0, shards)
+
+
+def _make_alike(
+    inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device
+) -> ShardGroups:
+    """The same where nothing is sharded: gradients are reduced over all ranks, which gather nothing."""
+    alone = _one("gather_dense", _all_lists(inner), inner, device, transport)
+    everybody = _one("reduce_dense", _all_lists(outer), outer, device, transport)
+    return ShardGroups(alone, everybody, alone, alone, 1.0, outer_shards=False)
 
 
 def _rank() -> int:
@@ -211,11 +215,11 @@ def _all_lists(mine: Ranks) -> list[Ranks]:
     return lists
 
 
-def _of_all(lists: Sequence[Ranks], mine: Ranks, make: Callable[[Ranks], Group | None]) -> Group:
+def _one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, device: torch.device, how: TransportName) -> Group:
     """Make a group of every list; return the one of `mine`."""
     found: Group | None = None
     for ranks in lists:
-        group = make(ranks)
+        group = make_group(purpose, ranks, _rank(), device, how)
         if ranks == mine:
             found = group
     assert found is not None

@@ -8,8 +8,8 @@ before it, and every parameter that this invocation reads has its gradient, or w
 that is still open. That is when weights are released and, with no invocation of the same forward left, gradients
 reduced. One module of a bucket may be over before the backward of the next one begins, so a bucket is reduced when each
 of its parameters has contributed. A unit none of whose inputs needs a gradient has no such identity: it is over when
-each of its parameters has contributed. What neither catches (unused parameters, outputs that the loss does not reach) is flushed at the end of
-backward: counting hooks alone would never notice it.
+each of its parameters has contributed. What neither catches (unused parameters, outputs that the loss does not reach)
+is flushed at the end of backward: counting hooks alone would never notice it.
 """
 
 from __future__ import annotations

@@ -36,14 +36,15 @@ def _check(group, value):
 def _one_axis(rank, strategy, sizes):
     groups = connect(Placement(mesh_of(*sizes) if sizes else None, None), strategy, Options(), CPU)
     everyone, alone = tuple(range(4)), (rank,)
-    shard, replicas = (alone, everyone) if strategy == "no_shard" else (everyone, alone)
-    assert groups.gather.ranks == groups.reduce.ranks == shard
-    assert groups.outer.ranks == groups.outer_gather.ranks == replicas
-    assert (groups.gather.rank, groups.outer.rank) == ((0, rank) if strategy == "no_shard" else (rank, 0))
+    whole = strategy == "no_shard"
+    assert groups.gather.ranks == (alone if whole else everyone)
+    assert groups.reduce.ranks == everyone
+    assert groups.outer.ranks == groups.outer_gather.ranks == alone
+    assert (groups.gather.rank, groups.outer.rank) == (0 if whole else rank, 0)
     assert groups.divide == 4.0
     assert not groups.outer_shards
-    assert groups.replicas == len(replicas)
-    for group in (groups.gather, groups.reduce, groups.outer):
+    assert groups.replicas == groups.alike == (4 if whole else 1)
+    for group in dict.fromkeys((groups.gather, groups.reduce, groups.outer)):
         assert isinstance(group.transport, Gloo if group.size > 1 else Local)
         assert not group.calls
         _check(group, lambda rank: 10**rank)
@@ -72,7 +73,8 @@ def _two_axes(rank, outer):
         _check(group, lambda rank: 10**rank)
     none = connect(Placement(mesh_of(2, 2), None), "no_shard", Options(), CPU)
     assert none.gather.ranks == (rank,)
-    assert none.outer.ranks == (0, 1, 2, 3)
+    assert none.reduce.ranks == (0, 1, 2, 3)
+    assert none.outer.ranks == (rank,)
 
 
 @pytest.mark.parametrize("outer", ["replicate", "shard"])

@@ -86,9 +86,7 @@ class Case:
 
     def teams(self, world: int) -> list[list[int]]:
         """The ranks whose gradients are summed first, by position in the outer group."""
-        if self.strategy == "no_shard":
-            return [[rank] for rank in range(world)]
-        inner = self.mesh[-1] if self.mesh else world
+        inner = self.mesh[-1] if self.mesh and self.strategy != "no_shard" else world
         return [list(range(start, start + inner)) for start in range(0, world, inner)]
 
 
@@ -100,6 +98,8 @@ class Gradient:
         self.wire = case.precision.get("wire") or compute
         self.accumulate = case.precision.get("accumulate", torch.float32)
         self.outer_shards = case.options.get("outer") == "shard"
+        self.whole = case.strategy == "no_shard"
+        """Whether all ranks get the sum, in the wire dtype."""
         self.forget()
 
     def forget(self) -> None:
@@ -119,6 +119,8 @@ class Gradient:
         self.local = {}
         for i, team in enumerate(self.teams if sent else []):
             total = _sum([sent[rank] for rank in team if rank in sent], self.accumulate)
+            if self.whole and len(team) > 1:
+                total = total.to(self.wire).to(self.accumulate)
             if self.scale != 1:
                 total.mul_(self.scale)
             self.partial[i] = _sum([self.partial[i], total])
@@ -185,8 +187,7 @@ class Twin:
         if self.case.experts == 1 or ".experts." not in name:
             return Gradient(teams, self.case, compute, self.world)
         ranks = list(range(expert, self.world, self.case.experts))
-        teams = [[rank] for rank in ranks] if self.case.strategy == "no_shard" else [ranks]
-        return Gradient(teams, self.case, compute, self.world)
+        return Gradient([ranks], self.case, compute, self.world)
 
     def module(self, rank: int) -> nn.Module:
         return self.modules[rank % self.case.experts]
