@@ -60,7 +60,7 @@ class Pushes:
         self._exchanges += 1
         here = self.arrivals[self.rank][turn]
         assert out.nbytes <= here.numel(), f"{out.shape[0]} rows do not fit into a buffer of {here.numel()} bytes"
-        push(rows, self.addresses[turn], blocks.leaving, self.rank)
+        push(rows.contiguous(), self.addresses[turn], blocks.leaving, self.rank)
         self.barrier()
         take(here[: out.nbytes].view(out.dtype).view(out.shape), out, blocks.arrived)
 
