@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.graphed_step --tokens 1024
 
 A small mixture of experts, which the host cannot issue as fast as a GPU computes; splits are known to the devices
-alone, so that no host waits. Forwards and backwards with gathers and reductions, without an optimizer: its update counts steps
-on the host. The first steps run as ever; then the calls that the lanes' streams get in one more of them are recorded,
-and replayed. Losses must have the same bits. A minute.
+alone, so that no host waits. Forwards and backwards with gathers and reductions, without an optimizer: its update
+counts steps on the host. The first steps run as ever; then the calls that the lanes' streams get in one more of them
+are recorded, and replayed. Losses must have the same bits. A minute.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def main() -> None:
         return losses
 
     for _ in range(WARM_UP):
-        wanted = torch.stack(issued()).clone()
+        issued()
+    wanted = torch.stack(issued()).clone()
     graph, losses = recorded(engine, microbatches)
     engine.executor.recorder.end()
     times: dict[str, list[float]] = {"issued": [], "graph": []}
