@@ -20,6 +20,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
        hocket bench RECIPE [--against NAME,NAME]   measure the step against others; --list shows whom
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
+       hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list the recipes

@@ -131,7 +131,7 @@ class Pricer:
 
     def _estimated(self, settings: Settings) -> Trial | None:
         """See Note: [Long steps are priced by their period] in plan/search.py."""
-        few, more = _steady(settings)
+        few, more = steady(settings)
         steps = (replace(settings, train=replace(settings.train, microbatches=n)) for n in (few, more))
         short, long = (self._simulated(step) for step in steps)
         if short is None or long is None:
@@ -158,10 +158,10 @@ class Pricer:
 
 def _long(settings: Settings) -> bool:
     """Whether an estimate takes half of the time that the whole step takes, or less."""
-    return sum(_steady(settings)) <= settings.train.microbatches // 2
+    return sum(steady(settings)) <= settings.train.microbatches // 2
 
 
-def _steady(settings: Settings) -> tuple[int, int]:
+def steady(settings: Settings) -> tuple[int, int]:
     """Two numbers of microbatches that reach the steady state, a period apart, with the same rest as the whole step."""
     plan, pp, count = settings.plan, settings.mesh.pp, settings.train.microbatches
     group = plan.group or smallest_group(pp, plan.stride)

@@ -1,0 +1,46 @@
+"""All of an explanation, from settings and what was found of the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hocket.explain.explanation import Explanation, digest
+from hocket.explain.overlaps import overlaps
+from hocket.explain.parts import groups, memory, units
+from hocket.explain.predicted import simulated
+from hocket.resolve import Settings
+from hocket.variables import Finding
+
+
+def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
+    """What was decided about a run, why, and what it will do. Pure; needs no GPU and imports no torch."""
+    predicted, step = simulated(settings)
+    return Explanation(
+        name=settings.run.name,
+        heading=heading(settings),
+        digest=digest(settings),
+        overlaps=overlaps(settings),
+        predicted=predicted,
+        decisions=settings.decisions,
+        units=units(settings),
+        groups=groups(settings),
+        memory=memory(settings, step),
+        environment=tuple(environment),
+        check=_check(settings),
+    )
+
+
+def heading(settings: Settings) -> str:
+    """Ranks and what they are for."""
+    mesh, t = settings.mesh, settings.train
+    tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
+    ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
+    return f"{ranks}, {t.device}, {t.dtype}, {t.transport}"
+
+
+def _check(settings: Settings) -> tuple[str, ...]:
+    """How to measure it: the step against the same one without communication, and a trace of it."""
+    name = settings.run.name
+    if settings.world == 1:
+        return ()
+    return (f"hocket bench {name} --against hocket_null", f"hocket train {name} --profile && hocket trace runs/{name}")

@@ -1,0 +1,98 @@
+"""Units, groups and memory of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from hocket.config import COPIED
+from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
+from hocket.explain.predicted import Step
+from hocket.parallel.mesh import PURPOSES
+from hocket.parallel.stages import hardware_of, layout_of, mesh_of, sharding_of
+from hocket.plan.cost import unit_weights
+from hocket.plan.ops import UNITS, Unit
+from hocket.resolve import Settings
+from hocket.rules import width
+
+ALIGN = 64
+"""Elements at whose multiples shards end: see fsdp/layout.py, which imports torch."""
+
+LANES: dict[str, tuple[str, ...]] = {
+    "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
+    "reduce_experts": ("reduce",), "a2a": ("a2a",), "tp": ("compute",), "pp_fwd": ("send_act", "recv_act"),
+    "pp_bwd": ("send_grad", "recv_grad"), "control": (),
+}  # fmt: skip
+"""Purpose of a group -> lanes of the plan that use it."""
+
+CTAS, P2P_CTAS = 16, 4
+"""SMs of one NCCL collective, and of one send or receive: `CommOptions` of runtime/comm.py, which imports torch."""
+
+
+def units(settings: Settings) -> tuple[UnitRow, ...]:
+    """All kinds of units."""
+    layout, sharding = layout_of(settings), sharding_of(settings)
+    kinds: Counter[tuple[Unit, str]] = Counter()
+    kinds["embed", ""] += 1
+    for kind in layout.kinds:
+        kinds["dense", kind] += 1
+        if kind == "moe":
+            kinds["experts", kind] += 1
+    if not layout.tied:
+        kinds["head", ""] += 1
+    rows = []
+    for unit, kind in sorted(kinds, key=lambda key: (UNITS.index(key[0]), key[1])):
+        elements, members = unit_weights(settings.model, unit, kind, settings.mesh.ep), sharding.size(unit)
+        padded = -(-elements // (members * ALIGN)) * members * ALIGN
+        name = {("dense", "moe"): "layer, all but its experts", ("dense", "dense"): "layer"}.get((unit, kind), unit)
+        rows.append(
+            UnitRow(
+                unit=f"{name} of one ep rank" if unit == "experts" and settings.mesh.ep > 1 else name,
+                count=kinds[unit, kind],
+                elements=elements,
+                padding=1 - elements / padded if members > 1 else 0.0,
+                members=members,
+                nbytes=elements * width(settings),
+            )
+        )
+    return tuple(rows)
+
+
+def groups(settings: Settings) -> tuple[GroupRow, ...]:
+    """All process groups with more than one member, by purpose, in the order in which they are made."""
+    return tuple(_groups(settings))
+
+
+def _groups(settings: Settings) -> Iterator[GroupRow]:
+    mesh = mesh_of(settings)
+    for purpose in PURPOSES:
+        members = settings.mesh.members(purpose)
+        if members == 1:
+            continue
+        size = 2 if purpose in ("pp_fwd", "pp_bwd") else members
+        count = len(mesh.groups(purpose))
+        yield GroupRow(
+            purpose=purpose, members=size, count=count, lanes=LANES[purpose], moved_by=_moved_by(settings, purpose)
+        )
+
+
+def _moved_by(settings: Settings, purpose: str) -> str:
+    transport = settings.train.transport
+    if purpose in COPIED.get(transport, ()):
+        return "copy engines, no SM"
+    if transport == "nccl" or transport in COPIED or (transport == "slow" and settings.train.device == "cuda"):
+        return f"NCCL, at most {P2P_CTAS if purpose.startswith('pp_') else CTAS} SMs"
+    return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
+
+
+def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
+    """What pipeline ranks hold; nothing of a step that was not simulated."""
+    if step is None:
+        return ()
+    room = hardware_of(settings).memory
+    rows = []
+    for rank, peak in enumerate(step.peaks):
+        state = step.costs.state_bytes[rank]
+        slots = step.costs.fixed_bytes(step.program, rank) - state
+        rows.append(MemoryRow(rank=rank, state=state, slots=slots, peak=peak, fits=not room or peak <= room))
+    return tuple(rows)

@@ -1,0 +1,106 @@
+"""What the plan's simulation says of a step's communication: times by kind, and the most that a rank holds.
+
+Note: [An explanation is quick]
+A step is simulated whole if it has few enough ops. One with more microbatches than it takes to reach the steady state
+is simulated twice with fewer, a period apart, and continued: see Note: [Long steps are priced by their period]. One
+that is too long even so is not simulated at all, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hocket.explain.explanation import Predicted, Times
+from hocket.parallel.stages import costs_of, hardware_of
+from hocket.plan.cost import CostTable, Hardware
+from hocket.plan.ops import Program
+from hocket.plan.schedule import KIND_OF
+from hocket.plan.simulate import KINDS, simulate
+from hocket.planning import program_of
+from hocket.resolve import Settings
+from hocket.searching import steady
+
+MOST_OPS = 15_000
+"""Ops of a program that is built and simulated in well under a second."""
+OPS_PER_LAYER = 22
+"""Ops of one layer in one microbatch, forward and backward: an estimate, from above."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step."""
+
+    program: Program
+    costs: CostTable
+    seconds: float
+    compute: float
+    idle: float
+    kinds: Mapping[str, Times]
+    peaks: tuple[int, ...]
+    """The most bytes that each pipeline rank holds."""
+
+
+def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
+    """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
+    hardware = hardware_of(settings)
+    count = settings.train.microbatches
+    per_microbatch = settings.model.layers * OPS_PER_LAYER
+    if count * per_microbatch <= MOST_OPS:
+        step = _step(settings, hardware, count)
+        return _predicted(hardware, step), step
+    few, more = steady(settings)
+    if more * per_microbatch > MOST_OPS or more >= count:
+        note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
+        return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
+    short, long = _step(settings, hardware, few), _step(settings, hardware, more)
+    note = f"simulated with {few} and {more} microbatches, and continued to {count}"
+    return replace(_predicted(hardware, _continued(short, long, (count - few) / (more - few))), note=note), long
+
+
+def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
+    shorter = replace(settings, train=replace(settings.train, microbatches=microbatches))
+    program, costs = program_of(shorter), costs_of(shorter, hardware)
+    timeline = simulate(program, costs)
+    count = len(timeline.ranks)
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for ops, spans in zip(program.ranks, timeline.spans, strict=True):
+        for op, span in zip(ops, spans, strict=True):
+            if op.lane in KIND_OF:
+                seconds[KIND_OF[op.lane]] += float(span.end - span.start) / count
+    exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in KINDS}
+    return Step(
+        program=program,
+        costs=costs,
+        seconds=float(timeline.makespan),
+        compute=sum(float(use.busy) for use in timeline.ranks) / count,
+        idle=sum(float(use.idle) for use in timeline.ranks) / count,
+        kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in KINDS if seconds[kind]},
+        peaks=tuple(use.peak_bytes for use in timeline.ranks),
+    )
+
+
+def _continued(short: Step, long: Step, periods: float) -> Step:
+    """A step with more microbatches of the steady state."""
+
+    def further(a: float, b: float) -> float:
+        return a + periods * (b - a)
+
+    kinds = {
+        kind: Times(
+            seconds=further(short.kinds[kind].seconds, long.kinds[kind].seconds),
+            exposed=further(short.kinds[kind].exposed, long.kinds[kind].exposed),
+        )
+        for kind in short.kinds
+    }
+    return replace(
+        long,
+        seconds=further(short.seconds, long.seconds),
+        compute=further(short.compute, long.compute),
+        idle=further(short.idle, long.idle),
+        kinds=kinds,
+    )
+
+
+def _predicted(hardware: Hardware, step: Step) -> Predicted:
+    return Predicted(hardware=hardware.name, step=step.seconds, compute=step.compute, idle=step.idle, kinds=step.kinds)

@@ -1,0 +1,249 @@
+"""`hocket explain`: what is hidden under what, what did not take effect, what it will cost, all without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+from typing import Any
+
+import pytest
+
+from hocket import cli
+from hocket.decision import Decision
+from hocket.explain.build import explain
+from hocket.explain.explanation import (
+    Explanation,
+    GroupRow,
+    MemoryRow,
+    Overlap,
+    Predicted,
+    Times,
+    UnitRow,
+    digest,
+)
+from hocket.explain.parts import ALIGN, CTAS, P2P_CTAS
+from hocket.explain.predicted import simulated
+from hocket.explain.text import to_text
+from hocket.fsdp import layout
+from hocket.leaves import changed
+from hocket.planning import hardware_of, predict, program_of
+from hocket.recipes import recipe
+from hocket.resolve import Settings, resolve
+from hocket.rules import Host
+from hocket.runtime.comm import CommOptions
+from hocket.variables import survey
+from tests.helpers.golden import assert_golden
+
+
+def settled(name: str = "tiny", **changes: Any) -> Settings:
+    config = changed(recipe(name), {key.replace("__", "."): value for key, value in changes.items()})
+    gpus = config.mesh.world if config.train.dtype == "bf16" else 0
+    return resolve(config, Host(gpus=gpus), {"": f"recipe {name}", **dict.fromkeys(_dotted(changes), "run.toml:6")})
+
+
+def _dotted(changes: dict[str, Any]) -> list[str]:
+    return [key.replace("__", ".") for key in changes]
+
+
+def explained(name: str = "tiny", env: dict[str, str] | None = None, **changes: Any) -> Explanation:
+    return explain(settled(name, **changes), survey(env or {}))
+
+
+def row(found: Explanation, what: str) -> Any:
+    return next(overlap for overlap in found.overlaps if overlap.what == what)
+
+
+GATHERS, ROWS = "weights gathered", "rows to experts and back"
+
+RUN = Explanation(
+    name="run",
+    heading="8 ranks = pp 2 x dp 4, ep 1 inside dp, cuda, bf16, nccl",
+    digest="0123456789ab",
+    overlaps=(
+        Overlap(
+            axis="dp",
+            what=GATHERS,
+            under="the layers before, 2 passes ahead",
+            state="on",
+            setting="overlap.dp.prefetch",
+            source="run.toml:6",
+            why="each unit once a step",
+            kind="gather",
+        ),
+        Overlap(axis="pp", what="activations sent", under="other microbatches", state="on", setting="",
+                source="always", why="lanes and groups of their own", kind="pp"),
+        Overlap(axis="pp", what="gradients sent", under="", state="off", setting="overlap.defer_wgrad",
+                source="command line, --overlap.defer_wgrad", why="weight gradients are not deferred"),
+        Overlap(axis="ep", what=ROWS, under="", state="n/a", setting="model.experts", source="recipe llama3_8b",
+                why="the model has no experts"),
+    ),
+    predicted=Predicted(
+        hardware="h200", step=1.25, compute=1.0, idle=0.15,
+        kinds={"gather": Times(seconds=0.3, exposed=0.05), "pp": Times(seconds=0.1, exposed=0.05)},
+        note="simulated with 10 and 12 microbatches, and continued to 64",
+    ),
+    decisions=(
+        Decision(setting="train.device", value="cuda", reasons=("8 GPUs for 8 ranks on this host",)),
+        Decision(setting="overlap.ep.merge", value="off", asked="on", source="run.toml:9",
+                 reasons=("the model has no experts", "mesh.ep is 1"), fix="set model.experts and mesh.ep = 2"),
+        Decision(setting="plan.group", value=4, asked=4, source="run.toml:10",
+                 reasons=("no effect: only the interleaved order has groups",), fix="leave it out"),
+    ),
+    units=(
+        UnitRow(unit="embed", count=1, elements=525336576, padding=0.0, members=4, nbytes=1050673152),
+        UnitRow(unit="layer", count=32, elements=218112000, padding=0.0002, members=4, nbytes=436224000),
+    ),
+    groups=(
+        GroupRow(purpose="gather_dense", members=4, count=2, lanes=("gather",), moved_by="copy engines, no SM"),
+        GroupRow(purpose="pp_fwd", members=2, count=8, lanes=("send_act", "recv_act"), moved_by="NCCL, at most 4 SMs"),
+        GroupRow(purpose="control", members=8, count=1, lanes=(), moved_by="NCCL, at most 16 SMs"),
+    ),
+    memory=(
+        MemoryRow(rank=0, state=12 << 30, slots=2 << 30, peak=40 << 30, fits=True),
+        MemoryRow(rank=1, state=13 << 30, slots=2 << 30, peak=160 << 30, fits=False),
+    ),
+    environment=tuple(survey({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1"})),
+    check=("hocket bench run --against hocket_null",),
+)  # fmt: skip
+
+
+def test_the_explanation_as_text(pytestconfig: pytest.Config) -> None:
+    assert_golden("explain.txt", to_text(RUN) + "\n", pytestconfig)
+
+
+def test_a_run_that_was_asked_for_much_says_what_it_got() -> None:
+    found = explained(overlap__dp__prefetch=0, overlap__ep__merge="off")
+    assert row(found, GATHERS).state == "off"
+    assert "overlap.dp.prefetch is 0" in row(found, GATHERS).why
+    assert (row(found, ROWS).state, row(found, ROWS).source) == ("off", "run.toml:6")
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe_8gpu", "llama3_8b"])
+def test_every_row_that_is_not_on_says_why(name: str) -> None:
+    for overlap in explained(name).overlaps:
+        assert overlap.state == "on" or overlap.why or overlap.source != "auto", overlap
+        assert bool(overlap.under) == (overlap.state == "on")
+        assert overlap.source
+
+
+def test_predicted_times_are_those_of_the_plan() -> None:
+    settings = settled()
+    timeline = predict(settings, program_of(settings), hardware_of(settings))
+    found, _ = simulated(settings)
+    exposed = sum(float(use.exposed_total) for use in timeline.ranks) / len(timeline.ranks)
+    assert found.step == float(timeline.makespan)
+    assert sum(times.exposed for times in found.kinds.values()) == pytest.approx(exposed)
+    assert found.compute + exposed + found.idle == pytest.approx(found.step)
+    assert all(0 <= times.exposed <= times.seconds for times in found.kinds.values())
+
+
+def test_long_steps_are_continued_from_shorter_ones_and_the_longest_are_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = settled(train__microbatches=40)
+    monkeypatch.setattr("hocket.explain.predicted.MOST_OPS", 22 * 8 * 20)
+    found, step = simulated(long)
+    whole = predict(long, program_of(long), hardware_of(long))
+    assert step is not None
+    assert step.program.microbatches < 20
+    assert "continued to 40" in found.note
+    assert found.step == pytest.approx(float(whole.makespan), rel=0.01)
+    monkeypatch.setattr("hocket.explain.predicted.MOST_OPS", 1000)
+    nothing, none = simulated(long)
+    assert none is None
+    assert nothing.step == 0
+    assert "not simulated" in nothing.note
+    assert "not simulated" in to_text(explain(long, ()))
+
+
+def test_what_was_asked_for_and_did_not_happen_is_a_section_of_its_own() -> None:
+    unmet = Decision(
+        setting="overlap.ep.merge", value="off", asked="on", source="run.toml:6", reasons=("a", "b"), fix="mesh.ep = 2"
+    )
+    idle = Decision(
+        setting="plan.group", value=4, asked=4, source="run.toml:7", reasons=("no effect",), fix="leave it out"
+    )
+    found = dataclasses.replace(explained(), decisions=(unmet, idle))
+    text = to_text(found)
+    assert "NOT DONE AS ASKED\n  overlap.ep.merge = off (asked for on: run.toml:6): a; b; fix: mesh.ep = 2" in text
+    assert "WITHOUT EFFECT\n  plan.group = 4 (run.toml:7): no effect; fix: leave it out" in text
+    assert (found.unmet, found.without_effect) == ((unmet,), (idle,))
+
+
+def test_the_digest_is_of_what_a_step_does_and_nothing_else() -> None:
+    settings = settled()
+    assert digest(settings) == digest(settled(run__name="other", run__folder="elsewhere", run__port=29))
+    assert digest(settings) == explained().digest
+    others = [settled(train__lr=1e-3), settled(overlap__dp__prefetch=3), settled(data__seed=1)]
+    assert len({digest(other) for other in (settings, *others)}) == 4
+
+
+def test_units_groups_and_memory_are_those_of_the_run() -> None:
+    found = explained("moe_8gpu")
+    units = {unit.unit: unit for unit in found.units}
+    assert (units["layer"].count, units["layer, all but its experts"].count) == (1, 15)
+    assert units["experts of one ep rank"].elements == 8 * 3 * 2048 * 1024
+    assert {group.purpose: (group.members, group.count) for group in found.groups} == {
+        "gather_dense": (4, 2), "reduce_dense": (4, 2), "a2a": (4, 2), "pp_fwd": (2, 8), "pp_bwd": (2, 8),
+        "control": (8, 1),
+    }  # fmt: skip
+    assert all(0 < m.state < m.peak and m.fits for m in found.memory)
+    assert not explained("moe_8gpu", train__sequences=512).memory[0].fits
+
+
+def test_groups_know_what_moves_them() -> None:
+    moved = {group.purpose: group.moved_by for group in explained("moe_8gpu", train__transport="copy_engine").groups}
+    assert moved["gather_dense"] == moved["a2a"] == "copy engines, no SM"
+    assert moved["pp_fwd"] == f"NCCL, at most {P2P_CTAS} SMs"
+    assert moved["control"] == f"NCCL, at most {CTAS} SMs"
+
+
+def test_figures_that_are_written_twice_agree() -> None:
+    assert layout.ALIGN == ALIGN
+    assert (CommOptions().max_ctas, CommOptions().p2p_ctas) == (CTAS, P2P_CTAS)
+
+
+def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:
+    config = changed(recipe("qwen3_30b_a3b"), {"mesh.dp": 512, "mesh.ep": 8})
+    gc.collect()
+    gc.disable()  # what the tests before have left is none of a command's
+    try:
+        begin = time.process_time()
+        found = explain(resolve(config, Host(gpus=1024)), survey({}))
+        seconds = time.process_time() - begin
+    finally:
+        gc.enable()
+    assert found.heading.startswith("1024 ranks")
+    assert found.predicted.step > 0
+    assert seconds < 1.0
+
+
+# The command
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["explain", *words])
+    captured = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, captured.out, captured.err
+
+
+def test_json_is_the_same_object(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "moe_8gpu", "--json", "--overlap.dp.prefetch", "1")
+    found = json.loads(out)
+    assert code == 0
+    assert {field.name for field in dataclasses.fields(Explanation)} == set(found)
+    assert found["digest"] == explained("moe_8gpu", overlap__dp__prefetch=1).digest
+    gathers = next(overlap for overlap in found["overlaps"] if overlap["what"] == GATHERS)
+    assert gathers["source"] == "command line, --overlap.dp.prefetch"
+
+
+def test_help_and_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command(capsys, "--help")
+    assert code == 0
+    assert "--overlap.ep.merge" in out
+    assert command(capsys)[0] == 2
+    assert command(capsys, "--from-megatron", "--help")[1].startswith("usage: hocket explain --from-megatron")
