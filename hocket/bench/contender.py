@@ -89,6 +89,10 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
     "hocket_ce": Entry(f"{_OURS}:copy_engine", "hocket, gathers and reduces on copy engines", cuda=True, pp="any"),
     "hocket_ce_gather": Entry(f"{_OURS}:copy_engine_gathers", "hocket, gathers on copy engines", cuda=True, pp="any"),
+    "hocket_device": Entry(f"{_OURS}:device_splits", "hocket, splits that no host knows", pp="any", model="moe"),
+    "hocket_device_ce": Entry(
+        f"{_OURS}:device_splits_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any", model="moe"
+    ),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
     "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on the plain stack, dynamic memory"),
     "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),

@@ -23,8 +23,9 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, TransportName
 from hocket.runtime.pretended import Null
 
-_groups: dict[tuple[Mesh, str], Groups] = {}
-"""Groups of this process by mesh and transport: contenders of one mesh take turns on them, as they do on the GPU."""
+_groups: dict[tuple[Mesh, str, str], Groups] = {}
+"""Groups of this process by mesh, transport and who knows splits: contenders of one kind take turns on them, as they do
+on the GPU."""
 
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
@@ -36,10 +37,10 @@ class Planned:
 
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
-        mesh, transport = mesh_of(config), config.train.transport
-        shared = _groups.get((mesh, transport))
-        self.engine = Engine(config, rank, device, groups=shared, update=workload.optimizer)
-        _groups[mesh, transport] = self.engine.groups
+        transport = config.train.transport
+        kind = mesh_of(config), transport, config.overlap.ep.splits
+        self.engine = Engine(config, rank, device, groups=_groups.get(kind), update=workload.optimizer)
+        _groups[kind] = self.engine.groups
         self.engine.init_weights()
         self.lr = config.train.lr
         plan, overlap = (", ".join(f"{name} = {value}" for name, value in part.items()) for part in _parts(config))
@@ -119,6 +120,21 @@ def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contende
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, with gathers on copy engines; reduces are NCCL's."""
     return Planned(workload, rank, device, _on(workload.config, "copy_engine_gathers"))
+
+
+def device_splits(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, but that no host knows how many rows travel to which experts."""
+    return Planned(workload, rank, device, _placed(workload.config))
+
+
+def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same, with gathers and reduces on copy engines."""
+    return Planned(workload, rank, device, _on(_placed(workload.config), "copy_engine"))
+
+
+def _placed(config: Config) -> Config:
+    """A configuration whose splits are known to the devices alone."""
+    return changed(config, {"overlap.ep.splits": "device"})
 
 
 def _on(config: Config, transport: TransportName) -> Config:

@@ -23,7 +23,17 @@ FSDP = ["fsdp2", "fsdp2_fp32", "fsdp2_tuned", "fsdp2_tuned_fp32"]
 CASES = {
     "dense": (2, workload(2), ["hocket", "ddp", *FSDP]),
     "experts whole": (2, workload(2, moe=True), ["hocket", "ddp", "fsdp2_tuned"]),
-    "experts spread": (2, workload(2, 2, moe=True), ["hocket", "hocket_sequential", "ep_sync", "fsdp2_tuned_fp32"]),
+    "experts spread": (
+        2,
+        workload(2, 2, moe=True),
+        [
+            "hocket",
+            "hocket_sequential",
+            "hocket_device",
+            "ep_sync",
+            "fsdp2_tuned_fp32",
+        ],
+    ),
     "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "ep_sync", "fsdp2_tuned"]),
 }
 
