@@ -13,14 +13,24 @@ ALWAYS = "always"
 """The source of what no setting decides."""
 
 
+_ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
+    "rows gathered and reduced around products",
+    "weights gathered",
+    "gradients reduced",
+)
+_FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
+_ENDS = "the same, at both ends of a step"
+
+_KINDS = {_ROWS_AROUND: "tp", _WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
+"""Whose predicted times a row shows."""
+
+
 def overlaps(settings: Settings) -> tuple[Overlap, ...]:
     """Every communication of a step, whether or not this run has it."""
     return tuple(row for make in (_tensor, _data, _pipeline, _experts) for row in make(settings))
 
 
-def _row(
-    s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "", kind: str = ""
-) -> Overlap:
+def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "") -> Overlap:
     """A row, with the source and the reason of what decides it."""
     decision = next((d for d in s.decisions if d.setting == setting), None)
     source = decision.source if decision else s.origins.get(setting) or s.origins.get("", "configuration")
@@ -32,27 +42,26 @@ def _row(
         setting=setting,
         source=source if setting else ALWAYS,
         why=why or (decision.reason if decision else ""),
-        kind=kind if state != "n/a" else "",
+        kind=_KINDS.get(what, "") if state != "n/a" else "",
     )
 
 
 def _tensor(s: Settings) -> Iterator[Overlap]:
-    what = "rows gathered and reduced around products"
     if s.mesh.tp == 1:
-        yield _row(s, "tp", what, "", "n/a", "mesh.tp", "mesh.tp is 1")
+        yield _row(s, "tp", _ROWS_AROUND, "", "n/a", "mesh.tp", "mesh.tp is 1")
         return
-    yield _row(s, "tp", what, "the products themselves", "on", "mesh.tp", kind="tp")
+    yield _row(s, "tp", _ROWS_AROUND, "the products themselves", "on", "mesh.tp")
 
 
 def _data(s: Settings) -> Iterator[Overlap]:
-    weights, gradients, strategy = "weights gathered", "gradients reduced", s.overlap.dp.strategy
+    strategy = s.overlap.dp.strategy
     if s.mesh.dp * s.mesh.tp == 1:
-        for what in (weights, gradients):
+        for what in (_WEIGHTS, _GRADIENTS):
             yield _row(s, "dp", what, "", "n/a", "mesh.dp", "mesh.dp is 1")
         return
     if strategy == "no_shard":
         why = "every rank has all weights"
-        yield _row(s, "dp", weights, "", "n/a", "overlap.dp.strategy", why)
+        yield _row(s, "dp", _WEIGHTS, "", "n/a", "overlap.dp.strategy", why)
     else:
         ahead = s.overlap.dp.prefetch
         how = "within a step a unit is gathered again when its slot was needed"
@@ -60,38 +69,36 @@ def _data(s: Settings) -> Iterator[Overlap]:
         under = f"the layers before, {ahead} passes ahead"
         exposed = "a gather starts when its reader is next: overlap.dp.prefetch is 0"
         state: State = "on" if ahead else "off"
-        yield _row(s, "dp", weights, under, state, "overlap.dp.prefetch", why if ahead else exposed, "gather")
+        yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
     once = strategy in ("no_shard", "optim")
     why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
-    yield _row(s, "dp", gradients, "backward of what follows", "on", "overlap.dp.strategy", why, "reduce")
+    yield _row(s, "dp", _GRADIENTS, "backward of what follows", "on", "overlap.dp.strategy", why)
 
 
 def _pipeline(s: Settings) -> Iterator[Overlap]:
-    forward, backward = "activations sent", "gradients sent"
     if s.mesh.pp == 1:
-        for what in (forward, backward):
+        for what in (_FORWARD, _BACKWARD):
             yield _row(s, "pp", what, "", "n/a", "mesh.pp", "mesh.pp is 1")
         return
     why = "lanes and groups of their own; needs no virtual stages"
-    yield _row(s, "pp", forward, "other microbatches", "on", why=why, kind="pp")
+    yield _row(s, "pp", _FORWARD, "other microbatches", "on", why=why)
     if s.overlap.defer_wgrad == "off":
-        yield _row(s, "pp", backward, "", "off", "overlap.defer_wgrad")
+        yield _row(s, "pp", _BACKWARD, "", "off", "overlap.defer_wgrad")
         return
     under = "weight gradients behind them"
     setting = "overlap.defer_wgrad" if separate_wgrads(s) else "overlap.pp.defer_layers"
-    yield _row(s, "pp", backward, under, "on", setting)
+    yield _row(s, "pp", _BACKWARD, under, "on", setting)
 
 
 def _experts(s: Settings) -> Iterator[Overlap]:
-    middle, ends = "rows to experts and back", "the same, at both ends of a step"
     if not has_experts(s) or s.mesh.ep == 1:
         setting, why = ("mesh.ep", "mesh.ep is 1") if has_experts(s) else ("model.experts", "the model has no experts")
-        for what in (middle, ends):
+        for what in (_TO_EXPERTS, _ENDS):
             yield _row(s, "ep", what, "", "n/a", setting, why)
         return
     under = "the other half of a merged step"
     merge, merge_ends = s.overlap.ep.merge, s.overlap.ep.merge_ends
     assert merge != "auto"
     assert merge_ends != "auto"
-    yield _row(s, "ep", middle, under, merge, "overlap.ep.merge", kind="a2a")
-    yield _row(s, "ep", ends, under, merge_ends, "overlap.ep.merge_ends")
+    yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
+    yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")
