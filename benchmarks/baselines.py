@@ -48,6 +48,16 @@ SHARDED_ADAMW = (
     "--blocks 4 --steps 2"
 )
 """With the optimizer, whose state leaves room for half of the layers."""
+DATA_PARALLEL = (
+    "--model.layers 6 --overlap.dp.strategy optim --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,"
+    "fully_shard_optim,fully_shard_optim_ce,fully_shard_no_shard,hocket"
+)
+"""Weights whole on every rank: as many layers as all of these programs can hold side by side."""
+DATA_PARALLEL_ADAMW = (
+    "llama3_8b --model.layers 4 --train.microbatches 1 --overlap.dp.strategy optim --blocks 4 --steps 2 "
+    "--against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
+)
+"""With the optimizer, which DDP runs on every rank for all weights."""
 PIPELINE = (
     "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 "
     "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
@@ -64,6 +74,8 @@ PRESETS = {
     "fsdp_peers": (f"{DENSE} {SHARDED_PEERS}", (4096,)),
     "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
     "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
+    "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
+    "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (EXPERTS, (4096, 8192)),
     "pipeline_peers": (PIPELINE, (2048,)),
 }

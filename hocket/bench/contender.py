@@ -106,11 +106,17 @@ CONTENDERS: dict[str, Entry] = {
     "fully_shard_unified": Entry(f"{_SHARDED}:unified", "hocket.fully_shard, slots, one group and queue"),
     "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, slots, gradients sent in fp32"),
     "fully_shard_copied": Entry(f"{_SHARDED}:copied", "hocket.fully_shard, slots, autograd's weight gradients"),
+    "fully_shard_optim": Entry(f"{_SHARDED}:optim", "hocket.fully_shard, the optimizer's state shared"),
+    "fully_shard_optim_ce": Entry(
+        f"{_SHARDED}:optim_copy_engine", "hocket.fully_shard, the optimizer's state shared, on copy engines", cuda=True
+    ),
+    "fully_shard_no_shard": Entry(f"{_SHARDED}:no_shard", "hocket.fully_shard, nothing shared"),
     "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel", model="whole"),
     "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),
     "fsdp2_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_fp32", "torch fully_shard, defaults, fp32 reduce"),
     "fsdp2_tuned": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned", "torch fully_shard, explicit prefetch"),
     "fsdp2_tuned_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned_fp32", "torch fully_shard, explicit prefetch, fp32 reduce"),
+    "fsdp2_kept": Entry(f"{_PEERS}.fsdp2:fsdp2_kept", "torch fully_shard, tuned, reshard_after_forward=False"),
     "ep_sync": Entry(f"{_PEERS}.fsdp2:ep_sync", "synchronous expert all-to-all beside fully_shard", model="moe"),
     "pipelining_1f1b": Entry(f"{_PEERS}.pipelining:one_f_one_b", "torch pipelining, 1F1B", pp="many"),
     "pipelining_interleaved": Entry(f"{_PEERS}.pipelining:interleaved", "torch pipelining, interleaved", pp="many"),

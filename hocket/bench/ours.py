@@ -44,14 +44,15 @@ class Planned:
         self.engine.init_weights()
         self.lr = config.train.lr
         plan, overlap = (", ".join(f"{name} = {value}" for name, value in part.items()) for part in _parts(config))
+        whole = config.overlap.dp.strategy == "no_shard"
         self.settings: Mapping[str, str] = {
             "plan": plan,
             "overlap": overlap,
             "transport": transport,
-            "weights": "fp32 shards, cast by each gather",
+            "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
             "reduce": f"{config.train.dtype}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
-            "optimizer": "AdamW (foreach) on fp32 shards" if workload.optimizer else "none",
+            "optimizer": "AdamW (foreach) on what is fp32" if workload.optimizer else "none",
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

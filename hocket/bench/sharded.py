@@ -21,6 +21,7 @@ from hocket.bench.ours import Muted
 from hocket.bench.peers.fsdp2 import meshes
 from hocket.bench.plain import Exchange, adamw, backward, first_value, plain_model
 from hocket.bench.workload import Workload
+from hocket.config import Strategy
 from hocket.fsdp.linear import drop_sink
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -45,6 +46,7 @@ class How:
     fp32_wire: bool = False
     copied: bool = False
     """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
+    strategy: Strategy = "optim_grads_params"
 
 
 def fully_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -73,6 +75,18 @@ def fp32_wire(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 def copied(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How(copied=True))
+
+
+def optim(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(fixed=False, strategy="optim"))
+
+
+def optim_copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How("copy_engine", strategy="optim"))
+
+
+def no_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(fixed=False, strategy="no_shard"))
 
 
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -110,6 +124,7 @@ class Sharded:
         self.context = hocket.fully_shard(
             self.model,
             units=[self.model.embed, *self.model.layers.values(), self.model.head],
+            strategy=how.strategy,
             place=self._place(where.ep),
             precision=precision,
             options=options,
@@ -123,7 +138,7 @@ class Sharded:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
             self.optimizer = adamw(shards, [len(shard.full_shape) for shard in shards], workload)
         self.settings: Mapping[str, str] = self._settings(options, device)
-        if how.fixed:
+        if how.fixed and how.strategy == "optim_grads_params":
             _lenders[id(workload)] = self
 
     def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.Placement | None] | None:
@@ -143,15 +158,17 @@ class Sharded:
 
     def _settings(self, options: hocket.ShardOptions, device: torch.device) -> dict[str, str]:
         dtype, how, mesh = self.workload.config.train.dtype, self.how, self.workload.mesh
+        late = how.strategy in ("no_shard", "optim")
+        slots = f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic"
         found = {
-            "strategy": "optim_grads_params",
+            "strategy": how.strategy,
             "units": "each layer, embedding, head",
             "weights": f"fp32 shards, cast to {dtype} as they are gathered",
-            "memory of gathered weights": f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic",
+            "memory of gathered weights": "whole, until the next update" if late else slots,
             "prefetch": f"{PREFETCH} units",
             "transport": f"{TRANSPORTS[how.transport]}; {SMS}" if device.type == "cuda" else "gloo",
             "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
-            "reduce": f"{'fp32' if how.fp32_wire else dtype}, added to fp32, after every microbatch",
+            "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
             "weight gradients": "autograd's, copied" if how.copied else "linear layers write them where they are sent",
             "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
@@ -159,6 +176,9 @@ class Sharded:
         }
         if mesh.ep > 1:
             found["experts"] = f"synchronous all-to-all, sharded over {mesh.edp} ranks"
+        if how.strategy == "no_shard":
+            found |= {"weights": f"fp32 and {dtype}, whole on every rank", "memory of gathered weights": "none"}
+            found["optimizer"] = found["optimizer"].replace("fp32 shards", "whole fp32 weights, on every rank")
         return found
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

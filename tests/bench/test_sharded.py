@@ -23,6 +23,7 @@ from tests.helpers.ranks import run_ranks
 EVERY = [f"fully_shard{way}" for way in ("", "_slots", "_unified", "_fp32_wire", "_copied")]
 CASES = {
     "dense": (2, workload(2), ["hocket", *EVERY]),
+    "weights whole": (2, workload(2), ["hocket", "fully_shard_optim", "fully_shard_no_shard", "ddp", "fsdp2_kept"]),
     "experts spread": (2, workload(2, 2, moe=True), ["hocket", "fully_shard", "fully_shard_copied"]),
     "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "fully_shard", "fully_shard_slots"]),
 }

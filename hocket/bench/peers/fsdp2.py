@@ -37,6 +37,8 @@ class Options:
 
     tuned: bool = False
     fp32_reduce: bool = False
+    kept: bool = False
+    """Whether weights stay gathered from forward to backward."""
 
 
 def fsdp2(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -53,6 +55,10 @@ def fsdp2_tuned(workload: Workload, rank: int, device: torch.device) -> Contende
 
 def fsdp2_tuned_fp32(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Fsdp2(workload, rank, device, Options(tuned=True, fp32_reduce=True))
+
+
+def fsdp2_kept(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Fsdp2(workload, rank, device, Options(tuned=True, kept=True))
 
 
 def ep_sync(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -120,12 +126,12 @@ class Fsdp2:
                 # gloo cannot multiply while it sums, and NCCL's result is wrong in bf16 (torch 2.11).
                 experts.set_force_sum_reduction_for_comms(True)
         for layer in layers:
-            keep = self.options.tuned and layer is layers[-1]
+            keep = self.options.kept or (self.options.tuned and layer is layers[-1])
             shard(layer, self.dp, policy, reshard=not keep, ignored=ignored)
         if self.options.tuned:
             assert model.embed is not None
             assert model.head is not None
-            shard(model.embed, self.dp, policy)
+            shard(model.embed, self.dp, policy, reshard=not self.options.kept)
             shard(model.head, self.dp, policy, reshard=False)
         shard(model, self.dp, policy, ignored=ignored)
         if self.options.tuned:
@@ -135,10 +141,11 @@ class Fsdp2:
         dtype, tuned, mesh = self.workload.config.train.dtype, self.options.tuned, self.workload.mesh
         ahead = f"{PREFETCH} layers ahead, explicit, in forward and backward"
         late = "once a step" if self.late_reduce else "after every microbatch"
+        kept = "none: reshard_after_forward=False" if self.options.kept else ""
         found = {
             "weights": f"fp32 shards, cast to {dtype} before every gather",
             "units": "each layer, embedding, head" if tuned else "each layer; embedding and head in the root",
-            "reshard after forward": "all but last layer and head" if tuned else "all but the root",
+            "reshard after forward": kept or ("all but last layer and head" if tuned else "all but the root"),
             "prefetch": ahead if tuned else "default (implicit)",
             "reduce": f"{'fp32' if self.options.fp32_reduce else dtype}, {late}",
             "memory from the process group": "off: it serves NVLink multicast, which is off",
