@@ -133,11 +133,11 @@ def test_all_strategies_have_the_same_bits() -> None:
     run_ranks(strategies, 2, backend="nccl", timeout=120)
 
 
-def transports(rank: int) -> None:
+def transports(rank: int, strategy: str) -> None:
     results: dict[str, list[Tensor]] = {}
     every: tuple[ShardTransport, ...] = ("nccl", "copy_engine_gathers", "copy_engine")
     for transport in every:
-        training = Training(rank, transport=transport, slots=2, wire=torch.float32)
+        training = Training(rank, strategy, transport=transport, slots=2, wire=torch.float32)
         losses = [training.step() for _ in range(5)]
         results[transport] = [*losses, *training.weights()]
         training.ctx.close()
@@ -146,9 +146,24 @@ def transports(rank: int) -> None:
             assert torch.equal(ours, wanted), transport
 
 
-def test_transports_have_the_same_bits() -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_transports_have_the_same_bits(strategy: str) -> None:
     """Gathers move bytes; the sums of two fp32 gradients are the same wherever they are made."""
-    run_ranks(transports, 2, backend="nccl", timeout=200)
+    run_ranks(transports, 2, strategy, backend="nccl", timeout=200)
+
+
+def buckets(rank: int) -> None:
+    first: list[Tensor] = []
+    for options in ({}, {"bucket": "5M params"}, {"bucket": "16MiB", "transport": "copy_engine"}):
+        training = Training(rank, "optim", wire=torch.float32, microbatches=1, **options)
+        found = [*(training.step() for _ in range(4)), *whole(training)]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), options
+        training.ctx.close()
+
+
+def test_buckets_change_no_bit() -> None:
+    run_ranks(buckets, 2, backend="nccl", timeout=120)
 
 
 def residency(rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from hocket.config import (
     OverlapConfig,
     PipelineOverlap,
     PlanConfig,
+    Strategy,
     TrainConfig,
 )
 from hocket.engine import Engine
@@ -85,7 +86,8 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
-    sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN}), rank, device)
+    same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy}
+    sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN, **same_sums}), rank, device)
     turns = config.plan.order == "zb_v"
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
@@ -130,7 +132,7 @@ def check_on(world: int, config: Config, seeds: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("strategy", get_args(Strategy))
 def test_merged_equals_sequential_under_random_delays(strategy: Any) -> None:
     check(planned(BASE, strategy=strategy), SEEDS)
 
