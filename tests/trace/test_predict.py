@@ -91,7 +91,7 @@ def _measured(paths: list[Path]) -> Any:
         (lambda run: run | {"version": 2}, "has version 2, this hocket reads version 1"),
         (lambda run: run | {"settings": 3}, "has no settings"),
         (lambda run: _without(run, "mesh", "ep"), "settings.mesh lacks ep, so it was written by another version"),
-        (lambda run: _with(run, "mesh", "tp", 2), "settings.mesh has an unknown tp"),
+        (lambda run: _with(run, "mesh", "cp", 2), "settings.mesh has an unknown cp"),
         (lambda run: _with(run, "model", "vocab", None), r"model\.vocab = None .*: not a whole number"),
         (lambda run: _with(run, "mesh", "dp", 0), r"mesh\.dp = 0 .*: out of range"),
         (lambda run: _with(run, "mesh", "ep", 3), r"mesh\.ep = 3 .*; fix: "),
