@@ -25,6 +25,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list the recipes
 
+In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.
 Every setting of a recipe can be changed, for example --train.steps 50 --overlap.ep.merge off --data.paths my/texts
 hocket train RECIPE --help lists them all; hocket plan RECIPE --help also has --ops, --svg, --html and --json.
 HOCKET_DEBUG=1 shows tracebacks."""

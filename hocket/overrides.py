@@ -14,20 +14,19 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.former import FORMER
 from hocket.leaves import describe, leaf, types
-from hocket.resolve import stop_if
+from hocket.suggest import meant_setting
 
 
-def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted name -> flag as typed, for every setting among command-line arguments.
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
 
-    `others` are the flags of the command itself with the type of their value (bool: none). Raises ValueError for
-    unknown flags, lists given twice, wrong values, and words that belong to no flag. Of other settings given twice
-    the last one counts.
+    `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
+    lists given twice, wrong values, words that belong to no flag. Of other settings given twice the last one counts.
     """
     known = types()
     found: dict[str, str] = {}
     problems: list[str] = []
-    for flag, words in _split(arguments, problems):
+    for flag, words in split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
         if name in others:
             problems += _check_other(flag, words, others[name])
@@ -38,11 +37,10 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
             problems += _check(name, flag, words, config)
         else:
             problems.append(_unknown(flag, name, [*known, *others]))
-    stop_if(problems)
-    return found
+    return found, problems
 
 
-def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
     """Cut arguments into (flag, its values)."""
     cut: list[tuple[str, list[str]]] = []
     for word in arguments:
@@ -59,11 +57,8 @@ def _split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, lis
 def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
     if name in FORMER:
         return f"{flag} (command line): {name} is {FORMER[name]} now; fix: --{FORMER[name]}"
-    close = difflib.get_close_matches(name, [*known, *FORMER], n=1, cutoff=0.5)
-    # A right name in the wrong section, or without one, is a likely slip.
-    close = [k for k in known if k.split(".")[-1] == name.split(".")[-1]][:1] or close
-    suggested = FORMER.get(close[0], close[0]) if close else ""
-    hint = f"did you mean --{suggested}?" if close else "hocket train RECIPE --help lists all settings"
+    close = meant_setting(name, known)
+    hint = f"did you mean --{close}?" if close else "hocket train RECIPE --help lists all settings"
     return f"{flag} (command line): there is no such setting; fix: {hint}"
 
 

@@ -6,7 +6,11 @@ Any setting of a recipe can be changed on the command line, as in `hocket train 
 from __future__ import annotations
 
 import difflib
+import importlib
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
 
 from hocket.config import (
     Config,
@@ -106,10 +110,44 @@ def describe(name: str) -> str:
     return (RECIPES[name].__doc__ or "").strip().splitlines()[0]
 
 
-def recipe(name: str) -> Config:
-    """The configuration of a recipe. Raises ValueError for an unknown name, with a suggestion."""
+def recipe(name: str, origin: str = "command line") -> Config:
+    """The configuration of a recipe, or of a function written `module:function`.
+
+    `origin` is where the name was given. Raises ValueError for an unknown name, with a suggestion.
+    """
+    if ":" in name:
+        return _from_function(name, origin)
     if name in RECIPES:
         return RECIPES[name]()
     close = difflib.get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
-    raise ValueError(f"recipe = {name} (command line): there is no such recipe; fix: {hint}")
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}, or module:function"
+    raise ValueError(f"recipe = {name} ({origin}): there is no such recipe; fix: {hint}")
+
+
+def _from_function(name: str, origin: str) -> Config:
+    """The configuration that a user's function returns. Its module is looked for in the current folder too."""
+    module, _, function = name.partition(":")
+
+    def refuse(reason: str, fix: str) -> NoReturn:
+        raise ValueError(f"recipe = {name} ({origin}): {reason}; fix: {fix}")
+
+    sys.path.insert(0, "")
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        refuse(f"{module} cannot be imported: {error}", "module:function, as Python would import it from here")
+    finally:
+        sys.path.remove("")
+    make = getattr(loaded, function, None)
+    if not callable(make):
+        known = [each for each, value in vars(loaded).items() if callable(value) and not each.startswith("_")]
+        close = difflib.get_close_matches(function, known, n=1)
+        refuse(f"{module} has no function {function}", f"did you mean {close[0]}?" if close else "name one that it has")
+    try:
+        config = make()
+    except (TypeError, ValueError) as error:
+        refuse(f"it fails: {error}", "a function without arguments that returns a hocket.config.Config")
+    if not isinstance(config, Config):
+        refuse(f"it returns {type(config).__name__}", "a function that returns a hocket.config.Config")
+    named = config.run.name != RunConfig().name
+    return config if named else replace(config, run=replace(config.run, name=function))

@@ -7,14 +7,15 @@ All broken rules are reported at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hocket.config import Config
 from hocket.decision import Decision
 from hocket.ends_choice import choose_ends
 from hocket.hop_choice import choose_hops, stride_remark
-from hocket.leaves import changed, leaf, out_of_bounds
+from hocket.leaves import changed, leaf, out_of_bounds, show
+from hocket.origins import DEFAULTS, Implied
 from hocket.parallel.stages import costs_of, hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages
@@ -79,8 +80,11 @@ def resolve(
     # What the rules let pass because the user did not ask for it is still worth a remark.
     for rule in RULES:
         setting = rule.settings[0]
-        if rule.only_if_set and setting not in decided and rule.broken(config, host):
+        came_with = setting in origins or leaf(config, setting) != leaf(DEFAULTS, setting)
+        if rule.only_if_set and came_with and setting not in decided and rule.broken(config, host):
             decisions.append(_remark(rule, config, host, origins))
+    implied = [(name, origin) for name, origin in origins.items() if isinstance(origin, Implied)]
+    decisions += [decision for name, origin in implied for decision in _lost(config, name, origin)]
     decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(config, costs)]
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
@@ -92,6 +96,14 @@ def _remark(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) 
     value, source = leaf(config, setting), origins.get(setting) or origins.get("", "configuration")
     reason, fix = (rule_text(text, config, host) for text in (rule.reason, rule.fix))
     return Decision(setting=setting, value=value, asked=value, source=source, reasons=(reason,), fix=fix)
+
+
+def _lost(config: Config, setting: str, origin: Implied) -> Iterator[Decision]:
+    """What a preset wanted and a recipe did not, as a decision."""
+    if origin.by:
+        value, fix = leaf(config, setting), f"{setting} = {show(origin.lost)} in a file or on the command line"
+        reasons = (f"{origin} sets it, and comes before a preset",)
+        yield Decision(setting=setting, value=value, asked=origin.lost, source=origin.by, reasons=reasons, fix=fix)
 
 
 def stop_if(problems: list[str]) -> None:

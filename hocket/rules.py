@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from hocket.config import Config
 from hocket.leaves import line
+from hocket.origins import asked
 from hocket.plan.layer import order_problem
 from hocket.plan_rules import PLAN_RULES, stages
 from hocket.rule import Host, Rule
@@ -214,13 +215,13 @@ def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list
     return [
         rule_line(rule, config, host, origins)
         for rule in RULES
-        if not (rule.only_if_set and rule.settings[0] not in origins) and rule.broken(config, host)
+        if not (rule.only_if_set and not asked(origins, rule.settings[0])) and rule.broken(config, host)
     ]
 
 
 def rule_line(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) -> str:
     """A broken rule as one line, about the setting that the user touched if there is one, else about the first."""
-    setting = next((name for name in rule.settings if name in origins), rule.settings[0])
+    setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
     return line(config, origins, setting, rule_text(rule.reason, config, host), rule_text(rule.fix, config, host))
 
 

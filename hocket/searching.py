@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hocket.config import Config
 from hocket.leaves import changed, leaf, show, types
+from hocket.origins import begun_with
 from hocket.parallel.stages import layout_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Hardware, Measurement
@@ -233,14 +234,15 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 
 
 def words(task: Task, changes: Changes) -> list[str]:
-    """What to give to `hocket train` for a plan: the recipe, what the user set, and what the search changed.
+    """What to give to `hocket train` for a plan: the recipe or file, what the user set, and what the search changed.
 
     Also what `auto` would choose otherwise there, since it does not know the costs that the search knows.
     """
     settings, there = task.settled(changes), task.settled(changes, model_costs)
-    given = {*task.origins, *changes, *(name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))}
+    start, filed = begun_with(task.origins)
+    given = {*(task.origins.keys() - filed), *changes, *(name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))}
     flags = (_flag(name, leaf(settings, name)) for name in types() if name in given)
-    return [settings.run.name, *(word for flag in flags for word in flag)]
+    return [start or settings.run.name, *(word for flag in flags for word in flag)]
 
 
 def _flag(name: str, value: Any) -> list[str]:

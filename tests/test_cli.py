@@ -19,6 +19,7 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
 from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
+from hocket.leaves import leaf, types
 from hocket.overrides import given
 from hocket.recipes import RECIPES, recipe
 from hocket.train.signals import StopRequest
@@ -140,11 +141,12 @@ def test_all_mistakes_are_reported_at_once(capsys):
 def test_every_setting_can_be_given_its_own_value_back():
     config = recipe("tiny")
     words = []
-    for section in ("model", "mesh", "plan", "data", "train", "run"):
-        for name, value in vars(getattr(config, section)).items():
-            values = value if isinstance(value, tuple) else (value,)
-            words += [f"--{section}.{name}", *map(str, values)]
-    assert len(given(words, config, {})) == len([word for word in words if word.startswith("--")])
+    for name in types():
+        value = leaf(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"--{name}", *map(str, values)]
+    assert [*given(words, config, {})[0]] == [*types()]
+    assert not given(words, config, {})[1]
 
 
 # -------------------------------------------------------------------------------------------------------- plan

@@ -11,8 +11,9 @@ import tyro
 
 from hocket.config import Config
 from hocket.leaves import changed, problem
-from hocket.overrides import given
-from hocket.recipes import recipe
+from hocket.overrides import given, split
+from hocket.resolve import stop_if
+from hocket.sources import begin
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,12 @@ class RecipeOptions:
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     gpus: int = 0
-    """Number of ranks: sets mesh.dp to gpus / mesh.pp. 0 leaves the mesh alone."""
+    """Number of ranks: sets mesh.dp to what is left of gpus beside the other axes. 0 leaves the mesh alone."""
+    recipe: str = ""
+    """Recipe that a file builds on, or module:function of your own."""
+    preset: str = ""
+    """Settings of several switches at once, weaker than all that a recipe, a file or a flag says: throughput, memory or
+    debug."""
 
 
 Options = TypeVar("Options", bound=RecipeOptions)
@@ -30,37 +36,41 @@ Options = TypeVar("Options", bound=RecipeOptions)
 def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options, dict[str, str]]:
     """The options of `hocket COMMAND RECIPE --setting value ...`, and where each setting came from.
 
-    `words` are what follows the command. Raises ValueError for whatever the user can mend.
+    `words` are what follows the command; in place of the recipe there may be a TOML file. Raises ValueError for what
+    the user can mend.
     """
     if words and words[0] in ("-h", "--help"):
         words = ["tiny", *words]
-    if not words or words[0].startswith("-"):
-        fix = f"hocket {command} tiny, or see hocket recipes"
+    name, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("", words)
+    early = {flag: values[0] for flag, values in split(flags, []) if flag in ("--recipe", "--preset") and values}
+    if not name and "--recipe" not in early:
+        fix = f"hocket {command} tiny, hocket {command} run.toml, or see hocket recipes"
         raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
-    name, *flags = words
-    default = recipe(name)
+    start = begin(name, early.get("--recipe", ""), early.get("--preset", ""))
     own = {flag.rstrip("_"): hint for flag, hint in get_type_hints(kind).items() if flag != "config"}
-    origins = {} if {"-h", "--help"} & set(flags) else given(flags, default, own)
-    options = tyro.cli(
-        kind, args=flags, default=kind(config=default), prog=f"hocket {command} {name}", use_underscores=True
-    )
+    origins, problems = ({}, []) if {"-h", "--help"} & set(flags) else given(flags, start.config, own)
+    stop_if([*start.problems, *problems])
+    prog = f"hocket {command} {name or early['--recipe']}"
+    options = tyro.cli(kind, args=flags, default=kind(config=start.config), prog=prog, use_underscores=True)
     if options.gpus:
         options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
-    return options, {"": f"recipe {name}", **origins}
+    return options, {**start.origins, **origins}
 
 
 def _spread(options: Options, origins: dict[str, str]) -> Options:
     """The options on `--gpus` ranks."""
-    pp = options.config.mesh.pp
+    mesh = options.config.mesh
+    others = mesh.pp * mesh.tp
     if "mesh.dp" in origins:
         raise ValueError(
             f"gpus = {options.gpus} (command line, --gpus): sets mesh.dp, and {origins['mesh.dp']} does too; "
             "fix: leave one of them out"
         )
-    if options.gpus < 0 or options.gpus % pp:
-        reason, fix = f"cannot be split over mesh.pp = {pp}", "a multiple of mesh.pp, or change mesh.pp"
+    if options.gpus < 0 or options.gpus % others:
+        reason = f"cannot be split over mesh.pp = {mesh.pp}" + (f" x mesh.tp = {mesh.tp}" if mesh.tp > 1 else "")
+        fix = f"a multiple of {others}, or another mesh"
         raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
-    return replace(options, config=changed(options.config, {"mesh.dp": options.gpus // pp}))
+    return replace(options, config=changed(options.config, {"mesh.dp": options.gpus // others}))
 
 
 def write(target: str, content: str | bytes) -> None:

@@ -1,0 +1,164 @@
+"""Where a configuration comes from: defaults < a preset < a recipe < a TOML file < the command line.
+
+A recipe is a function that returns a whole `Config`; what it leaves at its default, it did not set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from hocket.config import Config
+from hocket.former import FORMER
+from hocket.leaves import changed, describe, is_a, leaf, problem, types
+from hocket.origins import DEFAULTS, Implied
+from hocket.presets import preset
+from hocket.recipes import recipe
+from hocket.suggest import meant, meant_setting
+from hocket.tomlfile import Entry, read
+
+NAMES = ("recipe", "preset")
+"""Keys of a file that are not settings: what it builds on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with, before the settings of the command line."""
+
+    config: Config
+    origins: Mapping[str, str]
+    problems: tuple[str, ...] = ()
+    """What is wrong with the file; the configuration then lacks it."""
+
+
+def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
+    """The configuration that a recipe or file names, with what it builds on.
+
+    `name` is a recipe, `module:function` or a file; empty if the recipe is given by flag. Raises ValueError for names
+    that do not exist; what is wrong inside a file is returned.
+    """
+    file = name if is_file(name) else ""
+    entries = read(file) if file else []
+    problems: list[str] = []
+    named = {entry.name: entry for entry in entries if entry.name in NAMES}
+    problems += [_misnamed(file, entry) for entry in named.values() if not isinstance(entry.value, str)]
+    if not file and name and recipe_flag:
+        raise ValueError(
+            f"recipe = {recipe_flag} (command line, --recipe): {name} is one too; fix: leave one of them out"
+        )
+    words = {
+        key: _named(named.get(key), flag, file) for key, flag in (("recipe", recipe_flag), ("preset", preset_flag))
+    }
+    chosen, where = (name, "command line") if name and not file else words["recipe"]
+    base = recipe(chosen, where) if chosen else Config()
+    origins: dict[str, str] = {"": f"recipe {chosen}" if chosen else "default"}
+    config, weaker = _with_preset(base, *words["preset"], origins[""])
+    origins |= weaker
+    changes: dict[str, Any] = {}
+    for entry in entries:
+        if entry.name not in NAMES:
+            found = _check(file, entry)
+            problems += [found] if isinstance(found, str) else []
+            changes |= found if isinstance(found, dict) else {}
+            origins |= dict.fromkeys(found, f"{file}:{entry.line}") if isinstance(found, dict) else {}
+    if file and "run.name" not in changes:  # two files that build on one recipe are two runs
+        changes["run.name"] = Path(file).stem
+    return Start(config=changed(config, changes), origins=origins, problems=tuple(problems))
+
+
+def is_file(name: str) -> bool:
+    """Whether a word names a file rather than a recipe."""
+    return name.endswith(".toml") or (":" not in name and "/" in name)
+
+
+def _named(entry: Entry | None, flag: str, file: str) -> tuple[str, str]:
+    """A recipe's or preset's name and where that was said; the command line comes before the file."""
+    if flag:
+        return flag, "command line"
+    return (entry.value, f"{file}:{entry.line}") if entry and isinstance(entry.value, str) else ("", "")
+
+
+def _with_preset(base: Config, name: str, where: str, recipe_text: str) -> tuple[Config, dict[str, str]]:
+    """A recipe's configuration with a preset below it, and the origins that this gives."""
+    if not name:
+        return base, {}
+    changes, origins = {}, dict[str, str]()
+    for setting, value in preset(name, where).items():
+        there = leaf(base, setting)
+        if there == leaf(DEFAULTS, setting):
+            changes[setting] = value
+            origins[setting] = Implied(f"preset {name}")
+        elif there != value:
+            origins[setting] = Implied(recipe_text, lost=value, by=f"preset {name}")
+    return changed(base, changes), origins
+
+
+def _check(file: str, entry: Entry) -> dict[str, Any] | str:
+    """What a key sets, or what is wrong with it."""
+    where, name = f"{file}:{entry.line}", entry.name
+    inside = [each for each in types() if each.startswith(f"{name}.")]
+    if isinstance(entry.value, dict):
+        return _table(file, entry, inside)
+    if inside:
+        example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"
+        return f"{name} = {entry.value} ({where}): is a table of settings; fix: {example}"
+    if name not in types():
+        return _unknown(name, where)
+    value, hint = as_setting(entry.value), types()[name]
+    if is_a(value, hint):
+        return {name: value}
+    return problem(name, value, {name: where}, f"not {describe(hint)}", _fix(value, hint))
+
+
+def _table(file: str, entry: Entry, inside: list[str]) -> dict[str, Any] | str:
+    """What a table in braces sets, or an empty one."""
+    name, where = entry.name, f"{file}:{entry.line}"
+    if name in types():
+        return f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {_example(name)}"
+    if not inside:
+        return _unknown(name, where)
+    changes: dict[str, Any] = {}
+    for key, value in entry.value.items():
+        found = _check(file, Entry(f"{name}.{key}", value, entry.line))
+        if isinstance(found, str):
+            return found
+        changes |= found
+    return changes
+
+
+def as_setting(value: Any) -> Any:
+    """A value of TOML as settings have it: arrays are tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _unknown(name: str, where: str) -> str:
+    if name in FORMER:
+        return f"{name} ({where}): is {FORMER[name]} now; fix: {FORMER[name]}"
+    close = meant_setting(name, [*types(), *sections(), *NAMES])
+    fix = f"did you mean {close}?" if close else "hocket train RECIPE --help lists all settings"
+    return f"{name} ({where}): there is no such setting; fix: {fix}"
+
+
+def sections() -> list[str]:
+    """Dotted names of all tables."""
+    names = dict.fromkeys(name.rsplit(".", n)[0] for name in types() for n in (1, 2) if name.count(".") >= n)
+    return list(names)
+
+
+def _misnamed(file: str, entry: Entry) -> str:
+    return f'{entry.name} = {entry.value} ({file}:{entry.line}): not text; fix: {entry.name} = "a name"'
+
+
+def _fix(value: Any, hint: Any) -> str:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = [option for kind in kinds for option in get_args(kind) if isinstance(option, str)]
+    close = meant(value, options) if isinstance(value, str) else ""
+    return f"did you mean {close}?" if close else f"give {describe(hint)}"
+
+
+def _example(name: str) -> str:
+    value = leaf(DEFAULTS, name)
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,126 @@
+"""Settings from a TOML file, each with the line that it stands on.
+
+The standard library's parser gives values without lines, and stops at the first mistake. So lines are found by a scan
+of our own, which knows keys, tables, strings and brackets, and nothing of values.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORD = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+_NAME = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
+_TABLE = re.compile(rf"\s*\[\s*({_NAME})\s*\]")
+_KEY = re.compile(rf"\s*({_NAME})\s*=")
+_QUOTES = ('"""', "'''", '"', "'")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a file."""
+
+    name: str
+    """Dotted, with the tables it is in."""
+    value: Any
+    """A dictionary for a table that is written in braces, or is empty."""
+    line: int
+    """Counted from 1."""
+
+
+def read(path: str) -> list[Entry]:
+    """The keys of a file in their order. Raises ValueError for a file that cannot be read, with all double keys."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise ValueError(f"{path} (command line): {reason}; fix: name a TOML file that is there") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} (command line): not text; fix: a TOML file, in UTF-8") from None
+    lines = list(keys(text))
+    if double := _double(path, lines):
+        raise ValueError("\n".join(double))
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(_not_toml(path, str(error))) from None
+    return [
+        Entry(name, _value(tree, name), line) for name, line in lines if not _has_keys(_value(tree, name), name, lines)
+    ]
+
+
+def _has_keys(value: Any, name: str, lines: list[tuple[str, int]]) -> bool:
+    """Whether a name is that of a table whose keys are listed themselves."""
+    return isinstance(value, dict) and any(other.startswith(f"{name}.") for other, _ in lines)
+
+
+def keys(text: str) -> Iterator[tuple[str, int]]:
+    """Name and line of every table and key, in their order; keys inside braces are not looked for."""
+    table, depth, quote = "", 0, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        start = 0
+        if not depth and not quote:
+            if found := _TABLE.match(line):
+                table = _plain(found[1])
+                yield table, number
+                continue
+            found = _KEY.match(line)
+            if not found:
+                continue
+            name = _plain(found[1])
+            yield f"{table}.{name}" if table else name, number
+            start = found.end()
+        depth, quote = _scan(line, start, depth, quote)
+
+
+def _scan(line: str, at: int, depth: int, quote: str) -> tuple[int, str]:
+    """How deep in brackets, and in which string of several lines, a line ends."""
+    while at < len(line):
+        if quote:
+            if line[at] == "\\" and quote[0] == '"':
+                at += 2
+            elif line.startswith(quote, at):
+                at, quote = at + len(quote), ""
+            else:
+                at += 1
+        elif line[at] == "#":
+            break
+        elif opened := next((each for each in _QUOTES if line.startswith(each, at)), ""):
+            at, quote = at + len(opened), opened
+        else:
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(line[at], 0)
+            at += 1
+    return max(depth, 0), quote if len(quote) == 3 else ""
+
+
+def _plain(name: str) -> str:
+    """A key without quotes and spaces."""
+    return ".".join(part.strip("\"'") for part in re.findall(_WORD, name))
+
+
+def _value(tree: Any, name: str) -> Any:
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _double(path: str, lines: list[tuple[str, int]]) -> list[str]:
+    first: dict[str, int] = {}
+    found = []
+    for name, line in lines:
+        if name in first:
+            found.append(f"{name} ({path}:{line}): is in line {first[name]} already; fix: keep one of them")
+        first.setdefault(name, line)
+    return found
+
+
+def _not_toml(path: str, message: str) -> str:
+    place = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)", message)
+    reason = message[: place.start()] if place else message
+    line = f":{place[1]}" if place and place[1] else ""
+    hint = 'settings look like steps = 50 below [train], and texts have quotes, as in order = "1f1b"'
+    return f"{path}{line}: not TOML: {reason[:1].lower()}{reason[1:]}; fix: {hint}"
