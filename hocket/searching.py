@@ -240,7 +240,8 @@ def words(task: Task, changes: Changes) -> list[str]:
     """
     settings, there = task.settled(changes), task.settled(changes, model_costs)
     start, filed = begun_with(task.origins)
-    given = {*(task.origins.keys() - filed), *changes, *(name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))}
+    otherwise = (name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))
+    given = {*(task.origins.keys() - filed), *changes, *otherwise}
     flags = (_flag(name, leaf(settings, name)) for name in types() if name in given)
     return [start or settings.run.name, *(word for flag in flags for word in flag)]
 

@@ -21,6 +21,7 @@ from hocket.commands.train import Train
 from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
 from hocket.leaves import leaf, types
 from hocket.overrides import given
+from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, recipe
 from hocket.train.signals import StopRequest
 from tests.helpers.command import ALONE, SMALL, alive, children_of, end_all, finish, hocket, start, text_in, wait_for
@@ -43,11 +44,12 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 # ------------------------------------------------------------------------------------------------------- words
 
 
-def test_recipes_are_listed_with_a_line_each(capsys):
+def test_recipes_and_presets_are_listed_with_a_line_each(capsys):
     code, out, _ = command(capsys, "recipes")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(RECIPES)
-    assert all(len(line.split()) > 4 for line in out.splitlines())
+    lines = [line.split() for line in out.splitlines() if line]
+    assert [line[0] for line in lines] == [*RECIPES, "presets,", *PRESETS]
+    assert all(len(line) > 4 for line in lines if line[0] != "presets,")
 
 
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ("help",)])
