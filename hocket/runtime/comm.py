@@ -1,17 +1,18 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
 This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
-collectives. Every purpose and direction has a group of its own (`parallel/mesh.py` says which ranks), created and
-warmed in one order on all ranks before the first step, so that no collective creates anything while lanes are running.
+collectives; `connect.py` chooses a group's transport. Every purpose and direction has a group of its own
+(`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
+collective creates anything while lanes are running.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,12 @@ from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime import pushed_rows
 from hocket.runtime.blocks import Blocks
-from hocket.runtime.copy_engine import CopyEngine, copy_engine_options, place, refuse
-from hocket.runtime.lanes import Side
-from hocket.runtime.peer_copies import CopiedRows, peer_copies
-from hocket.runtime.pretended import Link, Null, Slow
-from hocket.runtime.pushed_rows import PushedRows, pushes
-from hocket.runtime.token_copies import CopyingNccl, copied_tokens
+from hocket.runtime.connect import CommOptions, TransportName, connect
+from hocket.runtime.copy_engine import CopyEngine, place, refuse
+from hocket.runtime.pretended import Link
+from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
-from hocket.runtime.transports import Gloo, Local, Nccl, Pending, Reduction, RowTable, Transport, Window, nccl_options
+from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
 
 __all__ = [
     "CommOptions",
@@ -48,7 +47,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
 
 def join_world(gpus: bool, timeout: float) -> None:
@@ -86,27 +84,6 @@ def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-@dataclass(frozen=True)
-class CommOptions:
-    """How groups are made. Times in seconds, sizes in SMs."""
-
-    timeout: float = 300.0
-    max_ctas: int = 16
-    """SMs of one collective on NCCL."""
-    p2p_ctas: int = 4
-    """SMs of one pipeline send or receive on NCCL."""
-    arrival: int = 64 << 20
-    """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
-    tokens: int = 0
-    """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
-    device_splits: bool = False
-    """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
-    links: Mapping[Purpose, Link] = field(default_factory=dict)
-    """The emulated network of the slow transport; purposes that are missing are not slowed."""
-    spin: Callable[[float], None] | None = None
-    """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
 
 
 class Group:
@@ -297,7 +274,7 @@ def make_groups(
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
             # Members or not, all ranks of the world take part in making a group.
-            moved_by = _connect(purpose, ranks, rank, device, transport, options)
+            moved_by = connect(purpose, ranks, rank, device, transport, options)
             if moved_by is not None:
                 field_name = _field(purpose, ranks, rank, mesh)
                 mine[field_name] = Group(field_name, ranks, ranks.index(rank), moved_by)
@@ -321,7 +298,7 @@ def make_group(
     if transport in COPIED:
         places = everyone(place())
         refuse([places[member] for member in ranks])
-    moved_by = _connect(purpose, ranks, rank, device, transport, options or CommOptions())
+    moved_by = connect(purpose, ranks, rank, device, transport, options or CommOptions())
     if moved_by is None:
         return None
     group = Group(purpose, ranks, ranks.index(rank), moved_by)
@@ -338,55 +315,6 @@ def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> s
     part = "act" if purpose == "pp_fwd" else "grad"
     sends = (ranks[0] == rank) == (part == "act")
     return f"{'send' if sends else 'recv'}_{part}{'_back' if mesh.goes_back(ranks) else ''}"
-
-
-def _connect(
-    purpose: Purpose,
-    ranks: tuple[int, ...],
-    rank: int,
-    device: torch.device,
-    name: TransportName,
-    options: CommOptions,
-) -> Transport | None:
-    """The transport of one group, or None if `rank` is not a member."""
-    member = rank in ranks
-    if len(ranks) == 1:
-        return Local() if member else None
-    if name == "null":
-        return Null(len(ranks), ranks.index(rank), device) if member else None
-    on_gpu = name == "nccl" or name in COPIED or (name == "slow" and device.type == "cuda")
-    copied = purpose in COPIED.get(name, ())
-    timeout = timedelta(seconds=options.timeout)
-    if on_gpu:
-        ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
-        pg_options = (copy_engine_options if copied and purpose != "a2a" else nccl_options)(ctas, timeout)
-        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
-    else:
-        made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
-    if not member:
-        return None
-    assert isinstance(made, dist.ProcessGroup)
-    if on_gpu and purpose == "a2a" and options.device_splits:
-        pushed = PushedRows(made, ranks, device, pushes(made, options.arrival, device, options.timeout))
-        return _slowed(pushed, name, purpose, ranks.index(rank), options)
-    if copied and purpose == "a2a":
-        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
-    if purpose == "tp" and on_gpu and options.tokens:
-        copying = copied_tokens(made, options.tokens, device, Side(device))
-        return CopyingNccl(made, ranks, device, copying)
-    if copied:
-        return CopyEngine(made, ranks, device)
-    real: Transport = Nccl(made, ranks, device) if on_gpu else Gloo(made, ranks)
-    return _slowed(real, name, purpose, ranks.index(rank), options)
-
-
-def _slowed(real: Transport, name: TransportName, purpose: Purpose, position: int, options: CommOptions) -> Transport:
-    """The transport as it is, or behind an emulated network if that is asked for."""
-    if name != "slow" or purpose not in options.links:
-        return real
-    on_gpu = isinstance(real, Nccl)
-    assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
-    return Slow(real, options.links[purpose], position, options.timeout, options.spin if on_gpu else None)
 
 
 def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:

@@ -1,0 +1,96 @@
+"""The transport of one group: which one serves a purpose, under which name, with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from hocket.config import COPIED
+from hocket.parallel.mesh import Purpose
+from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
+from hocket.runtime.lanes import Side
+from hocket.runtime.peer_copies import CopiedRows, peer_copies
+from hocket.runtime.pretended import Link, Null, Slow
+from hocket.runtime.pushed_rows import PushedRows, pushes
+from hocket.runtime.token_copies import CopyingNccl, copied_tokens
+from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
+
+TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """How groups are made. Times in seconds, sizes in SMs."""
+
+    timeout: float = 300.0
+    max_ctas: int = 16
+    """SMs of one collective on NCCL."""
+    p2p_ctas: int = 4
+    """SMs of one pipeline send or receive on NCCL."""
+    arrival: int = 64 << 20
+    """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
+    tokens: int = 0
+    """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
+    device_splits: bool = False
+    """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
+    links: Mapping[Purpose, Link] = field(default_factory=dict)
+    """The emulated network of the slow transport; purposes that are missing are not slowed."""
+    spin: Callable[[float], None] | None = None
+    """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
+
+
+def connect(
+    purpose: Purpose,
+    ranks: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    name: TransportName,
+    options: CommOptions,
+) -> Transport | None:
+    """The transport of one group, or None if `rank` is not a member. Every rank of the world calls this."""
+    member = rank in ranks
+    if len(ranks) == 1:
+        return Local() if member else None
+    if name == "null":
+        return Null(len(ranks), ranks.index(rank), device) if member else None
+    on_gpu = name == "nccl" or name in COPIED or (name == "slow" and device.type == "cuda")
+    copied = purpose in COPIED.get(name, ())
+    timeout = timedelta(seconds=options.timeout)
+    if on_gpu:
+        ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
+        pg_options = (copy_engine_options if copied and purpose != "a2a" else nccl_options)(ctas, timeout)
+        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
+    else:
+        made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
+    if not member:
+        return None
+    assert isinstance(made, dist.ProcessGroup)
+    real = _on_gpus(purpose, made, ranks, device, copied, options) if on_gpu else Gloo(made, ranks)
+    if name != "slow" or purpose not in options.links or isinstance(real, CopyingNccl):
+        return real
+    assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
+    spin = options.spin if on_gpu else None
+    return Slow(real, options.links[purpose], ranks.index(rank), options.timeout, spin)
+
+
+def _on_gpus(
+    purpose: Purpose,
+    made: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    device: torch.device,
+    copied: bool,
+    options: CommOptions,
+) -> Transport:
+    """What moves the bytes of a NCCL group; `copied`: copy engines, where it can be."""
+    if purpose == "a2a" and options.device_splits:
+        return PushedRows(made, ranks, device, pushes(made, options.arrival, device, options.timeout))
+    if purpose == "a2a" and copied:
+        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
+    if purpose == "tp" and options.tokens:
+        return CopyingNccl(made, ranks, device, copied_tokens(made, options.tokens, device, Side(device)))
+    return CopyEngine(made, ranks, device) if copied else Nccl(made, ranks, device)
