@@ -18,9 +18,21 @@ DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""
 EXPERTS = (
     "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 4 --against bound,ep_sync,fsdp2_tuned,torchtitan,hocket,hocket_ce,hocket_null"
+    "--train.microbatches 4 --steps 2"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
+EXPERTS_AGAINST = "--against bound,fsdp2_tuned,torchtitan,megatron_core,hocket,hocket_ce,hocket_null"
+SHARED_EXPERT = (
+    "moonlight_16b --model.layers 8 --model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
+    "--train.microbatches 4 --against bound,fsdp2_tuned,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
+)
+"""Layers of a 16B model with 3B active, with a shared expert and a dense first layer."""
+SKINNY = (
+    "qwen3_30b_a3b --model.hidden 1024 --model.heads 16 --model.expert_ffn 384 --model.vocab 32768 --model.layers 8 "
+    "--mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 --train.sequences 4 "
+    "--against bound,exchanges,ep_sync,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
+)
+"""Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
 SHARDED = (
     "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
@@ -63,6 +75,16 @@ PIPELINE = (
     "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
 )
 """The recipe with a pipeline of 2: sends, all-to-alls and sharding at once."""
+PIPELINE_DENSE = (
+    "llama3_8b --model.vocab 8192 --mesh.pp 4 --plan.chunks 2 --optimizer off "
+    "--against hocket,hocket_signal,pipelining_interleaved --blocks 4 --steps 2"
+)
+"""Llama-3 8B in a pipeline, with so few words that the head weighs on no rank: sends and bubble alone."""
+EVERYTHING = (
+    "qwen3_30b_a3b --model.layers 8 --model.vocab 32768 --mesh.pp 2 --plan.chunks 2 --mesh.ep {half} --optimizer off "
+    "--train.microbatches 8 --against hocket,hocket_ce,hocket_signal,hocket_null --blocks 4 --steps 2"
+)
+"""Pipeline of 2 with 2 chunks, experts and full sharding over the other ranks: all four kinds of communication."""
 
 PRESETS = {
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
@@ -76,7 +98,13 @@ PRESETS = {
     "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
     "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
-    "expert_parallel": (EXPERTS, (4096, 8192)),
+    "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
+    "expert_parallel_host": (f"{EXPERTS} --against bound,hocket,hocket_null --blocks 4", (256,)),
+    "shared_expert": (SHARED_EXPERT, (8192,)),
+    "skinny": (SKINNY, (4096,)),
+    "pipeline_dense_8": (f"{PIPELINE_DENSE} --train.microbatches 8", (4096,)),
+    "pipeline_dense_16": (f"{PIPELINE_DENSE} --train.microbatches 16", (4096,)),
+    "everything": (EVERYTHING, (8192,)),
     "pipeline_peers": (PIPELINE, (2048,)),
 }
 """Result -> the words of `hocket bench`, and the sequence lengths."""
@@ -85,7 +113,7 @@ PRESETS = {
 def words(name: str, gpus: int, more: list[str]) -> list[str]:
     """The words of `hocket bench` for a preset; those in `more` come last, and win."""
     preset, lengths = PRESETS[name]
-    found = [*preset.format(gpus=gpus).split(), "--gpus", str(gpus)]
+    found = [*preset.format(gpus=gpus, half=gpus // 2).split(), "--gpus", str(gpus)]
     found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
     found += [] if "--out" in more else ["--out", str(ROOT / "benchmarks" / "results" / f"{name}.json")]
     return [*found, *more]

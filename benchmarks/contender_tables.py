@@ -24,9 +24,12 @@ def tokens_of(found: Result) -> str:
 
 def contenders(*results: Result) -> str:
     """What `hocket bench` found: a row per contender, for every sequence length."""
-    rows = []
-    for found in workloads(results):
+    rows, all_found = [], workloads(results)
+    counts = {found["config"]["train"].get("microbatches") for found in all_found}
+    for found in all_found:
         bound, best, tokens = found["bound"], found["best_peer"], tokens_of(found)
+        if len(counts) > 1:
+            tokens = f"{found['config']['train']['microbatches']} x {tokens}"
         for name, row in found["contenders"].items():
             mfu = f" ({row['mfu']:.0%})" if row["mfu"] else ""
             cells = [f"{tokens}: {name}", f"{1e3 * row['seconds']:,.1f} ms", f"{row['tflops_per_gpu']:.0f}{mfu}"]

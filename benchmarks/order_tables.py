@@ -34,9 +34,10 @@ def bubbles_of_8b(result: Result) -> str:
 
 
 def send_controls(result: Result) -> str:
-    """Every plan on every link: measured, predicted, and against a step whose hops are free."""
+    """Every plan on every link: measured, predicted, and against a step without sends, with or without their waits."""
     rows = result["rows"]
-    (free,) = (row["seconds"] for row in rows if row["link"] == "free")
+    (free,) = (row["seconds"] for row in rows if row["link"] in ("free", "signal"))
+    over = "over no waits" if any(row["link"] == "free" for row in rows) else "over hops of an element"
     by_plan: dict[str, dict[str, Result]] = {}
     for row in rows:
         by_plan.setdefault(row["plan"], {})[row["link"]] = row
@@ -48,7 +49,7 @@ def send_controls(result: Result) -> str:
         lines.append(cells)
     head = ["plan", "chunks in flight"]
     for link in ("NVLink", f"emulated {result['slow_link']['bandwidth'] / 1e9:g} GB/s"):
-        head += [link, "over free hops", "predicted"]
+        head += [link, over, "predicted"]
     return table(head, lines)
 
 
@@ -81,7 +82,10 @@ def orders(result: Result) -> str:
         cells = [row["order"], str(row["in_flight"])]
         for few, many in (row["seconds"], row["predicted"]):
             cells += [f"{1e3 * few:,.1f} ms", f"{(2 * few - many) / few:.1%}"]
+        cells += [f"{row['seconds'][0] / row['signal_seconds'] - 1:+.1%}"] if "signal_seconds" in row else []
         lines.append(cells)
     count = result["microbatches"]
     head = ["order", "chunks in flight", f"measured step of {count} microbatches", "of which bubble"]
-    return table([*head, "predicted step", "of which bubble"], lines)
+    head += ["predicted step", "of which bubble"]
+    head += ["measured, over hops of an element"] if "signal_seconds" in result["rows"][0] else []
+    return table(head, lines)

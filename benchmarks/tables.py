@@ -285,6 +285,12 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_parallel_long": ("expert_parallel_long", contenders),
     "expert_parallel_2": ("expert_parallel_2", contenders),
     "expert_parallel_long_gate": ("expert_parallel_long", gates),
+    "expert_parallel_host": ("expert_parallel_host", host_cost),
+    "shared_expert": ("shared_expert", contenders),
+    "skinny": ("skinny", contenders),
+    "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16", contenders),
+    "everything": ("everything", contenders),
+    "everything_settings": ("everything", settings),
     "pipeline_peers": ("pipeline_peers", contenders),
     "pipeline_peers_settings": ("pipeline_peers", settings),
 }

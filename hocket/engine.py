@@ -49,6 +49,27 @@ class StepResult:
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
 
 
+def comm_options(config: Config, device: torch.device) -> CommOptions:
+    """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
+    train, model = config.train, config.model
+    rows = train.sequences * config.data.sequence_length * model.top_k
+    device_splits = _knows_no_host(config)
+    if device_splits:
+        rows = max(rows, rows_allowed(config))
+    arrival = rows * model.hidden * DTYPES[train.dtype].itemsize  # of one microbatch, when all experts get as much
+    timeout = train.hang_timeout + MARGIN
+    if train.transport != "slow":
+        return CommOptions(timeout, arrival=arrival, device_splits=device_splits)
+    links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
+    spin = spinner(device) if device.type == "cuda" else None
+    return CommOptions(timeout, arrival=arrival, device_splits=device_splits, links=links, spin=spin)
+
+
+def _knows_no_host(config: Config) -> bool:
+    """Whether splits of experts' rows are to be known to the devices alone."""
+    return config.overlap.ep.splits == "device" and config.mesh.ep > 1
+
+
 class Engine:
     """One rank of a planned run. `config` must be resolved: no setting is `auto`.
 
@@ -76,7 +97,7 @@ class Engine:
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
         self._room, self._lacked = self._make_room(), 0
-        self.groups = groups or make_groups(self.mesh, rank, device, transport, self._comm_options())
+        self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
@@ -86,25 +107,12 @@ class Engine:
         self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
         self._loads: dict[int, Tensor] = {}
-        self.executor = self._executor(self.program, self._finish_step, keep_records)
+        self.executor = self.executor_for(self.program, self._finish_step, keep_records)
         self._validation: Executor | None = None
-
-    def _comm_options(self) -> CommOptions:
-        train, model = self.config.train, self.config.model
-        rows = train.sequences * self.config.data.sequence_length * model.top_k
-        if self._room is not None:
-            rows = max(rows, self._room.capacity)
-        arrival = rows * model.hidden * self.dtype.itemsize  # of one microbatch, when all experts get as much
-        timeout = train.hang_timeout + MARGIN
-        if train.transport != "slow":
-            return CommOptions(timeout, arrival=arrival, device_splits=self._room is not None)
-        links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
-        spin = spinner(self.device) if self.device.type == "cuda" else None
-        return CommOptions(timeout, arrival=arrival, device_splits=self._room is not None, links=links, spin=spin)
 
     def _make_room(self) -> Room | None:
         """Room for rows whose number no host will know, if splits are to be known to the devices alone."""
-        if self.config.overlap.ep.splits != "device" or self.mesh.ep == 1:
+        if not _knows_no_host(self.config):
             return None
         needed = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Room(rows_allowed(self.config), needed)
@@ -120,7 +128,13 @@ class Engine:
             aux_scale=1.0 / self.config.train.microbatches,
         )
 
-    def _executor(self, program: Program, on_step: Callable[[], None] | None, keep: int | None) -> Executor:
+    def executor_for(
+        self, program: Program, on_step: Callable[[], None] | None, keep_records: int | None = 64
+    ) -> Executor:
+        """What runs a program on this engine's weights and groups. It must fit them: same layout, no more slots.
+
+        `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
+        """
         config, pp = self.config, self.where.pp
         shape = (config.train.sequences, config.data.sequence_length, config.model.hidden)
         actions = Actions(
@@ -134,7 +148,7 @@ class Engine:
         )
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
-        return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep), order)
+        return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep_records), order)
 
     @property
     def optimizer(self) -> PlannedAdamW:
@@ -226,7 +240,7 @@ class Engine:
         if self._validation is None:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
-            self._validation = self._executor(program, None, 64)
+            self._validation = self.executor_for(program, None)
         losses = self._run(self._validation, microbatches)
         return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
 

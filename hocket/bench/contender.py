@@ -94,6 +94,10 @@ CONTENDERS: dict[str, Entry] = {
         f"{_OURS}:device_splits_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any", model="moe"
     ),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
+    "hocket_signal": Entry(
+        f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True
+    ),
+    "exchanges": Entry(f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True),
     "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on the plain stack, dynamic memory"),
     "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
     "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard, slots, on copy engines", cuda=True),

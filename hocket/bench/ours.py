@@ -13,15 +13,16 @@ from torch import Tensor
 from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload
 from hocket.config import Config
-from hocket.engine import Engine
+from hocket.engine import Engine, comm_options
 from hocket.former import flat
 from hocket.leaves import changed
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.stages import mesh_of
+from hocket.parallel.stages import costs_of, hardware_of, layout_of, mesh_of
 from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
-from hocket.runtime.comm import Group, Groups, TransportName
-from hocket.runtime.pretended import Null
+from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
+from hocket.runtime.pretended import Null, Signal
+from hocket.runtime.transports import Transport
 
 _groups: dict[tuple[Mesh, str, str], Groups] = {}
 """Groups of this process by mesh, transport and who knows splits: contenders of one kind take turns on them, as they do
@@ -64,14 +65,23 @@ class Planned:
 
 
 class Muted:
-    """Another contender, whose groups only pretend while it steps. Weights must not be updated."""
+    """Another contender, whose groups only pretend while it steps. Weights must not be updated.
 
-    def __init__(self, lender: Contender, groups: Iterable[Group], device: torch.device) -> None:
+    `hops` are groups whose members wait for each other all the same.
+    """
+
+    def __init__(
+        self, lender: Contender, groups: Iterable[Group], device: torch.device, hops: Iterable[Group] = ()
+    ) -> None:
         self.lender = lender
-        self.pretending = [(group, Null(group.size, group.rank, device)) for group in groups if group.size > 1]
+        self.pretending: list[tuple[Group, Transport]] = [
+            (group, Null(group.size, group.rank, device)) for group in groups if group.size > 1
+        ]
+        self.pretending += [(group, Signal(group.size, group.rank, device, group.transport)) for group in hops]
+        waits = "hops carry an element each, all else is null" if hops else "null"
         self.settings: Mapping[str, str] = {
             **lender.settings,
-            "transport": "null; weights and memory are those of another contender, which has the other settings",
+            "transport": f"{waits}; weights and memory are those of another contender, which has the other settings",
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -111,6 +121,61 @@ def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     if lender is not None and lender.workload is workload and not workload.optimizer:
         return Muted(lender, lender.engine.groups, device)
     return Planned(workload, rank, device, _on(workload.config, "null"))
+
+
+def signal(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, without communication, but waiting for the pipeline: the bound of its order."""
+    lender = _lenders.get(id(workload))
+    if lender is None or lender.workload is not workload or workload.optimizer:
+        raise ValueError(
+            "against = hocket_signal (command line): runs on the weights of hocket, which it must not change; "
+            "fix: --against hocket,hocket_signal --optimizer off"
+        )
+    groups = lender.engine.groups
+    hops = list({id(hop): hop for hop in groups.edges()}.values())
+    return Muted(lender, [group for group in groups if group not in hops], device, hops)
+
+
+class Exchanges:
+    """The rows' exchanges of a step, one after the other and evenly routed, with nothing beside them.
+
+    They are on copy engines where there are any, else on the transport of the configuration.
+    """
+
+    def __init__(self, workload: Workload, rank: int, device: torch.device) -> None:
+        config = _on(workload.config, "copy_engine") if device.type == "cuda" else workload.config
+        mesh, transport = mesh_of(config), config.train.transport
+        assert transport != "auto", "the configuration is not resolved"
+        if (mesh, transport) not in _groups:
+            _groups[mesh, transport] = make_groups(mesh, rank, device, transport, comm_options(config, device))
+        self.group = _groups[mesh, transport].a2a
+        size, width, where = mesh.ep, config.model.hidden, mesh.coordinates(rank)
+        sent = costs_of(config, hardware_of(config)).table["fwd", "dispatch", "moe"].wire_bytes
+        rows = sent // ((size - 1) * width * workload.dtype.itemsize)
+        self.table = RowTable([[rows] * size] * size, self.group.rank)
+        self.rows = torch.randn(size * rows, width, device=device).to(workload.dtype)
+        layout = layout_of(config)
+        layers = [layer for chunk in range(layout.chunks) for layer in layout.layers(where.pp, chunk)]
+        moe = sum(layout.kinds[layer] == "moe" for layer in layers)
+        self.count = 4 * moe * config.train.microbatches  # out and back, in forward and in backward
+        self.settings: Mapping[str, str] = {
+            "exchanges": f"{self.count}, of {rows:,} rows to each of {size - 1} ranks",
+            "transport": transport,
+        }
+
+    def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        for _ in range(self.count):
+            out = torch.empty_like(self.rows)
+            self.group.all_to_all(out, self.rows, self.table).wait()
+        return torch.zeros((), device=self.rows.device)
+
+    def close(self) -> None:
+        del self.rows
+
+
+def exchanges(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The exchanges of rows alone: the bound of a step that communicates for longer than it computes."""
+    return Exchanges(workload, rank, device)
 
 
 def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:

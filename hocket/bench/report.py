@@ -19,6 +19,9 @@ from hocket.plan.cost import HARDWARE
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 
 
+BOUNDS = ("bound", "hocket_signal", "hocket_null", "fully_shard_null")
+"""What a contender can be compared with: the first of them that takes part."""
+
 FEW = 6
 """With fewer rounds not even their range holds the true median with 95 % confidence."""
 
@@ -78,7 +81,7 @@ class Measured:
 
     def bound(self) -> str:
         """The bound that everybody is compared with; empty without one."""
-        return next((name for name in ("bound", "hocket_null", "fully_shard_null") if name in self.blocks), "")
+        return next((name for name in BOUNDS if name in self.blocks), "")
 
     def best_peer(self) -> str:
         """The fastest contender that is neither a bound nor hocket; empty without one."""

@@ -243,6 +243,12 @@ class Groups:
         for name in self.made:
             yield getattr(self, name)
 
+    def edges(self) -> Iterator[Group]:
+        """Those between pipeline ranks."""
+        for name in self.made:
+            if name.startswith(("send_", "recv_")):
+                yield getattr(self, name)
+
     def destroy(self) -> None:
         """Give back every group. The default process group stays.
 

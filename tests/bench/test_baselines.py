@@ -9,6 +9,7 @@ from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
 from benchmarks.tables import KNOWN
 from hocket.bench.contender import CONTENDERS
+from hocket.bench.report import BOUNDS
 from hocket.commands.bench import Bench, check, chosen, for_bench
 from hocket.commands.options import parse
 from hocket.resolve import resolve
@@ -26,8 +27,8 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     assert settings.train.dtype == "bf16"
     assert settings.train.clip == 0
     assert any(CONTENDERS[name].ours and not CONTENDERS[name].bound for name in names)
-    assert {"bound", "hocket_null", "fully_shard_null"} & set(names)
-    assert options.optimizer == ("on" if settings.mesh.pp > 1 or name.endswith("adamw") else "off")
+    assert set(BOUNDS) & set(names)
+    assert options.optimizer == ("on" if name in ("pipeline_peers", "fsdp_adamw") else "off")
     assert options.compile == ("on" if name.endswith("compiled") else "off")
     assert any(name in files.split() for files, _ in KNOWN.values())
     if name.startswith("expert"):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.order_tables import orders, send_controls
-from benchmarks.orders import bench_of, placements, rows_of
 from benchmarks.orders import measure as measure_orders
+from benchmarks.orders import placements, programs_of, rows_of
+from benchmarks.pipelines import bench_of
 from benchmarks.send_controls import COUNTS, LANES, PARTS, measure, on_slow_link, plans, prepare, report, settings
 from hocket.runtime.pretended import Link
 from tests.helpers.ranks import run_ranks
@@ -43,7 +44,7 @@ def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
     names = set(result["in_flight"])
     for link in ("real", "slow"):
         assert {row["plan"] for row in result["rows"] if row["link"] == link} == names
-    assert len([row for row in result["rows"] if row["link"] == "free"]) == 1
+    assert len([row for row in result["rows"] if row["link"] == "signal"]) == 1
     slow = {row["plan"]: row["predicted"] for row in result["rows"] if row["link"] == "slow"}
     assert slow["lane off, 0 layers, attn"] > slow["lane on, 2 layers, all"]
     assert send_controls(result).count("\n") == 1 + len(names)
@@ -52,7 +53,7 @@ def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
 def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for found in placements(options, 2):
-        bench = bench_of(options, found, rank, torch.device("cpu"), None)
+        bench = bench_of(programs_of(options, found), rank, torch.device("cpu"))
         rows += rows_of(options, bench, found, measure_orders(options, bench, rank))
     return rows
 
@@ -61,4 +62,5 @@ def test_every_order_runs_with_as_many_and_twice_as_many_microbatches() -> None:
     rows = run_ranks(orders_on, 2, OPTIONS)[0]
     assert len(rows) == 7
     assert all(0 < few < many for few, many in (row["predicted"] for row in rows))
+    assert all(row["signal_seconds"] > 0 for row in rows)
     assert orders({"rows": rows, "microbatches": 4}).count("\n") == 1 + len(rows)

@@ -1,0 +1,139 @@
+"""What the benchmarks of dense pipelines share: sizes, several plans on one engine's weights, and options.
+
+One pipeline rank per process, nothing sharded, no optimizer: whatever differs between two plans is their order of ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import join
+from benchmarks.record import write
+from hocket.bench.measure import Timer, slowest
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.engine import Engine
+from hocket.parallel.stages import sharding_of
+from hocket.plan.check import assert_valid
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Program
+from hocket.resolve import resolve
+from hocket.rules import Host
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import Groups, join_world
+from hocket.runtime.lanes import spinner
+from hocket.runtime.pretended import Link, Signal, Slow
+
+LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)
+"""Layers of Llama-3 8B's widths; so few words that the head weighs on no rank."""
+SMALL = ModelConfig(hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=256, vocab=64)
+
+
+def arguments(doc: str | None, microbatches: int) -> argparse.ArgumentParser:
+    """The options of such a benchmark."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--microbatches", type=int, default=microbatches)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="")
+    return parser
+
+
+def start(cpu: bool) -> tuple[int, torch.device]:
+    """Join the ranks that torchrun started."""
+    if not cpu:
+        return join()
+    torch.set_num_threads(1)
+    join_world(False, 120.0)
+    return dist.get_rank(), torch.device("cpu")
+
+
+def finish(name: str, result: dict[str, Any] | None, options: argparse.Namespace) -> None:
+    """Write the result, which rank 0 has, and end this process."""
+    if result is not None:
+        print(write(f"{name}_cpu" if options.cpu else name, result, options.out, options.commit), flush=True)
+    dist.barrier()
+    os._exit(0)  # groups that are still there may hang torch's own shutdown
+
+
+def sized(options: argparse.Namespace, ranks: int, layers: int, microbatches: int, config: Config) -> Config:
+    """A configuration with a dense model of so many layers per rank, resolved."""
+    train = TrainConfig(
+        microbatches=microbatches, sequences=1, dtype="fp32" if options.cpu else "bf16",
+        device="cpu" if options.cpu else "cuda", transport="gloo" if options.cpu else "nccl", hang_timeout=60.0,
+    )  # fmt: skip
+    model = replace(SMALL if options.cpu else LLAMA, layers=ranks * layers)
+    data, mesh = DataConfig(sequence_length=64 if options.cpu else options.tokens), MeshConfig(pp=ranks)
+    return resolve(replace(config, model=model, mesh=mesh, data=data, train=train), Host(gpus=ranks))
+
+
+@dataclass
+class Bench:
+    """One rank: an engine whose weights and groups every plan uses."""
+
+    engine: Engine
+    programs: dict[str, Program]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        engine = self.engine
+        self.executors = {n: engine.executor_for(p, engine.sharded.forget_grads) for n, p in self.programs.items()}
+        self.real = [(group, group.transport) for group in engine.groups.edges()]
+
+    def use(self, link: str, slow: Link | None = None) -> None:
+        """Send on the real link, on the slow one, or (signal) next to nothing."""
+        spin = spinner(self.device) if link == "slow" and self.device.type == "cuda" else None
+        for group, real in self.real:
+            group.transport = real
+            if link == "slow":
+                assert slow is not None
+                group.transport = Slow(real, slow, group.rank, 60.0, spin)
+            elif link == "signal":
+                group.transport = Signal(group.size, group.rank, self.device, real)
+
+    def step(self, name: str, microbatches: Sequence[Microbatch]) -> list[float]:
+        """One step of a plan; the losses of its microbatches, unless somebody else has them."""
+        losses = self.executors[name].run(microbatches)
+        return [loss.item() for loss in losses]
+
+    def block(self, name: str, microbatches: Sequence[Microbatch], timer: Timer, steps: int) -> list[float]:
+        """Seconds of steps of a plan on the slowest rank, without the first."""
+        run: Callable[[Sequence[Microbatch]], object] = self.executors[name].run
+        return slowest(timer.steps(lambda: run(microbatches), steps + 1))[1:]
+
+
+def bench_of(
+    chosen: Mapping[str, tuple[Config, int]], rank: int, device: torch.device, groups: Groups | None = None
+) -> Bench:
+    """One engine with a program for each configuration and number of microbatches. All place layers alike."""
+    first = Engine(next(iter(chosen.values()))[0], rank, device, groups=groups, update=False)
+    programs = {
+        name: build_program(first.layout, microbatches, config, sharding_of(config))
+        for name, (config, microbatches) in chosen.items()
+    }
+    for program in programs.values():
+        assert_valid(program)
+    groups = first.groups
+    first.sharded.close()
+    engine = Engine(chosen[_most_slots(programs)][0], rank, device, groups=groups, update=False)
+    engine.init_weights()
+    return Bench(engine, programs, device)
+
+
+def _most_slots(programs: Mapping[str, Program]) -> str:
+    """The plan whose gradient slots are enough for all."""
+    name = max(programs, key=lambda name: sum(programs[name].grad_slots.values()))
+    for other in programs.values():
+        for unit, count in other.grad_slots.items():
+            assert count <= programs[name].grad_slots[unit], "no plan has slots enough for all"
+    return name

@@ -1,0 +1,94 @@
+"""Bounds that keep a part of what a step waits for: the pipeline's hops, or the exchanges of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from hocket.bench.ours import Exchanges, Muted, Planned
+from hocket.bench.workload import Workload, batches
+from hocket.config import MeshConfig
+from hocket.runtime.pretended import Signal
+from tests.bench.setup import CPU, built, workload
+from tests.helpers.ranks import run_ranks
+
+LATE = 0.3
+"""Seconds by which the first rank starts its step late."""
+
+
+def in_pipeline(work: Workload) -> Workload:
+    """The same on two pipeline ranks."""
+    config = work.config
+    sized = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=4), mesh=MeshConfig(pp=2))
+    return dataclasses.replace(work, config=sized)
+
+
+def waits_of(rank: int) -> tuple[list[float], dict[str, float]]:
+    """Losses of hocket before and after its bounds stepped, and seconds of their steps."""
+    work = in_pipeline(workload(1, optimizer=False, order="1f1b"))
+    contenders = {name: built(name, rank, work) for name in ("hocket", "hocket_signal", "hocket_null")}
+    microbatches, ours, seconds = batches(work, rank, 0, CPU), contenders["hocket"], {}
+    losses = [ours.step(microbatches).item()]
+    for name in ("hocket_signal", "hocket_null"):
+        bound = contenders[name]
+        assert isinstance(bound, Muted)
+        bound.step(microbatches)
+        time.sleep(LATE * (rank == 0))
+        start = time.perf_counter()
+        bound.step(microbatches)
+        seconds[name] = time.perf_counter() - start
+    losses.append(ours.step(microbatches).item())
+    assert isinstance(ours, Planned)
+    ours.engine.assert_clean()
+    return losses, seconds
+
+
+def test_with_signals_a_step_waits_for_the_pipeline_and_without_it_does_not():
+    _, (losses, seconds) = run_ranks(waits_of, 2)
+    assert losses[0] == losses[1] > 0, "neither leaves anything behind"
+    assert seconds["hocket_signal"] > LATE / 2 > seconds["hocket_null"]
+
+
+def handed_on(rank: int) -> list[float]:
+    work = in_pipeline(workload(1, optimizer=False, order="1f1b"))
+    ours = built("hocket", rank, work)
+    assert isinstance(ours, Planned)
+    group = ours.engine.groups.recv_act if rank else ours.engine.groups.send_act
+    assert group is not None
+    signal, sent = Signal(group.size, group.rank, CPU, group.transport), torch.arange(4.0) + 7.0
+    if rank == 0:
+        signal.send(sent, 1).wait()
+        return sent.tolist()
+    received = torch.zeros(4)
+    signal.recv(received, 0).wait()
+    return received.tolist()
+
+
+def test_a_signal_carries_one_element():
+    sent, received = run_ranks(handed_on, 2)
+    assert received[0] == sent[0]
+    assert all(number not in (0.0, 7.0, 8.0, 9.0, 10.0) for number in received[1:]), "numbers, but nobody's"
+
+
+def test_signals_must_not_change_weights():
+    with pytest.raises(ValueError, match="--optimizer off"):
+        built("hocket_signal", 0, in_pipeline(workload(1, optimizer=True, order="1f1b")))
+
+
+def exchanged(rank: int) -> tuple[int, int, str]:
+    work = workload(2, 2, moe=True)
+    alone = built("exchanges", rank, work)
+    assert isinstance(alone, Exchanges)
+    before = alone.group.calls["all_to_all"]
+    alone.step(batches(work, rank, 0, CPU))
+    return alone.group.calls["all_to_all"] - before, alone.table.send[1 - rank], alone.settings["exchanges"]
+
+
+def test_exchanges_are_those_of_a_step():
+    for count, rows, words in run_ranks(exchanged, 2):
+        assert count == 4 * 2 * 2, "two MoE layers and microbatches, there and back, forward and backward"
+        assert rows == 2 * 16 * 2 // 2, "half of a microbatch's rows"
+        assert words == f"16, of {rows} rows to each of 1 ranks"
