@@ -143,12 +143,14 @@ class Exchanges:
     """
 
     def __init__(self, workload: Workload, rank: int, device: torch.device) -> None:
-        config = _on(workload.config, "copy_engine") if device.type == "cuda" else workload.config
+        config = changed(workload.config, {"overlap.ep.splits": "host"})
+        config = _on(config, "copy_engine") if device.type == "cuda" else config
         mesh, transport = mesh_of(config), config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        if (mesh, transport) not in _groups:
-            _groups[mesh, transport] = make_groups(mesh, rank, device, transport, comm_options(config, device))
-        self.group = _groups[mesh, transport].a2a
+        kind = mesh, transport, config.overlap.ep.splits
+        if kind not in _groups:
+            _groups[kind] = make_groups(mesh, rank, device, transport, comm_options(config, device))
+        self.group = _groups[kind].a2a
         size, width, where = mesh.ep, config.model.hidden, mesh.coordinates(rank)
         sent = costs_of(config, hardware_of(config)).table["fwd", "dispatch", "moe"].wire_bytes
         rows = sent // ((size - 1) * width * workload.dtype.itemsize)
