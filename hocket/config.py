@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from hocket.variables import Policy
+
 Switch = Literal["auto", "on", "off"]
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -179,6 +181,9 @@ class OverlapConfig:
     """All-to-alls of experts."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
+    env: Policy = "set"
+    """Environment variables that decide whether communication overlaps, where they are not set: set them for all
+    workers, check says what is missing, ignore says nothing. A value that was set is never changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

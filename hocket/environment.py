@@ -10,14 +10,14 @@ import json
 import os
 import re
 import runpy
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
 from hocket.rules import Host
 from hocket.train.tokenizer import tokenizer_vocab
-from hocket.variables import WANTED, Moment, Policy, apply
+from hocket.variables import WANTED, Finding, Moment, Policy, apply
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
@@ -144,8 +144,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> Host:
-    """What is here. Imports torch only if it could use a GPU."""
+def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, variables: Sequence[Finding] = ()) -> Host:
+    """What is here. Imports torch only if it could use a GPU. `variables` are as they were before `prepare`."""
     copies = config.train.transport in COPIED
     gpus, gpu, no_copy_engine = (0, "", "") if config.train.device == "cpu" else find_gpus(copies)
     return Host(
@@ -156,6 +156,7 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None) -> 
         local_workers=worker.local_world if worker else 0,
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
         no_copy_engine=no_copy_engine,
+        variables=tuple(variables),
     )
 
 

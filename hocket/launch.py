@@ -32,11 +32,12 @@ from typing import Any, NoReturn
 from hocket.children import Child, explain, explain_hang
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
+from hocket.explain.record import record
 from hocket.leaves import problem
 from hocket.ports import find_port
 from hocket.resolve import Settings, resolve
 from hocket.runtime.recorder import HANG_EXIT_CODE
-from hocket.variables import passed
+from hocket.variables import passed, survey
 
 GRACE = 2.5
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
@@ -78,8 +79,10 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     """
     worker = find_worker(os.environ, config.run.port)
     local_world = worker.local_world if worker else config.mesh.world
-    notes = prepare(os.environ, local_world, passed=passed(sys.modules))
-    settings = resolve(config, probe(config, origins, worker), origins)
+    policy, now = config.overlap.env, passed(sys.modules)
+    variables = survey(os.environ, policy, now)
+    notes = prepare(os.environ, local_world, policy, now)
+    settings = resolve(config, probe(config, origins, worker, variables), origins)
     if worker is None or worker.rank == 0:
         sys.stderr.writelines(f"hocket: {note}\n" for note in notes)
     return settings, worker
@@ -140,6 +143,7 @@ def run_folder(settings: Settings) -> Iterator[Path]:
             except OSError:  # a file system without locks
                 break
         refuse_training(settings, folder)
+        record(settings, folder)
         yield folder
 
 

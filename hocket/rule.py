@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hocket.config import Config
+from hocket.variables import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Host:
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
     """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
+    variables: tuple[Finding, ...] = ()
+    """What was found of the variables that decide about overlap, before hocket set any."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hocket.explain.explanation import (
 )
 from hocket.explain.parts import ALIGN, CTAS, P2P_CTAS
 from hocket.explain.predicted import simulated
+from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
 from hocket.fsdp import layout
 from hocket.leaves import changed
@@ -218,6 +220,28 @@ def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:
     assert found.heading.startswith("1024 ranks")
     assert found.predicted.step > 0
     assert seconds < 1.0
+
+
+# A run
+
+
+def test_a_run_records_the_explanation_that_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = dataclasses.replace(settled(), host=Host(variables=tuple(survey({"NCCL_P2P_DISABLE": "1"}))))
+    record(settings, tmp_path)
+    kept = json.loads((tmp_path / FILE).read_text())
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    _, out, _ = command(capsys, "tiny", "--json")
+    printed = json.loads(out)
+    assert kept["digest"] == printed["digest"]
+    assert {key for key in kept if kept[key] != printed[key]} <= {"environment", "decisions", "overlaps", "groups"}
+    assert kept["environment"][-1]["name"] == "NCCL_P2P_DISABLE"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run.folder = .*: cannot be written \(No such file or directory\); fix: "):
+        record(settled(), tmp_path / "nowhere")
 
 
 # The command

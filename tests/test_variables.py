@@ -167,3 +167,11 @@ def test_a_worker_of_torchrun_does_the_same_and_only_the_first_says_so(rank: int
     found, said = arrive(**place(rank), **{CONNECTIONS: "8"})
     assert found == "8 0"
     assert said.startswith(f"hocket: {CONNECTIONS} = 8") if rank == 0 else not said
+
+
+def test_the_policy_is_a_setting() -> None:
+    found, said = arrive("--overlap.env", "check")
+    assert found == "None 0"
+    assert said.startswith(f"hocket: {CONNECTIONS} = (not set) (environment): not set, and hocket was told not to set")
+    found, said = arrive("--overlap.env", "ignore", **{CONNECTIONS: "1"})
+    assert (found, said) == ("1 0", "")

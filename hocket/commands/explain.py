@@ -35,6 +35,6 @@ def run(words: list[str]) -> int:
         return translate.run(words)
     options, origins = parse(Explain, "explain", words)
     settings = resolve_for_plan(options.config, origins)
-    found = explain(settings, survey(os.environ, "set", passed(sys.modules)))
+    found = explain(settings, survey(os.environ, settings.overlap.env, passed(sys.modules)))
     print(json_module.dumps(found.as_json(), indent=1) if options.json else to_text(found))
     return 0

@@ -71,9 +71,8 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
             continue
         size = 2 if purpose in ("pp_fwd", "pp_bwd") else members
         count = len(mesh.groups(purpose))
-        yield GroupRow(
-            purpose=purpose, members=size, count=count, lanes=LANES[purpose], moved_by=_moved_by(settings, purpose)
-        )
+        moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ())
+        yield GroupRow(purpose=purpose, members=size, count=count, lanes=lanes, moved_by=moved)
 
 
 def _moved_by(settings: Settings, purpose: str) -> str:

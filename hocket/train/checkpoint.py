@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
+from hocket.explain.explanation import digest
 from hocket.former import flat, renamed
 from hocket.fsdp.dcp import sync_names
 from hocket.fsdp.flat_tensor import FlatTensor
@@ -85,7 +86,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     mine += sorted(temporary.glob(f"__{rank}_*"))
     sums = {name: entry for part in _gather({f.name: _checksum(f) for f in mine}) for name, entry in part.items()}
     meta = {
-        "format": FORMAT, "step": step, "position": position, "world": settings.world,
+        "format": FORMAT, "step": step, "position": position, "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "network": LABELS.get(settings.train.transport, "real"), "config": _config(settings), "files": sums,
     }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
+from hocket.explain.record import FILE
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
@@ -72,6 +73,7 @@ class Trainer:
                     *(restored.notes if restored else ()),
                 ):
                     metrics.say(f"note     {note}")
+                metrics.say(f"explain  {Path(settings.run.folder) / FILE} has what was decided, and why")
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
