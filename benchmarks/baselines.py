@@ -61,10 +61,14 @@ SHARDED_ADAMW = (
 )
 """With the optimizer, whose state leaves room for half of the layers."""
 DATA_PARALLEL = (
-    "--model.layers 6 --overlap.dp.strategy optim --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,"
-    "fully_shard_optim,fully_shard_optim_ce,fully_shard_no_shard,hocket"
+    "--model.layers 14 --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
 )
 """Weights whole on every rank: as many layers as all of these programs can hold side by side."""
+DATA_PARALLEL_WHOLE = (
+    "--model.layers 6 --overlap.dp.strategy optim --blocks 4 --steps 2 "
+    "--against bound,ddp,fully_shard_no_shard,fully_shard_optim,hocket,hocket_ce"
+)
+"""Main weights and their gradients whole, too, which leaves room for fewer layers; and the plan."""
 DATA_PARALLEL_ADAMW = (
     "llama3_8b --model.layers 4 --train.microbatches 1 --overlap.dp.strategy optim --blocks 4 --steps 2 "
     "--against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
@@ -97,6 +101,7 @@ PRESETS = {
     "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
     "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
     "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
+    "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
     "expert_parallel_host": (f"{EXPERTS} --against bound,hocket,hocket_null --blocks 4", (256,)),

@@ -272,6 +272,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
     "data_parallel": ("data_parallel", contenders),
+    "data_parallel_whole": ("data_parallel_whole", contenders),
     "data_parallel_adamw": ("data_parallel_adamw", contenders),
     "data_parallel_settings": ("data_parallel", settings),
     "fsdp_parts": ("fsdp_steps", parts),
