@@ -123,6 +123,9 @@ class PlanConfig:
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a hop a step of its own, and keeps
     more activations."""
+    recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
+    """Parts of layers that keep only their inputs after forward and run it once more for their backward, which takes
+    less memory and more time; attn has the norms, router and shared expert in it. auto: as few as fit into memory."""
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""

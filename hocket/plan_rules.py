@@ -187,6 +187,22 @@ PLAN_RULES: tuple[Rule, ...] = (
         "plan.group = 2 or more, or overlap.ep.merge_ends = off",
     ),
     Rule(
+        ("plan.recompute",),
+        lambda c, h: len(set(c.plan.recompute)) < len(c.plan.recompute) or {"auto"} < set(c.plan.recompute),
+        "each part is named once, and auto stands alone",
+        "parts out of attn, experts and mlp, or auto",
+    ),
+    *(
+        Rule(
+            ("plan.recompute",),
+            lambda c, h, part=part, kind=kind: part in c.plan.recompute and kind not in c.model.kinds(),
+            f"no effect: no layer of the model has the part {part}",
+            f"leave {part} out",
+            only_if_set=True,
+        )
+        for part, kind in (("experts", "moe"), ("mlp", "dense"))
+    ),
+    Rule(
         ("plan.layer_order",),
         lambda c, h: bool(order_problem(c.plan.layer_order)),
         "{order}",

@@ -19,6 +19,7 @@ from hocket.origins import DEFAULTS, Implied
 from hocket.parallel.stages import costs_of, hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages
+from hocket.recompute_choice import choose_recompute
 from hocket.rule import Rule
 from hocket.rules import RULES, Host, broken_rules, has_experts, rule_text
 
@@ -71,6 +72,9 @@ def resolve(
             config = changed(config, {setting: value})
             decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     stop_if(broken_rules(config, host, origins))
+    for setting, value, reason in choose_recompute(config, price):
+        config = changed(config, {setting: value})
+        decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     costs = price(config)
     for choose_by_costs in (choose_ends, choose_hops):
         for setting, value, reason in choose_by_costs(config, costs):

@@ -56,10 +56,12 @@ def _route_topk(
     choices: tl.constexpr,
     sigmoid: tl.constexpr,
     biased: tl.constexpr,
+    given: tl.constexpr,
     normalize: tl.constexpr,
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
+    """With `given`, the choices are known: only their weights are written."""
     token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
     score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
     rank = score
@@ -73,25 +75,30 @@ def _route_topk(
     weight = tl.zeros([block, choices], tl.float32)
     total = tl.zeros([block], tl.float32)
     for choice in tl.static_range(top_k):
-        best = tl.argmax(rank, axis=1)
+        if given:
+            best = tl.load(chosen + token * top_k + choice, mask=token < tokens, other=0)
+        else:
+            best = tl.argmax(rank, axis=1)
         is_best = column[None, :] == best[:, None]
         value = tl.sum(tl.where(is_best, score, 0.0), axis=1)
         mine += (is_best & inside).to(tl.int32)
         rank = tl.where(is_best, float("-inf"), rank)
         weight = tl.where((k == choice)[None, :], value[:, None], weight)
         total += value
-        tl.store(chosen + token * top_k + choice, best, mask=token < tokens)
+        if not given:
+            tl.store(chosen + token * top_k + choice, best, mask=token < tokens)
     if normalize:
         weight = weight / (total + 1e-20)[:, None]
     at = token[:, None] * top_k + k[None, :]
     tl.store(probs + at, weight * scale, mask=(token < tokens)[:, None] & (k < top_k)[None, :])
 
-    mean = score
-    if sigmoid:
-        mean = score / tl.where(token < tokens, tl.sum(score, axis=1), 1.0)[:, None]
-    into = tl.program_id(0) * experts + column
-    tl.store(block_counts + into, tl.sum(mine, axis=0), mask=column < experts)
-    tl.store(block_scores + into, tl.sum(mean, axis=0), mask=column < experts)
+    if not given:
+        mean = score
+        if sigmoid:
+            mean = score / tl.where(token < tokens, tl.sum(score, axis=1), 1.0)[:, None]
+        into = tl.program_id(0) * experts + column
+        tl.store(block_counts + into, tl.sum(mine, axis=0), mask=column < experts)
+        tl.store(block_scores + into, tl.sum(mean, axis=0), mask=column < experts)
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens"])
@@ -227,12 +234,18 @@ def _regroup_index(
 
 def choose(
     logits_TE: Tensor, bias_E: Tensor | None, config: ModelConfig, aux: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], balance loss).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], experts, balance loss).
 
-    What `parallel.routing.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
+    The experts are those of every token, int32 [T, K]. What `parallel.routing.route` describes. Backward of the weights
+    adds the gradient of `aux` times the balance loss.
     """
     return _Choose.apply(logits_TE, bias_E, config, aux)
+
+
+def weigh(logits_TE: Tensor, chosen_TK: Tensor, counts_E: Tensor, config: ModelConfig, aux: float) -> Tensor:
+    """The weights of choices that are known: the bits that `choose` gave, and its backward."""
+    return _Weigh.apply(logits_TE, chosen_TK, counts_E, config, aux)
 
 
 class _Choose(torch.autograd.Function):
@@ -250,7 +263,8 @@ class _Choose(torch.autograd.Function):
 
         bias = logits_TE if bias_E is None else bias_E
         given = (logits_TE, bias, probs_TK, chosen_TK, counts_NE, scores_NE, tokens, config.route_scale)
-        _route_topk[blocks,](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k), biased=bias_E is not None)
+        choices = triton.next_power_of_2(top_k)
+        _route_topk[blocks,](*given, **sizes, **flags, choices=choices, biased=bias_E is not None, given=False)
         summed = (counts_NE, scores_NE, counts_E, balance_E, blocks, tokens, experts, top_k)
         _route_scan[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
         _route_index[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
@@ -259,18 +273,44 @@ class _Choose(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.aux = config, aux
-        ctx.mark_non_differentiable(inverse_R, counts_E, balance)
-        return probs_TK, inverse_R, counts_E, balance
+        ctx.mark_non_differentiable(inverse_R, counts_E, chosen_TK, balance)
+        return probs_TK, inverse_R, counts_E, chosen_TK, balance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        logits_TE, chosen_TK, counts_E = ctx.saved_tensors
-        block, sizes, flags = _shape(ctx.config)
-        g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
-        given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
-        _route_softmax_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
-        return g_TE, None, None, None
+        return _logits_gradient(ctx, g_TK), None, None, None
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, chosen_TK: Tensor, counts_E: Tensor, config: ModelConfig, aux: float
+    ) -> Tensor:
+        logits_TE = logits_TE.contiguous()
+        tokens, top_k = chosen_TK.shape
+        block, sizes, flags = _shape(config)
+        probs_TK = logits_TE.new_empty(tokens, top_k)
+        given = (logits_TE, logits_TE, probs_TK, chosen_TK, chosen_TK, probs_TK, tokens, config.route_scale)
+        flags |= {"biased": False, "given": True}
+        _route_topk[triton.cdiv(tokens, block),](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k))
+        ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
+        ctx.config, ctx.aux = config, aux
+        return probs_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:
+        return _logits_gradient(ctx, g_TK), None, None, None, None
+
+
+def _logits_gradient(ctx: Any, g_TK: Tensor) -> Tensor:
+    logits_TE, chosen_TK, counts_E = ctx.saved_tensors
+    block, sizes, flags = _shape(ctx.config)
+    g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
+    given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
+    _route_softmax_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
+    return g_TE
 
 
 def _shape(config: ModelConfig) -> tuple[int, dict[str, int], dict[str, bool]]:

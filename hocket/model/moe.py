@@ -87,20 +87,22 @@ class MoELayer(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size)
 
-    def forward_attn(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+    def forward_attn(
+        self, x_BSD: Tensor, kept: Routing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
         """Attention, norm, shared expert, router and permutation.
 
         Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K] or None if they
         are in the rows, routing). The normed hidden state has three readers, whose order fixes the bits of its
-        gradient: shared expert, router, permutation.
+        gradient: shared expert, router, permutation. When forward runs once more, `kept` is the first one's routing.
         """
         c = self.config
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, c.norm_eps)
         x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD), self.ffn_norm, c.norm_eps)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD = h_BSD.flatten(0, 1)
-        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale)
-        if self.ep.per_rank:
+        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale, kept)
+        if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)
         return rows, x1_BSD, shared_BSD, probs, routing

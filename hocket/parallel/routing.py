@@ -28,6 +28,8 @@ class Routing:
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
     counts_E: Tensor
     """Rows for every global expert, int64, on the device."""
+    chosen_TK: Tensor
+    """The experts of every token, in the order of its slots."""
     tokens: int
     top_k: int
     aux: Tensor | None = None
@@ -56,40 +58,51 @@ class Routing:
 
 
 def route(
-    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None = None, aux_scale: float = 1.0
+    logits_TE: Tensor,
+    config: ModelConfig,
+    bias_E: Tensor | None = None,
+    aux_scale: float = 1.0,
+    kept: Routing | None = None,
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
     Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
-    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss.
+    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. With `kept`, a
+    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
     if usable(logits_TE) and len(logits_TE):
-        from hocket.kernels.routing import choose
+        from hocket.kernels.routing import choose, weigh
 
-        probs_TK, inverse_R, counts_E, aux = choose(logits_TE, bias_E, config, config.aux_loss * aux_scale)
-        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux if config.aux_loss else None)
+        factor = config.aux_loss * aux_scale
+        if kept is not None:
+            return weigh(logits_TE, kept.chosen_TK, kept.counts_E, config, factor), kept
+        probs_TK, inverse_R, counts_E, chosen_TK, aux = choose(logits_TE, bias_E, config, factor)
+        aux = aux if config.aux_loss else None
+        return probs_TK, Routing(inverse_R, counts_E, chosen_TK, len(logits_TE), config.top_k, aux)
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    expert_TK = choice_TE.topk(config.top_k, dim=-1).indices
-    probs_TK: Tensor = _Select.apply(scores_TE, expert_TK)
+    if kept is None:
+        choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+        kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config)
+    probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
     if config.normalize_top_k:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
     if config.route_scale != 1.0:
         probs_TK = probs_TK * config.route_scale
-
-    tokens, experts = logits_TE.shape
-    sorted_R, order_R = expert_TK.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=logits_TE.device))
-    counts_E = edges.diff()
-    aux = None
     if config.aux_loss:
-        aux = _balance_loss(scores_TE, counts_E, config)
+        aux = _balance_loss(scores_TE, kept.counts_E, config)
         probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
-        aux = aux.detach()
-    return probs_TK, Routing(inverse_of(order_R), counts_E, tokens, config.top_k, aux)
+        kept = replace(kept, aux=aux.detach())
+    return probs_TK, kept
+
+
+def _placed(chosen_TK: Tensor, config: ModelConfig) -> Routing:
+    """The routing that sends every token to the experts chosen for it."""
+    sorted_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_R, torch.arange(config.experts + 1, device=chosen_TK.device))
+    return Routing(inverse_of(order_R), edges.diff(), chosen_TK, len(chosen_TK), config.top_k)
 
 
 def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:

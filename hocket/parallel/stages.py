@@ -31,6 +31,7 @@ def layout_of(config: Config) -> Layout:
         bounds=tuple(bounds) if config.plan.layers_per_stage else (),
         tied=config.model.tied,
         turning=config.plan.order == "zb_v",
+        recompute=tuple(part for part in config.plan.recompute if part != "auto"),
     )
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from hocket.plan.ops import Layout, Op, Part, Verb
 from hocket.plan.simulate import Costs
 
-_VERBS: tuple[Verb, ...] = ("fwd", "bwd", "wgrad")
+_VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
 
 
 def balanced(layout: Layout, costs: Costs) -> tuple[int, ...]:

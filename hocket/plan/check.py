@@ -3,7 +3,8 @@
     1  All ranks' lists with sends, receives and host waits have no cycle.        check_order.py
     2  Between two ranks, sends and receives come in the same order.              here, check_order.py
     3  The halves of a merged step are independent.                               check_order.py
-    4  Every part runs forward, backward and, with weights, wgrad exactly once.   here
+    4  Every part runs forward, backward and, with weights, wgrad exactly once,   here
+       and forward once more if it is recomputed.
     5  bwd after fwd, wgrad after bwd, reduce after all wgrads, step after it.    here, check_slots.py
     6  A value is made before its readers and dropped once, after them.           check_memory.py
     7  Weight and gradient slots keep what readers need; the bound holds.         check_slots.py
@@ -61,7 +62,7 @@ def assert_valid(program: Program, forward_only: bool = False) -> None:
 
 
 def expected(program: Program, rank: int, forward_only: bool = False) -> Iterator[Key]:
-    """Keys of every fwd, bwd, wgrad, send and recv that a rank must have."""
+    """Keys of every fwd, recompute, bwd, wgrad, send and recv that a rank must have."""
     layout = program.layout
     for c in range(layout.chunks):
         parts: list[tuple[str, str, int]] = []
@@ -71,6 +72,7 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
         for layer in layout.layers(rank, c):
             parts += [(verb, part, layer) for part in layout.forward_parts(layer) for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
+            parts += [("recompute", part, layer) for part in layout.forward_parts(layer) if part in layout.recompute]
         if layout.receives(rank, c, "act"):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
         if layout.receives(rank, c, "grad"):
@@ -93,7 +95,7 @@ def complete(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} is there {seen[key]} times", i, facts.where[key])
         elif key in missing:
             del missing[key]
-        elif op.verb in ("fwd", "bwd", "wgrad", "send", "recv") or not has_place(op, facts.layout):
+        elif op.verb in ("fwd", "recompute", "bwd", "wgrad", "send", "recv") or not has_place(op, facts.layout):
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} has no place in this layout", i)
     for verb, part, m, c, layer in missing:
         name = f"{verb} {part} m{m} c{c}" + (f" l{layer}" if layer >= 0 else "")
@@ -105,9 +107,9 @@ def _completeness(verb: str) -> int:
 
 
 def backward_after_forward(facts: Facts) -> Iterator[Violation]:
-    """Invariant 5: bwd after fwd and wgrad after bwd of the same part; one step, last, after all reduces."""
+    """Invariant 5: recompute, bwd and wgrad of a part come in order after its fwd; one step, after all reduces."""
     for i, op in enumerate(facts.ops):
-        for key in follows(op):
+        for key in follows(op, facts.layout):
             p = facts.where.get(key)
             if p is not None and not facts.before(p, i):
                 yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)

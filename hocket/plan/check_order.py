@@ -33,6 +33,8 @@ Node = tuple[int, int]
 
 _P2P_LANES = tuple(lane for lane in LANES if lane not in ("compute", "a2a", "gather", "reduce"))
 _EXPOSED_WAITS_ALLOWED = 1
+_HALVES = ("fwd", "recompute", "bwd", "wgrad")
+"""Verbs of which a pass consists."""
 
 
 def deadlock_free(ranks: list[Facts]) -> Iterator[Violation]:
@@ -154,10 +156,10 @@ def halves_independent(facts: Facts) -> Iterator[Violation]:
     if not merged:
         return
     for i, op in enumerate(facts.ops):
-        if op.deps and op.lane in ("compute", "a2a") and op.verb in ("fwd", "bwd", "wgrad"):
+        if op.deps and op.lane in ("compute", "a2a") and op.verb in _HALVES:
             for d in op.deps:
                 other = facts.ops[d] if 0 <= d < i else op
-                if other.microbatch != op.microbatch and other.verb in ("fwd", "bwd", "wgrad"):
+                if other.microbatch != op.microbatch and other.verb in _HALVES:
                     if frozenset([_pass(op.key), _pass(other.key)]) in merged:
                         yield facts.fail(3, f"{facts.show(i)} waits for {facts.show(d)} of the other half", i, d)
 

@@ -123,7 +123,7 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
         need = [where[key] for key in reads(op, layout, rank)]
         for p in need:
             readers[p].append(i)
-        need += [where[key] for key in follows(op)]
+        need += [where[key] for key in follows(op, layout)]
         if (unit := unit_read(op, layout)) is not None:
             last_reader[unit] = i
             if unit in gathered:

@@ -150,7 +150,12 @@ class CostTable:
         )
 
     def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
-        """The same table with measured seconds in place of modelled ones."""
+        """The same table with measured seconds in place of modelled ones.
+
+        A recomputation that was not measured takes as long as the forward that was.
+        """
+        again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
+        seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
         changed = {key: replace(self.table.get(key, _FREE), seconds=value) for key, value in seconds.items()}
         return replace(self, table={**self.table, **changed})
 
@@ -360,10 +365,23 @@ def op_costs(
             continue
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
             table[verb, part, kind] = price.compute(size, verb)
+        if part in layout.recompute:
+            _recompute(table, part, kind, tokens * model.hidden * dtype_bytes)
     hop = tokens * model.hidden * dtype_bytes
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp", hop, hop)
     slots, state = _add_units(model, layout, sharding, price, table)
     return CostTable(layout.kinds, table, slots, state)
+
+
+def _recompute(table: dict[CostKey, OpCost], part: str, kind: str, residual: int) -> None:
+    """A forward once more, which keeps what the first one no longer does.
+
+    Nothing but its value keeps the residual of a MoE layer's attn part then (see `_before_dispatch`): so many bytes.
+    """
+    forward = table["fwd", part, kind]
+    alone = residual if (part, kind) == ("attn", "moe") else 0
+    table["recompute", part, kind] = replace(forward, output_bytes=0)
+    table["fwd", part, kind] = replace(forward, saved_bytes=0, output_bytes=forward.output_bytes + alone)
 
 
 def _add_units(

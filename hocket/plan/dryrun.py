@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from hocket.plan.linearize import linearize
 from hocket.plan.ops import Key, Layout, Op, Program
-from hocket.plan.values import UnitName, reads, unit_moved, unit_read, unit_written
+from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
 
 __all__ = ["dry_run", "linearize", "reference"]
 
@@ -91,7 +91,7 @@ class _Rank:
         inputs = [self._look(self.values, key, op, "the value of") for key in reads(op, self.program.layout, self.rank)]
         inputs = inputs[: _arguments(op, self.program.layout)]
         match op.verb:
-            case "fwd" | "bwd" | "wgrad":
+            case "fwd" | "recompute" | "bwd" | "wgrad":
                 self._compute(op, inputs)
             case "send":
                 self.mail[self.program.layout.peer(op, self.rank)] = inputs[0]
@@ -123,10 +123,12 @@ class _Rank:
         return table[key]
 
     def _compute(self, op: Op, inputs: list[Token]) -> None:
-        state = ()
-        if op.verb != "fwd":
-            before: Key = ("fwd" if op.verb == "bwd" else "bwd", *op.key[1:])
-            state = (self._take(self.states, before, op, "the state of"),)
+        state = tuple(
+            self._take(self.states, before, op, "the state of") for before in follows(op, self.program.layout)
+        )
+        if op.verb == "recompute":  # is the forward once more
+            self.states[op.key] = hash(("fwd", op.part, op.layer, op.microbatch, self._weights(op), *inputs))
+            return
         token = hash((op.verb, op.part, op.layer, op.microbatch, self._weights(op), *state, *inputs))
         if op.verb == "wgrad":
             self._accumulate(op, token)

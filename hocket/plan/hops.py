@@ -18,6 +18,7 @@ from typing import Literal
 from hocket.plan.cost import CostTable
 from hocket.plan.ops import Layout, Op
 from hocket.plan.pipeline import in_flight, one_f_one_b, smallest_group
+from hocket.plan.values import reads
 
 Parts = Literal["attn", "all"]
 
@@ -103,12 +104,17 @@ def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable
     )
     rank = max(range(layout.pp), key=lambda r: three[r] - two[r])
     more = three[rank] - two[rank]
-    largest = max(_activation(layout, costs, layout.layers(rank, chunk)) for chunk in range(layout.chunks))
+    largest = max(_activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
     return Price(max(group, wide), more, more * largest)
 
 
-def _activation(layout: Layout, costs: CostTable, chunk: range) -> int:
-    """Bytes that a chunk's forward keeps for its backward."""
-    return sum(
-        costs.saved_bytes(0, Op("fwd", part, layer=layer)) for layer in chunk for part in layout.forward_parts(layer)
-    )
+def _activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
+    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs."""
+    total = 0
+    for layer in layout.layers(rank, chunk):
+        for part in layout.forward_parts(layer):
+            total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
+            if part in layout.recompute:
+                inputs = reads(Op("recompute", part, 0, chunk, layer), layout, rank)
+                total += sum(costs.output_bytes(rank, Op(*key)) for key in inputs)  # pyrefly: ignore
+    return total

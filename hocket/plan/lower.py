@@ -285,7 +285,7 @@ def compute_awaits(per_step: list[StepOps], layout: Layout, rank: int) -> dict[K
     held: dict[Key, Key] = {}
     for ops in per_step:
         received = {key for op in ops for key in reads(op, layout, rank) if key[:2] == ("recv", "grad")}
-        first = next((op for op in ops if op.lane == "compute"), None)
+        first = next((op for op in ops if op.lane == "compute" and op.verb != "recompute"), None)
         for key in received:
             if first is not None and first.verb != "wgrad" and key not in reads(first, layout, rank):
                 held[first.key] = key

@@ -7,15 +7,15 @@ function over this value. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
-Verb = Literal["fwd", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"]
-"""fwd, bwd (input gradients), wgrad (weight gradients), pipeline send and recv, gather and release of a
-unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of them over ranks, and the
-optimizer step."""
+Verb = Literal["fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"]
+"""fwd, recompute (forward once more, for the backward), bwd (input gradients), wgrad (weight gradients), pipeline send
+and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
+them over ranks, and the optimizer step."""
 
 Part = Literal[
     "embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head",
@@ -46,6 +46,16 @@ UNIT_OF: Mapping[str, Unit] = {
     "embed": "embed", "attn": "dense", "mlp": "dense", "experts": "experts", "head": "head",
 }  # fmt: skip
 """The class of units that holds the weights of a part (see `Layout.unit` for tied embeddings)."""
+
+Recomputable = Literal["attn", "experts", "mlp"]
+"""The parts that can be recomputed: those that keep more between forward and backward than they read."""
+
+
+def recomputable(kinds: Collection[str]) -> tuple[Recomputable, ...]:
+    """Those of them that layers of these kinds have."""
+    there = {"attn": True, "experts": "moe" in kinds, "mlp": "dense" in kinds}
+    return tuple(part for part in get_args(Recomputable) if there[part])
+
 
 Key = tuple[str, str, int, int, int]
 """(verb, part, microbatch, chunk, layer): names an op uniquely within one rank."""
@@ -98,6 +108,7 @@ class Layout:
     chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
     has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
     back is kept for backward. `tied` says that the head uses the embedding's weights, so that both belong to one unit.
+    The parts in `recompute` keep nothing but their inputs from forward to backward.
     """
 
     kinds: tuple[Literal["dense", "moe"], ...]
@@ -108,6 +119,7 @@ class Layout:
     tied: bool = False
     turning: bool = False
     per_rank: bool = False
+    recompute: tuple[Recomputable, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:

@@ -24,8 +24,16 @@ def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
 
 
 def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
-    """What a template's token means for one layer of an item; nothing for a part that the layer does not have."""
-    return [op_of(verb, part, item, layer) for verb, part in parts_of(token, layout, layer)]
+    """What a template's token means for one layer of an item; nothing for a part that the layer does not have.
+
+    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way.
+    """
+    ops: list[Op] = []
+    for verb, part in parts_of(token, layout, layer):
+        if verb == "bwd" and part in layout.recompute:
+            ops.append(op_of("recompute", part, item, layer))
+        ops.append(op_of(verb, part, item, layer))
+    return ops
 
 
 def expand_pair(step: Step, layout: Layout, rank: int, defer: bool) -> list[Op]:

@@ -26,7 +26,7 @@ from hocket.config import Config, Strategy
 from hocket.leaves import changed, leaf
 from hocket.plan.balance import balanced
 from hocket.plan.layer import MERGED
-from hocket.plan.ops import Layout
+from hocket.plan.ops import Layout, Recomputable, recomputable
 from hocket.plan.schedule import Kind
 from hocket.plan.simulate import Costs
 
@@ -72,6 +72,8 @@ class Known:
     costs: Costs
     orders: tuple[str, ...] = ()
     """Orders of a merged layer step that have no name."""
+    capped: bool = False
+    """Whether there is a limit to memory: without one nothing is won by holding less."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,12 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
     return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 
+def _recomputed(c: Config, known: Known) -> Sequence[tuple[Recomputable, ...]]:
+    """Each part alone, and all."""
+    parts = recomputable(c.model.kinds()) if known.capped else ()
+    return ((), *((part,) for part in parts), parts) if parts else ()
+
+
 GROUPS: tuple[tuple[Choice, ...], ...] = (
     (
         Choice("plan.order", _orders),
@@ -156,6 +164,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
     (Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),),
     (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
+    (Choice("plan.recompute", _recomputed),),
 )
 """What is searched, and beside what. See Note: [How the search goes]."""
 

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 
 from hocket.plan.layer import CHAINS, MERGED, order_problem, spelt
-from hocket.plan.ops import Layout, Op
+from hocket.plan.ops import Layout, Op, Part, Verb
 from hocket.plan.simulate import Costs
 
 _WORTH = 0.999
@@ -80,11 +80,21 @@ def step_seconds(order: Sequence[str], seconds: Mapping[str, float], layers: int
 
 
 def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
-    """Seconds of the twelve ops of a merged step of a MoE layer; empty where there is no all-to-all."""
+    """Seconds of the twelve ops of a merged step of a MoE layer; empty where there is no all-to-all.
+
+    Of what is recomputed, backward includes it.
+    """
     if "moe" not in layout.kinds or layout.ep == 1:
         return {}
     layer, order = layout.kinds.index("moe"), MERGED["literature"]
-    found = (float(costs.seconds(0, Op(verb, part, 0, 0, layer))) for verb, part in order)
+
+    def seconds(verb: Verb, part: Part) -> float:
+        return float(costs.seconds(0, Op(verb, part, 0, 0, layer)))
+
+    found = (
+        seconds(verb, part) + (seconds("recompute", part) if verb == "bwd" and part in layout.recompute else 0.0)
+        for verb, part in order
+    )
     return dict(zip(spelt(order).split(), found, strict=True))
 
 

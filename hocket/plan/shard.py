@@ -110,7 +110,8 @@ def _visits(ops: list[Op], layout: Layout) -> list[Visit]:
     for i, op in enumerate(ops):
         name = unit_read(op, layout)
         if name is not None:
-            visit = visits.setdefault((name, op.verb, op.microbatch, op.layer), Visit(name, i, i))
+            direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
+            visit = visits.setdefault((name, direction, op.microbatch, op.layer), Visit(name, i, i))
             visit.end = i
     return list(visits.values())
 

@@ -134,8 +134,9 @@ def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Cost
     """
     ops = program.ranks[rank]
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
-    position_of = {op.key: position for position, op in enumerate(ops) if op.verb in ("fwd", "bwd")}
-    continued_by = {position_of[key]: p for p, op in enumerate(ops) for key in follows(op) if key in position_of}
+    position_of = {op.key: position for position, op in enumerate(ops) if op.verb in ("fwd", "recompute", "bwd")}
+    follows_of = [(p, key) for p, op in enumerate(ops) for key in follows(op, program.layout)]
+    continued_by = {position_of[key]: p for p, key in follows_of if key in position_of}
     changes: list[tuple[Time, int]] = []
     written: set[tuple[str, UnitName]] = set()
     for position, op in enumerate(ops):

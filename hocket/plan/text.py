@@ -30,7 +30,7 @@ from itertools import groupby
 from typing import Any, cast, get_args
 
 from hocket.plan.diff import diff
-from hocket.plan.ops import LANES, UNITS, Lane, Layout, Op, Part, Program, Verb
+from hocket.plan.ops import LANES, UNITS, Lane, Layout, Op, Part, Program, Recomputable, Verb
 
 __all__ = ["diff", "from_json", "from_text", "to_json", "to_text"]
 
@@ -52,7 +52,8 @@ def to_text(program: Program) -> str:
     lines = [
         FORMAT,
         f"layout pp={layout.pp} chunks={layout.chunks} ep={layout.ep} tied={'yes' if layout.tied else 'no'}"
-        + "".join(f" {name}=yes" for name in _MAYBE if getattr(layout, name)),
+        + "".join(f" {name}=yes" for name in _MAYBE if getattr(layout, name))
+        + (f" recompute={','.join(layout.recompute)}" if layout.recompute else ""),
         " ".join(["kinds", *_repeats(layout.kinds)]),
         " ".join(["bounds", *map(str, layout.bounds)]),
         f"microbatches {program.microbatches}",
@@ -177,11 +178,14 @@ def _pairs(text: str) -> dict[str, str]:
 def _parse_sizes(text: str) -> dict[str, Any]:
     pairs = _pairs(text)
     flags = {"tied": pairs.pop("tied", ""), **{name: pairs.pop(name, "no") for name in _MAYBE}}
-    if sorted(pairs) != ["chunks", "ep", "pp"] or not set(flags.values()) <= {"yes", "no"}:
+    again = tuple(pairs.pop("recompute", "").split(",")) if "recompute" in pairs else ()
+    known = set(again) <= set(get_args(Recomputable)) and set(flags.values()) <= {"yes", "no"}
+    if sorted(pairs) != ["chunks", "ep", "pp"] or not known:
         maybe = " ".join(f"{name}=yes|no" for name in _MAYBE)
+        maybe += f" recompute={','.join(get_args(Recomputable))}"
         raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no {maybe}', got {text!r}")
     sizes = {name: int(value) for name, value in pairs.items()}
-    return {**sizes, **{name: value == "yes" for name, value in flags.items()}}
+    return {**sizes, **{name: value == "yes" for name, value in flags.items()}, "recompute": again}
 
 
 def _parse_kinds(text: str) -> tuple[str, ...]:

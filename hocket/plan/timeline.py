@@ -36,6 +36,8 @@ def letter(op: Op) -> str:
     if op.verb in ("fwd", "bwd"):
         name = _FORWARD[op.part]
         return name if op.verb == "fwd" else name.lower()
+    if op.verb == "recompute":
+        return "+"
     if op.verb == "recv":
         return ">" if op.part == "act" else "<"
     return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S"}.get(op.verb, " ")
@@ -94,7 +96,8 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
                 exposed = _text_row([("!", *span) for span in exposed_spans(ops, spans)], columns, step)
                 row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in exposed)
                 lines.append(f"{'':{left}}{'exposed':10}{row}")
-    return "\n".join([*lines, f"one character is {duration(step)}", _LEGEND])
+    again = ["+ forward once more"] if program.layout.recompute else []
+    return "\n".join([*lines, f"one character is {duration(step)}", _LEGEND, *again])
 
 
 def _lanes(ops: Iterable[Op]) -> list[Lane]:
@@ -155,8 +158,8 @@ def _rows(program: Program) -> tuple[list[_Row], int]:
 
 
 def color(op: Op) -> str:
-    """Name of an op's colour."""
-    return KIND_OF.get(op.lane, op.verb)
+    """Name of an op's colour. A forward once more has that of a forward."""
+    return KIND_OF.get(op.lane, "fwd" if op.verb == "recompute" else op.verb)
 
 
 class _Mark(NamedTuple):

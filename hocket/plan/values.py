@@ -60,7 +60,7 @@ def _received(*keys: Key) -> list[Key]:
 def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
     """Keys of the ops whose values `op` uses. See Note: [Values of communication lanes live longer]."""
     m, c, layer, part = op.microbatch, op.chunk, op.layer, op.part
-    if op.verb == "fwd":
+    if op.verb in ("fwd", "recompute"):
         return _forward_reads(op, layout, rank)
     if op.verb == "send":
         if part == "act":
@@ -129,9 +129,13 @@ def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
     return []
 
 
-def follows(op: Op) -> list[Key]:
-    """Keys of the ops whose saved state `op` continues: bwd after fwd, wgrad after bwd, of the same part."""
-    before = {"bwd": "fwd", "wgrad": "bwd"}.get(op.verb)
+def follows(op: Op, layout: Layout) -> list[Key]:
+    """Keys of the ops whose saved state `op` continues, of the same part: bwd after fwd, wgrad after bwd.
+
+    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
+    """
+    forward = "recompute" if op.part in layout.recompute else "fwd"
+    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 
 
@@ -145,11 +149,11 @@ def _unit_of(op: Op, layout: Layout) -> UnitName | None:
 
 
 def unit_read(op: Op, layout: Layout) -> UnitName | None:
-    """The unit whose weights an op reads: forward and input gradient of a part that owns weights.
+    """The unit whose weights an op reads: forward, recomputation and input gradient of a part that owns weights.
 
     The embedding's backward reads no weights, nor does any weight gradient.
     """
-    if op.verb not in ("fwd", "bwd") or (op.verb, op.part) == ("bwd", "embed"):
+    if op.verb not in ("fwd", "recompute", "bwd") or (op.verb, op.part) == ("bwd", "embed"):
         return None
     return _unit_of(op, layout)
 

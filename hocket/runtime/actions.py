@@ -112,7 +112,8 @@ class Actions:
     # -- forward ---------------------------------------------------------------------------------------------
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
-        if not self.training:
+        """Run a part: as an island, or without a graph if there is no backward or it will run once more for it."""
+        if not self.training or (op.verb == "fwd" and op.part in self._layout.recompute):
             with torch.no_grad():
                 return fn(*inputs)
         island = self._islands[op.part, _place(op)] = Island()
@@ -175,6 +176,20 @@ class Actions:
     def fwd_head(self, op: Op, x: Tensor) -> None:
         loss = self._forward(op, self._chunks[op.chunk].loss, x, self.microbatches[op.microbatch].targets)
         self.losses.append(loss.detach())
+
+    # -- forward once more: the values are known, what is wanted are the islands -----------------------------
+
+    def recompute_attn(self, op: Op, x: Tensor) -> None:
+        """The routing stays what it was: a row is where forward put it."""
+        kept = [self._routings[_place(op)]] if self._layout.kinds[op.layer] == "moe" else []
+        self._forward(op, self._layer(op).forward_attn, x, *kept)
+
+    def recompute_experts(self, op: Op, rows: Any) -> None:
+        rows = rows[0] if self._layout.ep == 1 else rows
+        self._forward(op, self._layer(op).forward_experts, rows, self._splits[_place(op)])
+
+    def recompute_mlp(self, op: Op, x: Tensor) -> None:
+        self.fwd_mlp(op, x)
 
     # -- input gradients -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.splits": "host",
     "overlap.ep.capacity": 1.5,
     "mesh.tp": 1,
+    "plan.recompute": (),
 }
 """Settings that came after the first traces, and what runs did before there was a choice."""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import ModelConfig
-from hocket.kernels.routing import choose, regroup
+from hocket.kernels.routing import choose, regroup, weigh
 from hocket.parallel.dispatch import Splits
 from hocket.parallel.routing import route
 from hocket.runtime.transports import RowTable
@@ -42,7 +42,7 @@ def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: flo
         logits = (torch.arange(experts) * 0.1).expand(tokens, experts) + logits * 1e-3
     bias_E = None if bias is None else torch.randn(experts) * bias
     given, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    probs, inverse, counts, balance = choose(given, bias_E, config, aux * 0.5)
+    probs, inverse, counts, chosen, balance = choose(given, bias_E, config, aux * 0.5)
     expected, routing = route(exact, config, bias_E, aux_scale=0.5)
     assert torch.equal(inverse, routing.inverse_R)
     assert torch.equal(counts, routing.counts_E)
@@ -53,6 +53,11 @@ def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: flo
     probs.backward(g)
     expected.backward(g)
     torch.testing.assert_close(given.grad, exact.grad, rtol=1e-4, atol=1e-5)
+    again = logits.clone().requires_grad_()
+    probs_again = weigh(again, chosen, counts, config, aux * 0.5)
+    probs_again.backward(g)
+    assert torch.equal(probs_again, probs), "weights of known choices"
+    assert torch.equal(again.grad, given.grad), "gradient of the logits for known choices"  # pyrefly: ignore
 
 
 def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
@@ -61,7 +66,7 @@ def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
     logits = torch.zeros(7, 5)
     logits[3], logits[4, 2], logits[5] = float("nan"), float("inf"), float("-inf")
     for bias in (None, torch.full((5,), float("-inf"))):
-        _, inverse, counts, _ = choose(logits, bias, config, 0.0)
+        _, inverse, counts, *_ = choose(logits, bias, config, 0.0)
         assert sorted(inverse.tolist()) == list(range(21))
         assert int(counts.sum()) == 21
         assert (counts <= 7).all()
@@ -93,7 +98,7 @@ def test_regroup(counts: list[list[int]]) -> None:
 def test_real_numbers_of_experts(experts: int) -> None:
     config = ModelConfig(experts=experts, top_k=8)
     logits = torch.randn(100, experts)
-    probs, inverse, counts, _ = choose(logits, None, config, 0.0)
+    probs, inverse, counts, *_ = choose(logits, None, config, 0.0)
     expected, routing = route(logits, replace(config))
     torch.testing.assert_close(probs, expected)
     assert torch.equal(inverse, routing.inverse_R)

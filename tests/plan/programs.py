@@ -60,6 +60,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         ep=among((1, 2)),
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=pp * chunks == 1 and among((False, True)),
+        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
     )
     apart = {1: ("zb_h1",), 2: ("zb_v",)}.get(chunks, ())
     order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))

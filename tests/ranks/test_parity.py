@@ -146,6 +146,7 @@ VALUES: dict[str, list[Any]] = {
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v"],
+    "recompute": [(), ("attn",), ("experts",), ("mlp", "experts"), ("attn", "mlp", "experts")],
 }
 """What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
 
@@ -175,8 +176,8 @@ def matrix_config(case: dict[str, Any]) -> Config:
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
     sends = ("backward_lane", "defer_layers", "defer_parts")
-    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "splits", "order", "chunks", *sends)
-    plan = {name: case[name] for name in names}
+    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "splits", "order", "chunks", "recompute")
+    plan = {name: case[name] for name in (*names, *sends)}
     plan["layers_per_stage"], plan["capacity"] = tuple(counts), 2.0
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
