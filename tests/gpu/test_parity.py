@@ -52,6 +52,7 @@ OTHERS: dict[str, Config] = {
         BASE, {"model.dense_layers": (1, 3, 5), "overlap.pp.backward_lane": "off"}
     ),
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
+    "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
 }

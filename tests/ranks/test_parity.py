@@ -212,11 +212,16 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     ),
+    "everything on, and recomputed": (
+        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (
         dict(layers=2, router="sigmoid", bias_rate=0.02, route_scale=1.5, normalize_top_k=False),
         dict(dp=2, ep=2),
-        dict(merge="on"),
+        dict(merge="on", recompute=("attn",)),
     ),
     "tied head": (dict(layers=3, dense_layers=(0,), tied=True), dict(dp=2), dict(merge="on")),
     "stride 3": (dict(layers=4), dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", stride=3, group=3)),

@@ -1,0 +1,114 @@
+"""Parts that run forward once more: what a plan with them holds, what the checker asks of it, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.config import MeshConfig, PlanConfig
+from hocket.model.families import tiny
+from hocket.plan.check import check
+from hocket.plan.cost import H200, Measurement, op_costs
+from hocket.plan.dryrun import dry_run
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Layout, Program
+from hocket.plan.schedule import NO_FRICTION
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import simulate
+from hocket.plan.text import from_json, from_text, to_json, to_text
+from hocket.recipes import qwen3_30b_a3b
+from hocket.resolve import resolve
+from hocket.rules import Host
+from tests.helpers.costs import Table
+from tests.plan.programs import find, moved, with_op, without
+
+LAYOUT = Layout(kinds=("moe", "dense", "moe"), ep=2, recompute=("attn", "experts", "mlp"))
+PLAIN = PlanConfig(merge="off")
+
+
+def program(layout: Layout = LAYOUT, plan: PlanConfig = PLAIN, microbatches: int = 2) -> Program:
+    return build_program(layout, microbatches, plan, Sharding(dense=2, experts=2))
+
+
+def test_text_and_json_keep_it() -> None:
+    there = program()
+    assert from_text(to_text(there)) == there
+    assert from_json(to_json(there)) == there
+    with pytest.raises(ValueError, match=r"line 2: expected .*recompute=attn"):
+        from_text(to_text(there).replace("recompute=attn,", "recompute=norm,"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: without(p, 0, find(p, 0, "recompute attn m0")), "recompute attn m0 c0 l2 is missing"),
+        (
+            lambda p: moved(p, 0, find(p, 0, "recompute mlp m1"), find(p, 0, "bwd mlp m1") + 1),
+            "bwd mlp m1 c0 l1 may run before",
+        ),
+        (
+            lambda p: with_op(p, 0, find(p, 0, "fwd combine m0"), frees=(find(p, 0, "fwd dispatch m0"),)),
+            "recompute experts m0 c0 l0 may still read it",
+        ),
+        (
+            lambda p: moved(p, 0, find(p, 0, "recompute experts m0 c0 l0"), find(p, 0, "fwd head m0")),
+            "recompute experts m0 c0 l0 reads weights that are not gathered",
+        ),
+    ],
+    ids=["missing", "too late", "input dropped", "weights gone"],
+)
+def test_broken_plans_are_noticed(change: object, message: str) -> None:
+    plan = replace(PLAIN, prefetch=0)
+    assert check(program(plan=plan)) == []
+    assert callable(change)
+    found = [str(violation) for violation in check(change(program(plan=plan)))]
+    assert any(message in text for text in found), found
+
+
+def test_it_must_not_take_the_place_of_another_layers_forward() -> None:
+    """What a recomputation leaves must be what forward would have left: the dry run compares them by hashes."""
+    there = program()
+    at = find(there, 0, "recompute mlp m1")
+    dry_run(there, 0)
+    wrong = with_op(there, 0, at, microbatch=0)
+    with pytest.raises(ValueError, match="dry run"):
+        dry_run(wrong, 0)
+
+
+def test_rows_travel_while_a_forward_runs_once_more() -> None:
+    """Each transfer of a backward alone is as long as the part that is recomputed behind it: nothing is exposed."""
+    times = {("fwd", "attn"): 9, ("recompute", "attn"): 2, ("recompute", "experts"): 2}
+    times |= {("bwd", "dispatch"): 2, ("bwd", "combine"): 2, ("bwd", "attn"): 1, ("bwd", "experts"): 1}
+    inside = {key: value for key, value in times.items() if key[0] != "recompute"}
+    inside |= {("bwd", part): 3 for part in ("attn", "experts")}
+    there = program(Layout(kinds=("moe",) * 3, ep=2, recompute=("attn", "experts")), microbatches=1)
+    assert simulate(there, Table(times)).ranks[0].exposed["a2a"] == 0
+    assert simulate(there, Table(inside)).ranks[0].exposed["a2a"] > 0
+
+
+def test_measured_forwards_price_recomputations_that_were_not_measured() -> None:
+    layout = Layout(kinds=tiny().kinds(), recompute=("experts",))
+    costs = op_costs(tiny(), layout, 128, 128, MeshConfig(), H200, 2)
+    seconds = {("fwd", "experts", "moe"): 7.0, ("fwd", "attn", "moe"): 5.0}
+    measured = costs.measured(Measurement(source="", seconds=seconds, friction=NO_FRICTION).seconds)
+    assert measured.table["recompute", "experts", "moe"].seconds == 7.0
+    assert ("recompute", "attn", "moe") not in measured.table
+    both = costs.measured({**seconds, ("recompute", "experts", "moe"): 6.0})
+    assert both.table["recompute", "experts", "moe"].seconds == 6.0
+
+
+def test_auto_recomputes_only_what_does_not_fit() -> None:
+    config = qwen3_30b_a3b()
+    config = replace(config, plan=replace(config.plan, recompute=("auto",), p2p_defer_layers=1, p2p_defer_parts="attn"))
+    config = replace(config, model=replace(config.model, layers=24), plan=replace(config.plan, chunks=2))
+    found = {}
+    for sequences in (1, 6):
+        settings = resolve(replace(config, train=replace(config.train, sequences=sequences)), Host(gpus=8))
+        found[sequences] = settings.plan.recompute
+        (decision,) = (d for d in settings.decisions if d.setting == "plan.recompute")
+        assert "of 139 GiB" in decision.reason
+    assert found[1] == ()
+    assert "experts" in found[6]
+    laptop = resolve(replace(config, train=replace(config.train, dtype="fp32", transport="gloo", device="cpu")))
+    assert laptop.plan.recompute == ()
