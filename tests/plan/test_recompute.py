@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.config import MeshConfig, PlanConfig
+from hocket.config import PlanConfig
 from hocket.model.families import tiny
 from hocket.plan.check import check
 from hocket.plan.cost import H200, Measurement, op_costs
@@ -89,7 +89,7 @@ def test_rows_travel_while_a_forward_runs_once_more() -> None:
 
 def test_measured_forwards_price_recomputations_that_were_not_measured() -> None:
     layout = Layout(kinds=tiny().kinds(), recompute=("experts",))
-    costs = op_costs(tiny(), layout, 128, 128, MeshConfig(), H200, 2)
+    costs = op_costs(tiny(), layout, 128, 128, Sharding(), H200, 2)
     seconds = {("fwd", "experts", "moe"): 7.0, ("fwd", "attn", "moe"): 5.0}
     measured = costs.measured(Measurement(source="", seconds=seconds, friction=NO_FRICTION).seconds)
     assert measured.table["recompute", "experts", "moe"].seconds == 7.0
