@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from hocket.config import PlanConfig
+from hocket.config import Config
+from hocket.leaves import changed
 from hocket.model.families import tiny
 from hocket.plan.check import check
 from hocket.plan.cost import H200, Measurement, op_costs
@@ -21,14 +20,15 @@ from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
 from hocket.rules import Host
 from tests.helpers.costs import Table
+from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without
 
 LAYOUT = Layout(kinds=("moe", "dense", "moe"), ep=2, recompute=("attn", "experts", "mlp"))
-PLAIN = PlanConfig(merge="off")
+PLAIN = planned(merge="off")
 
 
-def program(layout: Layout = LAYOUT, plan: PlanConfig = PLAIN, microbatches: int = 2) -> Program:
-    return build_program(layout, microbatches, plan, Sharding(dense=2, experts=2))
+def program(layout: Layout = LAYOUT, config: Config = PLAIN, microbatches: int = 2) -> Program:
+    return build_program(layout, microbatches, config, Sharding(dense=2, experts=2))
 
 
 def test_text_and_json_keep_it() -> None:
@@ -59,10 +59,10 @@ def test_text_and_json_keep_it() -> None:
     ids=["missing", "too late", "input dropped", "weights gone"],
 )
 def test_broken_plans_are_noticed(change: object, message: str) -> None:
-    plan = replace(PLAIN, prefetch=0)
-    assert check(program(plan=plan)) == []
+    there = program(config=planned(PLAIN, prefetch=0))
+    assert check(there) == []
     assert callable(change)
-    found = [str(violation) for violation in check(change(program(plan=plan)))]
+    found = [str(violation) for violation in check(change(there))]
     assert any(message in text for text in found), found
 
 
@@ -99,16 +99,15 @@ def test_measured_forwards_price_recomputations_that_were_not_measured() -> None
 
 
 def test_auto_recomputes_only_what_does_not_fit() -> None:
-    config = qwen3_30b_a3b()
-    config = replace(config, plan=replace(config.plan, recompute=("auto",), p2p_defer_layers=1, p2p_defer_parts="attn"))
-    config = replace(config, model=replace(config.model, layers=24), plan=replace(config.plan, chunks=2))
+    config = planned(qwen3_30b_a3b(), recompute=("auto",), defer_layers=1, defer_parts="attn", chunks=2)
+    config = changed(config, {"model.layers": 24})
     found = {}
     for sequences in (1, 6):
-        settings = resolve(replace(config, train=replace(config.train, sequences=sequences)), Host(gpus=8))
+        settings = resolve(changed(config, {"train.sequences": sequences}), Host(gpus=8))
         found[sequences] = settings.plan.recompute
         (decision,) = (d for d in settings.decisions if d.setting == "plan.recompute")
         assert "of 139 GiB" in decision.reason
     assert found[1] == ()
     assert "experts" in found[6]
-    laptop = resolve(replace(config, train=replace(config.train, dtype="fp32", transport="gloo", device="cpu")))
+    laptop = resolve(changed(config, {"train.dtype": "fp32", "train.transport": "gloo", "train.device": "cpu"}))
     assert laptop.plan.recompute == ()

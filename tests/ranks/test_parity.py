@@ -215,7 +215,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "everything on, and recomputed": (
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", p2p_defer_layers=2, recompute=("attn", "experts", "mlp")),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (
