@@ -49,7 +49,7 @@ types: $(READY) ## Check types
 test-gpu: $(READY) ## Run the tests that need GPUs
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 0" takes all
+parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 9000" draws more
 	@$(PY) -m pytest -m full $(parallel) $(ARGS)
 
 bench-plan: $(READY) ## Measure how long planning and checking take as plans grow

@@ -21,9 +21,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--parity-cases", type=int, default=2000, help="cases of the full parity matrix, drawn at random; 0 takes all"
-    )
+    parser.addoption("--parity-cases", type=int, default=2000, help="cases of the whole parity matrix, drawn at random")
     parser.addoption("--renew-golden", action="store_true", help="write what is shown now to tests/golden")
 
 

@@ -38,10 +38,15 @@ def pairwise(values: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool],
     return cases
 
 
-def all_cases(values: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool]) -> list[Case]:
-    """Every legal combination."""
-    cases = (dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values()))
-    return [case for case in cases if legal(case)]
+def drawn(values: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool], count: int, seed: int = 0) -> list[Case]:
+    """`count` different legal combinations out of all, which are too many to list."""
+    chooser = random.Random(seed)
+    cases: dict[str, Case] = {}
+    while len(cases) < count:
+        case = {name: chooser.choice(options) for name, options in values.items()}
+        if legal(case):
+            cases[repr(case)] = case
+    return list(cases.values())
 
 
 def _pairs(case: Case) -> set:

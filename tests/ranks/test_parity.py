@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConf
 from hocket.engine import DTYPES, Engine
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.runtime.actions import Microbatch
-from tests.helpers.pairwise import all_cases, pairwise
+from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, Result, random_batches
@@ -196,9 +195,7 @@ def test_every_pair_of_features(case: dict[str, Any]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_case" in metafunc.fixturenames:
         count = metafunc.config.getoption("--parity-cases")
-        cases = all_cases(VALUES, legal)
-        chosen = random.Random(0).sample(cases, count) if count else cases
-        metafunc.parametrize("matrix_case", chosen, ids=name_of)
+        metafunc.parametrize("matrix_case", drawn(VALUES, legal, count), ids=name_of)
 
 
 @pytest.mark.full
