@@ -95,7 +95,9 @@ def search(task: Task) -> Result:
     seconds = layer_seconds(costs, layout)
     orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
     price = Pricer(task)
-    found = Search(start, Known(costs, tuple(orders), task.cap > 0), price, task.cap, task.origins).run()
+    given = price({}, whole=False)
+    tight = given is not None and 0 < task.cap < given.peak_bytes
+    found = Search(start, Known(costs, tuple(orders), tight), price, task.cap, task.origins).run()
     assert_valid(program_of(task.settled(found.path[-1].changes)))
     return Result(
         found=found,

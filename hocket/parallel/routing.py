@@ -28,14 +28,14 @@ class Routing:
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
     counts_E: Tensor
     """Rows for every global expert, int64, on the device."""
-    chosen_TK: Tensor
-    """The experts of every token, in the order of its slots."""
     tokens: int
     top_k: int
     aux: Tensor | None = None
     """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
     pairs: Pairs | None = None
     """The rows that are sent, if they are one per token and rank; otherwise there is one for every slot."""
+    chosen_TK: Tensor | None = None
+    """The experts of every token, in the order of its slots: what a routing must know to be kept."""
 
     def by_rank(self, ranks: int) -> Routing:
         """The same choices, with one copy of a token per expert-parallel rank that has some of them."""
@@ -78,14 +78,16 @@ def route(
 
         factor = config.aux_loss * aux_scale
         if kept is not None:
+            assert kept.chosen_TK is not None
             return weigh(logits_TE, kept.chosen_TK, kept.counts_E, config, factor), kept
         probs_TK, inverse_R, counts_E, chosen_TK, aux = choose(logits_TE, bias_E, config, factor)
         aux = aux if config.aux_loss else None
-        return probs_TK, Routing(inverse_R, counts_E, chosen_TK, len(logits_TE), config.top_k, aux)
+        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux, chosen_TK=chosen_TK)
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config)
+    assert kept.chosen_TK is not None
     probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
     if config.normalize_top_k:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
@@ -102,7 +104,7 @@ def _placed(chosen_TK: Tensor, config: ModelConfig) -> Routing:
     """The routing that sends every token to the experts chosen for it."""
     sorted_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
     edges = torch.searchsorted(sorted_R, torch.arange(config.experts + 1, device=chosen_TK.device))
-    return Routing(inverse_of(order_R), edges.diff(), chosen_TK, len(chosen_TK), config.top_k)
+    return Routing(inverse_of(order_R), edges.diff(), len(chosen_TK), config.top_k, chosen_TK=chosen_TK)
 
 
 def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:

@@ -72,8 +72,8 @@ class Known:
     costs: Costs
     orders: tuple[str, ...] = ()
     """Orders of a merged layer step that have no name."""
-    capped: bool = False
-    """Whether there is a limit to memory: without one nothing is won by holding less."""
+    tight: bool = False
+    """Whether the plan that the search begins with does not fit: only then is time given for memory."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 def _recomputed(c: Config, known: Known) -> Sequence[tuple[Recomputable, ...]]:
     """Each part alone, and all."""
-    parts = recomputable(c.model.kinds()) if known.capped else ()
+    parts = recomputable(c.model.kinds()) if known.tight else ()
     return ((), *((part,) for part in parts), parts) if parts else ()
 
 

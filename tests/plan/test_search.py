@@ -23,7 +23,7 @@ from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, templa
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import CostKey, Friction
-from hocket.plan.search import Changes, Known, Search, Trial, changed
+from hocket.plan.search import GROUPS, Changes, Known, Search, Trial, changed
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds, step_seconds
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
@@ -307,3 +307,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sizes() -> None:
     assert [searching.bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
+
+
+def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
+    """Nothing but recomputation is free to change; the cap stands a little above, or below, what the plan needs."""
+    fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting != "plan.recompute"}
+    whole = task("tiny")
+    start = searching.Pricer(whole)({}, whole=True)
+    assert start is not None
+    for share, expected in ((1.01, False), (0.95, True)):
+        capped = replace(whole, cap=int(share * start.peak_bytes), origins={**whole.origins, **fixed})
+        found = searching.search(capped).found
+        assert found.fits
+        assert bool(found.path[-1].changes) == expected
