@@ -18,7 +18,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.placed import rows_allowed, rows_at_most
+from hocket.parallel.capacity import rows_allowed, rows_at_most
 from hocket.parallel.routing import balance_bias
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.check import assert_valid

@@ -6,14 +6,12 @@ waits: see `runtime/blocks.py`, and its Note: [A fixed capacity, and never silen
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hocket.config import Config
 from hocket.parallel.routing import Routing
 from hocket.runtime.blocks import Blocks, Room, lay_out
 
@@ -48,27 +46,3 @@ def place_counts(routing: Routing, group: CountExchange, room: Room) -> PlacedSp
     assert routing.pairs is None, "devices place rows that are sent once per expert"
     every_PPL = group.all_counts(routing.counts_E.view(group.size, -1))
     return PlacedSplits(*lay_out(every_PPL, group.rank, routing.tokens * routing.top_k, room))
-
-
-def rows_at_most(c: Config) -> int:
-    """Rows that may arrive at one rank in any exchange: all tokens of all ranks choose as many of its experts as can
-    be chosen.
-    """
-    tokens = c.train.sequences * c.data.sequence_length
-    return tokens * min(c.model.top_k, c.model.experts // c.mesh.ep) * c.mesh.ep
-
-
-def lack(c: Config, rows: int) -> str:
-    """What a user is told of a step in which so many rows came to one rank and found no room."""
-    even = c.train.sequences * c.data.sequence_length * c.model.top_k
-    enough = math.ceil(11 * rows / even) / 10
-    return (
-        f"made twice, since {rows} rows of a layer came to one rank, {rows / even:.2f} times those of an even load; "
-        f"overlap.ep.capacity = {enough:g} would leave room for them, overlap.ep.splits = host for any"
-    )
-
-
-def rows_allowed(c: Config) -> int:
-    """Rows that a rank has room for: `overlap.ep.capacity` times those of an even load, and never more than needed."""
-    tokens = c.train.sequences * c.data.sequence_length
-    return min(math.ceil(c.overlap.ep.capacity * tokens * c.model.top_k), rows_at_most(c))

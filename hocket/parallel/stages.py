@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config, Purpose
+from hocket.parallel.capacity import rows_allowed, rows_evenly
 from hocket.parallel.mesh import Mesh
 from hocket.plan.cost import HARDWARE, CostTable, Hardware, Measurement, op_costs
 from hocket.plan.ops import Layout
@@ -55,6 +56,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     length = config.data.sequence_length
     tokens, width = config.train.sequences * length, 2 if config.train.dtype == "bf16" else 4
     costs = op_costs(config.model, layout_of(config), tokens, length, sharding_of(config), hardware, width)
+    if config.overlap.ep.splits == "device" and config.mesh.ep > 1:
+        costs = _with_room(costs, rows_allowed(config) / rows_evenly(config))
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := _carried_by(key)) in links}
@@ -64,6 +67,18 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
                 cost = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
                 costs = replace(costs, table={**costs.table, key: cost})
     return costs if measured is None else costs.measured(measured.seconds)
+
+
+def _with_room(costs: CostTable, times: float) -> CostTable:
+    """The costs if experts' rows have so many times the room that they fill. What is not filled takes no time."""
+    table = dict(costs.table)
+    for key, cost in costs.table.items():
+        if key[:2] in (("fwd", "dispatch"), ("bwd", "combine"), ("fwd", "experts"), ("bwd", "experts")):
+            output, saved, grad = (
+                round(times * size) for size in (cost.output_bytes, cost.saved_bytes, cost.grad_bytes)
+            )
+            table[key] = replace(cost, output_bytes=output, saved_bytes=saved, grad_bytes=grad)
+    return replace(costs, table=table)
 
 
 def _carried_by(key: CostKey) -> Purpose | None:

@@ -16,7 +16,7 @@ from hocket.explain.record import FILE
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.leaves import problem
 from hocket.model.transformer import parameter_counts
-from hocket.parallel.placed import lack
+from hocket.parallel.capacity import lack
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import collect_after, no_collection

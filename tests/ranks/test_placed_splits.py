@@ -10,10 +10,13 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.parallel.capacity import lack, rows_allowed, rows_at_most
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.placed import lack, place_counts, rows_allowed, rows_at_most
+from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
+from hocket.parallel.stages import costs_of
+from hocket.plan.cost import LAPTOP
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
@@ -163,3 +166,13 @@ def train_filled(rank: int, c: Config, batches: list) -> dict:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     return train(rank, c, batches)
+
+
+def test_room_for_more_rows_takes_memory_and_no_time() -> None:
+    host, device = (costs_of(planned(PLACED, splits=splits, capacity=1.5), LAPTOP) for splits in ("host", "device"))
+    for key, cost in host.table.items():
+        other = device.table[key]
+        assert (other.seconds, other.wire_bytes) == (cost.seconds, cost.wire_bytes)
+        roomy = key[:2] in (("fwd", "dispatch"), ("bwd", "combine"), ("fwd", "experts"), ("bwd", "experts"))
+        assert other.output_bytes == pytest.approx((1.5 if roomy else 1) * cost.output_bytes, abs=1)
+        assert other.saved_bytes == pytest.approx((1.5 if roomy else 1) * cost.saved_bytes, abs=1)
