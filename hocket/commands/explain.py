@@ -5,13 +5,23 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import tyro
 
 from hocket.commands import translate
 from hocket.commands.options import RecipeOptions, parse
-from hocket.commands.plan import resolve_for_plan
+from hocket.commands.plan import resolve_for_plan, same_work
+from hocket.commands.trace import trace_files
+from hocket.environment import find_gpus
+from hocket.explain.beside import beside, hardware_for, in_traces, request
 from hocket.explain.build import explain
+from hocket.explain.explanation import Explanation
 from hocket.explain.text import to_text
+from hocket.probing import start
+from hocket.resolve import Settings
+from hocket.trace import load, report
 from hocket.variables import passed, survey
 
 
@@ -24,6 +34,10 @@ class Explain(RecipeOptions):
 
     json: bool = False
     """Print the explanation as JSON."""
+    probe: bool = False
+    """Time the run's products and transfers on this host, and put that beside what is predicted."""
+    from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
+    """Traces of a run of the same sizes, one per rank, or its folder: put what they show beside what is predicted."""
 
 
 def run(words: list[str]) -> int:
@@ -36,5 +50,26 @@ def run(words: list[str]) -> int:
     options, origins = parse(Explain, "explain", words)
     settings = resolve_for_plan(options.config, origins)
     found = explain(settings, survey(os.environ, settings.overlap.env, passed(sys.modules)))
+    if options.from_:
+        found = with_traces(found, settings, options.from_, origins)
+    if options.probe:
+        found = with_probe(found, settings)
     print(json_module.dumps(found.as_json(), indent=1) if options.json else to_text(found))
     return 0
+
+
+def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Explanation:
+    """The explanation with what traces of the run show."""
+    traces = load(trace_files(paths))
+    same_work(settings, traces, origins)
+    return replace(found, measured=in_traces(report(traces), found.predicted))
+
+
+def with_probe(found: Explanation, settings: Settings) -> Explanation:
+    """The explanation with what was timed on this host."""
+    gpus, name, _ = find_gpus()
+    asked = request(settings, gpus)
+    measured = start.run(asked, os.environ)
+    where = f"{asked.world} x {name}" if gpus else f"{asked.world} processes on the CPU"
+    kind = hardware_for(asked).name
+    return replace(found, probed=beside(asked, measured), probed_on=f"{where}, {asked.transport}; predicted for {kind}")

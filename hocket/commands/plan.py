@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -18,6 +18,9 @@ from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, model_costs, resolve
 from hocket.rules import Host
+
+if TYPE_CHECKING:
+    from hocket.trace.data import RankTrace
 
 
 @dataclass(frozen=True)
@@ -113,16 +116,22 @@ def costs_from(
         return None
     from hocket.trace.align import load
     from hocket.trace.calibrate import calibrate
-    from hocket.trace.rebuild import different_work, settings_of
 
     traces = load(paths)
+    same_work(settings, traces, origins)
+    return calibrate(traces, load(null) if null else ())
+
+
+def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:
+    """Raise ValueError if the ops of a traced run have other work to do than those of the plan."""
+    from hocket.trace.rebuild import different_work, settings_of
+
     for name, here, there in different_work(settings, settings_of(traces[0])):
         origin = origins.get(name) or origins.get("", "")
         raise ValueError(
             f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "
             f"do; fix: {name} {there}, or a trace of this setting"
         )
-    return calibrate(traces, load(null) if null else ())
 
 
 def resolve_for_plan(

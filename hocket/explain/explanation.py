@@ -59,6 +59,15 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probed:
+    """A transfer or product that was timed on this host; seconds, on the slowest rank."""
+
+    what: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitRow:
     """What is gathered and reduced as one; all units of a kind."""
 
@@ -116,6 +125,11 @@ class Explanation:
     environment: tuple[Finding, ...]
     check: tuple[str, ...]
     """Commands that measure what is predicted here."""
+    probed: tuple[Probed, ...] = ()
+    """What was timed on this host, if anything was."""
+    probed_on: str = ""
+    measured: Predicted | None = None
+    """The step as traces of a run show it, if there are any."""
 
     @property
     def unmet(self) -> tuple[Decision, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
-from hocket.explain.explanation import Explanation, Overlap
+from hocket.explain.explanation import Explanation, Overlap, Times
 from hocket.leaves import show
 from hocket.plan.timeline import duration
 from hocket.variables import Finding
@@ -58,6 +58,32 @@ def _step(found: Explanation) -> Lines:
         yield f"  exposed by kind: {by_kind}" if by_kind else "  no communication"
     if p.note:
         yield f"  {p.note}"
+
+
+def _measured(found: Explanation) -> Lines:
+    m, p = found.measured, found.predicted
+    if m is None:
+        return
+    yield f"  on {m.hardware}, {m.note}; means over ranks"
+    rows = [("step", p.step, m.step), ("compute", p.compute, m.compute), ("nothing at all", p.idle, m.idle)]
+    nothing = Times(seconds=0.0, exposed=0.0)
+    for kind in dict.fromkeys((*p.kinds, *m.kinds)):
+        here, there = p.kinds.get(kind, nothing), m.kinds.get(kind, nothing)
+        rows += [(kind, here.seconds, there.seconds), (f"{kind}, exposed", here.exposed, there.exposed)]
+    head = ("", "predicted", "measured", "measured / predicted")
+    body = [(name, duration(a), duration(b), f"{b / a:.2f}" if a else "-") for name, a, b in rows]
+    yield from table([head, *body], right=(1, 2, 3))
+
+
+def _probed(found: Explanation) -> Lines:
+    if not found.probed:
+        return
+    yield f"  on {found.probed_on}"
+    head = ("", "predicted", "measured", "measured / predicted")
+    body = [
+        (p.what, duration(p.predicted), duration(p.measured), f"{p.measured / p.predicted:.2f}") for p in found.probed
+    ]
+    yield from table([head, *body], right=(1, 2, 3))
 
 
 def _unmet(found: Explanation) -> Lines:
@@ -133,6 +159,8 @@ def _check(found: Explanation) -> Lines:
 SECTIONS: Sequence[tuple[str, Callable[[Explanation], Lines]]] = (
     ("WHAT IS HIDDEN", _overlaps),
     ("PREDICTED STEP", _step),
+    ("MEASURED STEP", _measured),
+    ("PROBED", _probed),
     ("NOT DONE AS ASKED", _unmet),
     ("ASKED FOR, WITHOUT EFFECT", _without_effect),
     ("CHOICES", _decisions),

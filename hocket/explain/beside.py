@@ -1,0 +1,121 @@
+"""What was measured, beside what is predicted: of a whole step, from traces, and of single transfers and products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from hocket.explain.explanation import Predicted, Probed, Times
+from hocket.parallel.stages import costs_of, layout_of
+from hocket.plan.cost import HARDWARE, Hardware
+from hocket.plan.schedule import KINDS, CostKey, Kind
+from hocket.probing.request import Measured, Product, Request
+from hocket.resolve import Settings
+
+if TYPE_CHECKING:
+    from hocket.trace.data import Report
+
+CPU_FLOPS, CPU_BYTES = 2e8, 1 << 20
+"""Most work of one product, and most bytes of one transfer, that are measured on a CPU: it should take seconds."""
+FEWEST_RANKS = 2
+
+
+def in_traces(report: Report, predicted: Predicted) -> Predicted:
+    """Step, compute and times by kind as traces have them: means over ranks and steps."""
+
+    def mean(values: Sequence[float]) -> float:
+        return fmean(values) if values else 0.0
+
+    kinds = {}
+    for kind in KINDS:
+        shares = [step.kinds[kind] for step in report.steps if kind in step.kinds]
+        if shares:
+            exposed = [step.exposed_for.get(kind, 0.0) for step in report.steps]
+            seconds = sum(share.seconds for share in shares) / len(report.steps)
+            kinds[kind] = Times(seconds=seconds, exposed=mean(exposed))
+    return replace(
+        predicted,
+        hardware=report.device,
+        step=mean([step.seconds for step in report.steps]),
+        compute=mean([step.compute for step in report.steps]),
+        idle=mean([step.idle for step in report.steps]),
+        kinds=kinds,
+        note=f"{len(report.steps)} steps of {', '.join(report.sources)}",
+    )
+
+
+def request(settings: Settings, gpus: int) -> Request:
+    """What to measure here for a run: its products and transfers, smaller on a CPU, on as many ranks as there are."""
+    s = replace(settings, train=replace(settings.train, transport="nccl" if gpus else "gloo"))
+    if gpus and settings.train.transport in ("copy_engine", "copy_engine_gathers"):
+        s = settings
+    transport = s.train.transport
+    assert transport not in ("auto", "null", "slow")
+    ranks = min(max(settings.world, FEWEST_RANKS), gpus or FEWEST_RANKS)
+    return Request(
+        world=ranks,
+        device="cuda" if gpus else "cpu",
+        transport=transport if ranks > 1 else "nccl" if gpus else "gloo",
+        dtype="bf16" if gpus else "fp32",
+        products=tuple(_smaller(product, gpus) for product in _products(settings)),
+        transfers=tuple((kind, size if gpus else min(size, CPU_BYTES)) for kind, size in _transfers(settings)),
+    )
+
+
+def beside(request: Request, measured: Measured) -> tuple[Probed, ...]:
+    """Everything that was measured, with what the cost model says of it."""
+    hardware = hardware_for(request)
+    rows = [
+        Probed(
+            what=f"product {m} x {k} x {n}",
+            predicted=2.0 * m * k * n / hardware.gemm_flops,
+            measured=seconds,
+        )
+        for (m, k, n), seconds in measured.products.items()
+    ]
+    rows += [
+        Probed(what=f"{kind} {size / 2**20:.2f} MiB", predicted=hardware.links[kind].seconds(size), measured=seconds)
+        for (kind, size), seconds in measured.transfers.items()
+    ]
+    return tuple(rows)
+
+
+def hardware_for(request: Request) -> Hardware:
+    """What the cost model takes such a host for."""
+    return HARDWARE["h200" if request.device == "cuda" else "laptop"]
+
+
+def _products(s: Settings) -> tuple[Product, ...]:
+    """The products with a layer's widest and narrowest weights, of one microbatch."""
+    tokens, model = s.train.sequences * s.data.sequence_length, s.model
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
+    found = [(tokens, model.hidden, qkv)]
+    if "dense" in model.kinds():
+        found += [(tokens, model.hidden, 2 * model.ffn), (tokens, model.ffn, model.hidden)]
+    return tuple(found)
+
+
+def _smaller(product: Product, gpus: int) -> Product:
+    """The product with as many rows as a CPU does in a moment."""
+    m, k, n = product
+    return product if gpus else (max(1, min(m, int(CPU_FLOPS / (2 * k * n)))), k, n)
+
+
+_ASKED: tuple[tuple[Kind, CostKey], ...] = (
+    ("gather", ("gather", "dense", "dense")),
+    ("gather", ("gather", "dense", "moe")),
+    ("reduce", ("reduce", "dense", "dense")),
+    ("reduce", ("reduce", "dense", "moe")),
+    ("a2a", ("fwd", "dispatch", "moe")),
+    ("pp", ("recv", "act", "")),
+)
+
+
+def _transfers(s: Settings) -> tuple[tuple[Kind, int], ...]:
+    """Bytes that a rank receives in the transfers of one layer."""
+    table = costs_of(s, HARDWARE["h200"]).table
+    axes = {"gather": s.mesh.dp, "reduce": s.mesh.dp, "a2a": s.mesh.ep, "pp": layout_of(s).pp}
+    sizes = [(kind, table[key].wire_bytes) for kind, key in _ASKED if axes[kind] > 1 and key in table]
+    return tuple(dict.fromkeys((kind, size) for kind, size in sizes if size))
