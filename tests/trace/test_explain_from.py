@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     settings = resolve_for_plan(recipe("tiny"), {})
     timeline = predict(settings, program_of(settings), hardware_of(settings))
     folder = tmp_path_factory.mktemp("tiny")
-    traces_of(settings, timeline, folder, transport="gloo")
-    return str(folder)
+    paths = traces_of(settings, timeline, folder, transport="gloo")
+    return str(paths[0].parent)
 
 
 def test_a_run_just_as_predicted_is_measured_as_predicted(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,9 +91,7 @@ def test_measured_times_stand_beside_those_of_the_cost_model() -> None:
     assert rows[1].predicted == link.seconds(7 << 20)
 
 
-def test_the_command_probes_and_shows_both(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_probes_and_shows_both(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(request: Request, env: Any) -> Measured:
         return Measured(
             products=dict.fromkeys(request.products, 1e-3), transfers=dict.fromkeys(request.transfers, 2e-3)
