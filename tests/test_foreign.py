@@ -331,6 +331,39 @@ def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsy
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 
+MIXTURE = (
+    "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 1024 "
+    "--untie-embeddings-and-output-weights --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 "
+    "--moe-layer-freq [0]*2+[1]*6 --moe-grouped-gemm --pipeline-model-parallel-size 2 --expert-model-parallel-size 4 "
+    "--num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm --delay-wgrad-compute --bf16 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1 "
+    "--global-batch-size 64 --seq-length 512 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --moe-token-dispatcher-type alltoall --overlap-p2p-backward-on-comm-stream"
+)
+DENSE = (
+    "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
+    "--training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 1 --training.seq_len 512"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["--from-megatron", MIXTURE], ("rows to experts and back", "the other half", "run.toml:")),
+        (["--from-torchtitan", f"{DENSE} --activation_checkpoint.mode none"], ("weights gathered", "8 ranks")),
+    ],
+)
+def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[str], rows: tuple[str, ...]) -> None:
+    target = tmp_path / "run.toml"
+    code, out, err = explain(capsys, *words, "--gpus", "8", "--toml", str(target))
+    assert code == 0, out + err
+    code, out, err = explain(capsys, str(target))
+    assert code == 0, err
+    for text in rows:
+        assert text in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

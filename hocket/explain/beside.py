@@ -28,7 +28,7 @@ def in_traces(report: Report, predicted: Predicted) -> Predicted:
     def mean(values: Sequence[float]) -> float:
         return fmean(values) if values else 0.0
 
-    kinds = {}
+    kinds: dict[str, Times] = {}
     for kind in KINDS:
         shares = [step.kinds[kind] for step in report.steps if kind in step.kinds]
         if shares:

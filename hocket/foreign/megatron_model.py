@@ -20,8 +20,13 @@ from hocket.foreign.entry import (
     when,
 )
 
-RECOMPUTED = {"mlp": ("mlp",), "moe": ("experts",), "full": ("attn", "experts", "mlp")}
-"""What Megatron recomputes -> parts in hocket."""
+RECOMPUTED = {"mlp": "mlp", "moe": "experts"}
+"""Modules that Megatron recomputes -> parts in hocket."""
+
+
+def all_parts(experts: bool, dense: bool) -> tuple[str, ...]:
+    """The parts that layers have."""
+    return ("attn", *(["experts"] if experts else []), *(["mlp"] if dense else []))
 
 
 def granularity(value: Any, given: Given) -> Answer:
@@ -30,14 +35,17 @@ def granularity(value: Any, given: Given) -> Answer:
         if given.values.get("--recompute-method") == "block" or given.number("--recompute-num-layers") > 1:
             words = "parts of all layers, not of some: --recompute-method uniform --recompute-num-layers 1"
             return Answer("not there", words=words)
-        return Answer("becomes", {"plan.recompute": RECOMPUTED["full"]})
+        experts = given.number("--num-experts", default=0) > 0
+        return Answer(
+            "becomes", {"plan.recompute": all_parts(experts, not experts or "--moe-layer-freq" in given.values)}
+        )
     return Answer("not needed", words="--recompute-modules names the parts")
 
 
 def modules(value: Any, given: Given) -> Answer:
     """Parts for those modules that are parts; the rest in words."""
     asked = value if isinstance(value, list) else [value]
-    parts = tuple(dict.fromkeys(part for module in asked for part in RECOMPUTED.get(module, ())))
+    parts = tuple(RECOMPUTED[module] for module in asked if module in RECOMPUTED)
     rest = [module for module in asked if module not in RECOMPUTED]
     why = {
         "core_attn": "attention never keeps its scores",

@@ -16,9 +16,9 @@ Pairs = list[tuple[str, Any]]
 
 def scalar(text: str) -> Any:
     """A word as whole number, number, truth value, nothing, or text."""
-    words = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    words = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+    if text in words:
+        return words[text]
     for kind in (int, float):
         try:
             return kind(text)

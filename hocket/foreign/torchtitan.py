@@ -85,7 +85,7 @@ def accumulation(value: Any, given: Given) -> Answer:
 
 SCHEDULES = {
     "1F1B": Answer("becomes", {"plan.order": "1f1b"}),
-    "Interleaved1F1B": Answer("becomes", {"plan.order": "interleaved"}),
+    "Interleaved1F1B": Answer("becomes", {"plan.order": "interleaved", "plan.chunks": 2}, "two stages per rank"),
     "ZBVZeroBubble": Answer("becomes", {"plan.order": "zb_v", "plan.chunks": 2}),
     "DualPipeV": to(missing="plan.order = interleaved with overlap.ep.merge = on merges forward and backward, too"),
     "InterleavedZeroBubble": to(missing="zb_v, the one with two stages per rank, or zb_h1 with one"),
@@ -93,9 +93,18 @@ SCHEDULES = {
 
 RECOMPUTATION = {
     "none": Answer("becomes", {"plan.recompute": ()}),
-    "full": Answer("becomes", {"plan.recompute": ("attn", "experts", "mlp")}),
     "selective": to(missing="parts of all layers, not every n-th layer or some operators: plan.recompute"),
 }
+
+
+def recomputed(value: Any, given: Given) -> Answer:
+    """Whole layers; with expert ranks, those of a model whose layers all have experts."""
+    if value == "full":
+        experts = given.number(f"{P}expert_parallel_degree") > 1
+        words = "attn, and of experts and mlp what the layers have"
+        return Answer("becomes", {"plan.recompute": ("attn", "experts" if experts else "mlp")}, words)
+    return RECOMPUTATION.get(value, to(missing="none, or whole parts of all layers"))
+
 
 PARALLEL: tuple[Entry, ...] = (
     entry(DP_REPLICATE, int, replicate),
@@ -162,7 +171,7 @@ TRAINING: tuple[Entry, ...] = (
     entry(f"{T}dtype", str, only("float32", "main weights are fp32", "main weights are fp32")),
     entry(f"{T}enable_cpu_offload", bool, never("nothing is offloaded")),
     entry(f"{T}gc_freq", int, no_use("the garbage collector runs as Python wants")),
-    entry("activation_checkpoint.mode", str, choice(RECOMPUTATION, "none or whole parts of all layers")),
+    entry("activation_checkpoint.mode", str, recomputed),
     entry("activation_checkpoint.selective_ac_option", str, no_use("it goes with activation_checkpoint.mode")),
     entry("compile.enable", bool, never("planned steps run eagerly, on kernels of their own")),
     entry("compile.components", list, no_use("it goes with compile.enable")),
