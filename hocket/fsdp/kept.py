@@ -123,15 +123,15 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
 
 
 def _ranks(group: ParamGroup) -> int:
-    return group.groups.gather.size * group.groups.outer.size
+    return group.groups.reduce.size * group.groups.outer.size
 
 
 def _writes(group: ParamGroup, shard: ShardedParameter, written: dict[tuple[int, ...], list[int]]) -> bool:
     """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes given out so far."""
-    outer = group.groups.outer
-    if group.groups.outer_shards or outer.size == 1:
+    replicas = group.groups.reduce if group.groups.alike > 1 else group.groups.outer
+    if group.groups.outer_shards or replicas.size == 1:
         return True
-    so_far = written.setdefault(tuple(outer.ranks), [0] * outer.size)
+    so_far = written.setdefault(replicas.ranks, [0] * replicas.size)
     writer = so_far.index(min(so_far))
     so_far[writer] += shard.nbytes
-    return writer == outer.rank
+    return writer == replicas.rank

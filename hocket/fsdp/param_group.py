@@ -187,10 +187,7 @@ class ParamGroup:
         """
         flat = self.weight if self.whole else flat[: self.layout.total]
         for member, view in zip(self.members, self.layout.views(flat), strict=True):
-            if member.param.is_meta:  # nothing but an exchange of the whole tensors turns it into a real one
-                torch.utils.swap_tensors(member.param, nn.Parameter(view, self.trainable))
-            else:
-                member.param.data = view
+            member.param.data = view  # with versions of its own: a gather changes nothing that autograd has saved
 
     @property
     def edition(self) -> tuple[int, int]:
@@ -220,7 +217,6 @@ class ParamGroup:
     def gather(self, flat: Tensor) -> Pending:
         """Fill `flat[:total]` with the weights of all ranks."""
         self._refreshing.wait()
-        flat = flat.data  # with versions of its own: what autograd saved of the parameters is still theirs
         mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
         mine.copy_(self.weight)
         return self.groups.gather.all_gather(flat[: self.layout.total], mine)
