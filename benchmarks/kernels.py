@@ -33,8 +33,8 @@ from hocket.kernels.usable import formulas
 from hocket.model.families import qwen3_30b_a3b
 from hocket.model.layers import rotary_table, swiglu
 from hocket.model.moe import ExpertPlace
-from hocket.model.transformer import cross_entropy
 from hocket.parallel.dispatch import Splits, group_rows, permute, unpermute
+from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from hocket.plan.cost import model_flops_per_token
 from hocket.runtime.functional import linear

@@ -172,6 +172,37 @@ class ExpertOverlap:
     alone. A step that needs more is made again with splits that the host knows."""
 
 
+TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOverlap:
+    """Gathers and sums of tokens inside of tensor-parallel layers: qkv and fc1 gather forward, proj and fc2 sum."""
+
+    method: TensorMethod = "auto"
+    """How products and communication are put beside each other, where a layer can: ring gathers piece by piece,
+    pipeline sums piece by piece, bulk puts backward's second gather beside the product of the input gradient. auto
+    leaves it to the roles below, and these to the shapes of their layers."""
+    pieces: int = 0
+    """Pieces of a product, a divisor of mesh.tp; 0 picks the number by the layer's shape."""
+    qkv_forward: TensorMethod = "auto"
+    """For projections into attention, forward: off or ring; auto takes method."""
+    qkv_backward: TensorMethod = "auto"
+    """For projections into attention, backward: off, bulk or pipeline."""
+    proj_forward: TensorMethod = "auto"
+    """For the projection out of attention, forward: off or pipeline."""
+    proj_backward: TensorMethod = "auto"
+    """For the projection out of attention, backward: off or ring."""
+    fc1_forward: TensorMethod = "auto"
+    """For projections into an MLP, forward: off or ring. The head does as these do."""
+    fc1_backward: TensorMethod = "auto"
+    """For projections into an MLP, backward: off, bulk or pipeline."""
+    fc2_forward: TensorMethod = "auto"
+    """For the projection out of an MLP, forward: off or pipeline."""
+    fc2_backward: TensorMethod = "auto"
+    """For the projection out of an MLP, backward: off or ring."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
     """What hides communication: one section for each kind, and what serves several."""
@@ -182,6 +213,8 @@ class OverlapConfig:
     """Sends between pipeline ranks."""
     ep: ExpertOverlap = field(default_factory=ExpertOverlap)
     """All-to-alls of experts."""
+    tp: TensorOverlap = field(default_factory=TensorOverlap)
+    """Gathers and sums inside of tensor-parallel layers."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
     env: Policy = "set"
@@ -306,3 +339,8 @@ class Config:
     """Length, batch, optimizer and machinery."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that one rank has between layers."""
+        return self.train.sequences * self.data.sequence_length // self.mesh.tp

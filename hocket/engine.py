@@ -19,8 +19,11 @@ from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.capacity import rows_allowed, rows_at_most
+from hocket.parallel.linears import WHOLE, Linears, SplitLinears
 from hocket.parallel.routing import balance_bias
+from hocket.parallel.slices import whole_shape
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
+from hocket.parallel.tensor import Tensors, ways_of
 from hocket.plan.check import assert_valid
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
@@ -52,14 +55,16 @@ class StepResult:
 def comm_options(config: Config, device: torch.device) -> CommOptions:
     """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
     train, model = config.train, config.model
-    rows = train.sequences * config.data.sequence_length * model.top_k
+    rows, width = config.tokens * model.top_k, model.hidden * DTYPES[train.dtype].itemsize
     device_splits = _knows_no_host(config)
     if device_splits:
         rows = max(rows, rows_allowed(config))
-    arrival = rows * model.hidden * DTYPES[train.dtype].itemsize  # of one microbatch, when all experts get as much
+    arrival = rows * width  # of one microbatch, when all experts get as much
     timeout = train.hang_timeout + MARGIN
+    piecewise = any(way.piecewise for way in ways_of(config).values())
+    tokens = train.sequences * config.data.sequence_length * width if piecewise else 0
     if train.transport != "slow":
-        return CommOptions(timeout, arrival=arrival, device_splits=device_splits)
+        return CommOptions(timeout, arrival=arrival, tokens=tokens, device_splits=device_splits)
     links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
     spin = spinner(device) if device.type == "cuda" else None
     return CommOptions(timeout, arrival=arrival, device_splits=device_splits, links=links, spin=spin)
@@ -98,6 +103,7 @@ class Engine:
         assert transport != "auto", "the configuration is not resolved"
         self._room, self._lacked = self._make_room(), 0
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
+        self._linears = self._make_linears()
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
         t = config.train
@@ -125,8 +131,22 @@ class Engine:
             layout.is_first(pp, chunk),
             layout.is_last(pp, chunk),
             ep=ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank),
-            aux_scale=1.0 / self.config.train.microbatches,
+            aux_scale=1.0 / (self.config.train.microbatches * self.mesh.tp),
+            linears=self._linears,
         )
+
+    def _make_linears(self) -> Linears:
+        """Whole weights, or those of a tensor-parallel rank."""
+        if self.mesh.tp == 1:
+            return WHOLE
+        tensors = Tensors.of(self.groups.tp, self.device)
+        return SplitLinears(tensors, ways_of(self.config), self.config.train.sequences)
+
+    def _activation(self) -> Activation:
+        """What passes between layers: this rank's tokens of a microbatch."""
+        c = self.config
+        shape = (c.train.sequences, c.data.sequence_length) if self.mesh.tp == 1 else (1, c.tokens)
+        return Activation((*shape, c.model.hidden), self.dtype, self.device)
 
     def executor_for(
         self, program: Program, on_step: Callable[[], None] | None, keep_records: int | None = 64
@@ -136,13 +156,12 @@ class Engine:
         `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
         """
         config, pp = self.config, self.where.pp
-        shape = (config.train.sequences, config.data.sequence_length, config.model.hidden)
         actions = Actions(
             self.layout,
             self.chunks,
             self.sharded.units,
             self.groups,
-            Activation(shape, self.dtype, self.device),
+            self._activation(),
             on_step,
             self._room,
         )
@@ -160,9 +179,11 @@ class Engine:
         """Give every weight its first value; the same on any mesh."""
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
-        model, seed = self.config.model, self.config.train.seed
+        model, seed, tp = self.config.model, self.config.train.seed, self.mesh.tp
         self.sharded.load(
-            lambda name: init_tensor(name, shapes[name], model, seed, first_expert=first, device=str(self.device))
+            lambda name: init_tensor(
+                name, whole_shape(name, shapes[name], tp), model, seed, first_expert=first, device=str(self.device)
+            )
         )
         for chunk in self.chunks:
             init_biases(chunk, self.device)
@@ -183,6 +204,7 @@ class Engine:
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
         self._look_for_room()
+        self.sharded.sum_shared_grads()
         if self._optimizer is None or self._lacked:
             self.sharded.forget_grads()
             self.executor.actions.loads.clear()
@@ -227,6 +249,7 @@ class Engine:
             numbers = sorted(loads)
             total = torch.stack([loads[n] for n in numbers])
             self.groups.reduce_dense.all_reduce(total).wait()
+            self.groups.tp.all_reduce(total).wait()
             self._loads = dict(zip(numbers, total.unbind(), strict=True))
             loads.clear()
         if rate:
@@ -249,7 +272,7 @@ class Engine:
 
         Waits for the step. Every rank calls this.
         """
-        total = loss.double().reshape(1) / self.mesh.dp
+        total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
         largest = torch.tensor([load, float(signal)], device=self.device)
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()

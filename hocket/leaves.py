@@ -23,7 +23,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
     **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "mesh.tp", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
-    **dict.fromkeys(("plan.group", "overlap.dp.prefetch"), (0, ANY)),
+    **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, ANY)),
     "overlap.pp.defer_layers": (-1, ANY),
     "overlap.ep.capacity": (1, ANY),
     "data.sequence_length": (1, ANY),

@@ -22,6 +22,7 @@ from hocket.plan_rules import merges, separate_wgrads, stages
 from hocket.recompute_choice import choose_recompute
 from hocket.rule import Rule
 from hocket.rules import RULES, Host, broken_rules, has_experts, rule_text
+from hocket.tensor_choice import choose_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,10 @@ def resolve(
             config = changed(config, {setting: value})
             decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     stop_if(broken_rules(config, host, origins))
+    for setting, value, reason in choose_tensor(config, host):
+        config = changed(config, {setting: value})
+        if reason:
+            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
     for setting, value, reason in choose_recompute(config, price):
         config = changed(config, {setting: value})
         decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))

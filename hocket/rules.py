@@ -14,6 +14,8 @@ from hocket.origins import asked
 from hocket.plan.layer import order_problem
 from hocket.plan_rules import PLAN_RULES, stages
 from hocket.rule import Host, Rule
+from hocket.tensor_choice import no_pieces
+from hocket.tensor_rules import TENSOR_RULES
 from hocket.transport_rules import TRANSPORT_RULES
 
 
@@ -105,12 +107,7 @@ RULES: tuple[Rule, ...] = (
         "{model.experts} experts cannot be spread evenly over mesh.ep = {mesh.ep} ranks",
         "make model.experts a multiple of mesh.ep",
     ),
-    Rule(
-        ("mesh.tp",),
-        lambda c, h: c.mesh.tp > 1,
-        "a plan cannot spread layers over ranks yet",
-        "mesh.tp = 1",
-    ),
+    *TENSOR_RULES,
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.tp"),
         lambda c, h: 0 < h.workers != c.mesh.world,
@@ -233,6 +230,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         **sections,
         host=host,
         world=world,
+        no_pieces=no_pieces(config, host),
         tensors=f" x mesh.tp = {config.mesh.tp}" if config.mesh.tp > 1 else "",
         local_world=host.local_workers or world,
         stages=stages(config),

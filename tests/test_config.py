@@ -203,7 +203,16 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     }.items()),
     (TINY, {"mesh__dp": 3}, "mesh.dp", "does not divide mesh.dp = 3"),
     (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
-    (DENSE, {"mesh__tp": 2}, "mesh.tp", "cannot spread layers"),
+    *((changed(DENSE, mesh__tp=2), {f"model__{name}": value}, f"model.{name}", f"{value} of them cannot be spread") for
+      name, value in {"kv_heads": 1, "vocab": 257}.items()),
+    (changed(DENSE, mesh__tp=2), {"model__ffn": 33}, "model.ffn", "33 cannot be spread evenly"),
+    (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 of them cannot be spread"),
+    (changed(DENSE, mesh__tp=2), {"data__sequence_length": 33}, "data.sequence_length", "(1 x 33) cannot"),
+    (changed(DENSE, mesh__tp=2), {"overlap__tp__pieces": 3}, "overlap.tp.pieces", "3 does not divide mesh.tp = 2"),
+    *((changed(DENSE, mesh__tp=2), {f"overlap__tp__{name}": value}, f"overlap.tp.{name}", "these layers") for
+      name, value in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
+                      "fc1_forward": "pipeline", "fc1_backward": "ring", "fc2_forward": "bulk",
+                      "fc2_backward": "pipeline"}.items()),
     (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
     (TINY, {"plan__chunks": 5}, "plan.chunks", "10 virtual stages, more than 8 layers"),
@@ -296,6 +305,13 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
+    (
+        changed(DENSE, mesh__tp=2, train__device="cuda"),
+        Host(gpus=1, workers=2, local_workers=1),
+        {"overlap__tp__method": "ring"},
+        "overlap.tp.method",
+        "the GPUs of one host",
+    ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
     (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),

@@ -8,7 +8,8 @@ their own: DCP cuts the boxes of who saved against the boxes of who loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -48,29 +49,83 @@ def boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     return found + within(last, 0, tail)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where the elements of a part of a parameter lie in the whole: along one dimension, in blocks of equal length."""
+
+    shape: tuple[int, ...]
+    """Of the part."""
+    dim: int
+    starts: tuple[int, ...]
+    """Index in the whole parameter at which each block of the part begins; several blocks only along dimension 0."""
+
+    @property
+    def block(self) -> int:
+        """Length of a block."""
+        return self.shape[self.dim] // len(self.starts)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a whole value."""
+        return torch.cat([whole.narrow(self.dim, start, self.block) for start in self.starts], self.dim)
+
+    def boxes(self, lo: int, hi: int) -> Iterator[Box]:
+        """The elements `[lo, hi)` of the part, as boxes of the whole, in the order of the elements."""
+        for offsets, sizes in boxes(self.shape, lo, hi):
+            first, stop = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
+            while first < stop:
+                number = first // self.block
+                end = min(stop, (number + 1) * self.block)
+                start = self.starts[number] + first - number * self.block
+                yield _along(offsets, self.dim, start), _along(sizes, self.dim, end - first)
+                first = end
+
+
+def _along(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
 class FlatTensor(Tensor):
     """A tensor of a parameter's whole shape of which this rank holds the elements `[lo, hi)`, in the 1-D `flat`.
 
     DCP refuses what is no Tensor, so this is one; but it supports no operation except what DCP asks for. Loading writes
-    into `flat`. With `writes` false another rank holds the same elements and saves them; this one only loads.
+    into `flat`. With `writes` false another rank holds the same elements and saves them; this one only loads. With
+    `part`, `[lo, hi)` counts the elements of that part of the parameter.
     """
 
     flat: Tensor
     lo: int
     hi: int
     writes: bool
+    part: Part | None
 
     @staticmethod
     def __new__(
-        cls: type[FlatTensor], flat: Tensor, shape: Sequence[int], lo: int, hi: int, *, writes: bool = True
+        cls: type[FlatTensor],
+        flat: Tensor,
+        shape: Sequence[int],
+        lo: int,
+        hi: int,
+        *,
+        writes: bool = True,
+        part: Part | None = None,
     ) -> FlatTensor:
         """A shell with the whole shape; `__init__` gives it the elements."""
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=flat.dtype, device=flat.device)
 
-    def __init__(self, flat: Tensor, shape: Sequence[int], lo: int, hi: int, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        shape: Sequence[int],
+        lo: int,
+        hi: int,
+        *,
+        writes: bool = True,
+        part: Part | None = None,
+    ) -> None:
         assert flat.shape == (hi - lo,), f"elements {lo} to {hi} in a tensor of shape {tuple(flat.shape)}"
-        assert 0 <= lo <= hi <= prod(shape), f"elements {lo} to {hi} of a tensor of shape {tuple(shape)}"
-        self.flat, self.lo, self.hi, self.writes = flat.detach(), lo, hi, writes
+        within = shape if part is None else part.shape
+        assert 0 <= lo <= hi <= prod(within), f"elements {lo} to {hi} of a tensor of shape {tuple(within)}"
+        self.flat, self.lo, self.hi, self.writes, self.part = flat.detach(), lo, hi, writes, part
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         return f"FlatTensor(elements {self.lo} to {self.hi} of shape {tuple(self.shape)}, {self.dtype})"
@@ -88,16 +143,19 @@ class FlatTensor(Tensor):
 
     def with_elements(self, flat: Tensor) -> FlatTensor:
         """The same range, with other elements."""
-        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes)
+        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes, part=self.part)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the whole shape that this rank holds, 1-D."""
-        return whole.reshape(-1)[self.lo : self.hi]
+        mine = whole if self.part is None else self.part.of(whole)
+        return mine.reshape(-1)[self.lo : self.hi]
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
         """Each box, and a view of its elements in `flat`."""
         # A parameter without elements has one box without elements, or no rank would mention it in the checkpoint.
-        cut = boxes(self.shape, self.lo, self.hi) if self.numel() else [((0,) * self.dim(), tuple(self.shape))]
+        cut: Iterable[Box] = [((0,) * self.dim(), tuple(self.shape))]
+        if self.numel():
+            cut = boxes(self.shape, self.lo, self.hi) if self.part is None else self.part.boxes(self.lo, self.hi)
         start = 0
         for offsets, sizes in cut:
             count = prod(sizes)

@@ -70,16 +70,44 @@ def _cross_entropy_backward(logits, targets, sums, g, width: tl.constexpr, block
     tl.store(at, (chance - tl.where(column == target, 1.0, 0.0)) * factor, mask=column < width)
 
 
+def _losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Of every token its loss, and the logarithm of its sum of exponentials: fp32 [2, T]."""
+    tokens, width = logits_TV.shape
+    found_2T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
+    if tokens:
+        _cross_entropy_forward[tokens,](
+            logits_TV, targets_T, *found_2T, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
+        )
+    return found_2T
+
+
+def log_sums(logits_TV: Tensor) -> Tensor:
+    """The logarithm of every token's sum of exponentials: fp32 [T]."""
+    nobody_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
+    return _losses_and_sums(logits_TV, nobody_T)[1]
+
+
+def turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, sums_T: Tensor, factor: Tensor) -> Tensor:
+    """Overwrite logits with their gradient, `factor * (softmax - target)`, and return it.
+
+    `sums` may count logits of other ranks too; a target of -1 is one of theirs.
+    """
+    tokens, width = logits_TV.shape
+    if tokens:
+        # From here on torch refuses to hand out the saved logits again.
+        torch.autograd.graph.increment_version(logits_TV)
+        grid = (tokens, triton.cdiv(width, BLOCK))
+        _cross_entropy_backward[grid](
+            logits_TV, targets_T, sums_T, factor, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
+        )
+    return logits_TV.detach()  # what was saved knows the graph that made it
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
-        tokens, width = logits_TV.shape
-        losses_T, sums_T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
-        if tokens:
-            _cross_entropy_forward[tokens,](
-                logits_TV, targets_T, losses_T, sums_T, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
-            )
+        losses_T, sums_T = _losses_and_sums(logits_TV, targets_T)
         count = (targets_T != IGNORED).sum()
         ctx.save_for_backward(logits_TV, targets_T, sums_T, count)
         return losses_T.sum() / count
@@ -88,13 +116,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         refuse_graph()
         logits_TV, targets_T, sums_T, count = ctx.saved_tensors
-        tokens, width = logits_TV.shape
-        factor = g.float() / count
-        if tokens:
-            # From here on torch refuses to hand out the saved logits again.
-            torch.autograd.graph.increment_version(logits_TV)
-            grid = (tokens, triton.cdiv(width, BLOCK))
-            _cross_entropy_backward[grid](
-                logits_TV, targets_T, sums_T, factor, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
-            )
-        return logits_TV.detach(), None  # what was saved knows the graph that made it
+        return turn_into_gradient(logits_TV, targets_T, sums_T, g.float() / count), None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.runtime.functional import linear
+from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
 
 
@@ -26,10 +26,11 @@ def new_weight(*shape: int) -> nn.Parameter:
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions over packed sequences, without norm and residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
-        self.config = config
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.config, self.linears = config, linears
+        self.heads, self.kv_heads = config.heads // linears.size, config.kv_heads // linears.size
+        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         self.wq = new_weight(queries, config.hidden)
         self.wk = new_weight(keys, config.hidden)
         self.wv = new_weight(keys, config.hidden)
@@ -39,12 +40,12 @@ class Attention(nn.Module):
             self.k_norm = new_weight(config.head_dim)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        """Attention of every position to itself and those before it in its sequence: [B, S, D]."""
+        """Attention of every position to itself and those before it in its sequence, in the shape of `h`."""
         c = self.config
-        batch, seq, _ = h_BSD.shape
-        q_BSHN = linear(h_BSD, self.wq).view(batch, seq, c.heads, c.head_dim)
-        k_BSKN = linear(h_BSD, self.wk).view(batch, seq, c.kv_heads, c.head_dim)
-        v_BSKN = linear(h_BSD, self.wv).view(batch, seq, c.kv_heads, c.head_dim)
+        q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
+        batch, seq, _ = q.shape
+        q_BSHN = q.view(batch, seq, self.heads, c.head_dim)
+        k_BSKN, v_BSKN = (x.view(batch, seq, self.kv_heads, c.head_dim) for x in (k, v))
         table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
         if c.qk_norm:
             q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
@@ -58,7 +59,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=c.kv_heads != c.heads,
         )
-        return linear(o_BHSN.transpose(1, 2).flatten(2), self.wo)
+        return self.linears.row("proj", o_BHSN.transpose(1, 2).flatten(2), self.wo)
 
 
 @lru_cache(maxsize=16)
@@ -74,13 +75,17 @@ def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Te
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(h)) * up(h))`, gate and up stacked in one weight."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, linears: Linears = WHOLE, shared: bool = False) -> None:
         super().__init__()
+        self.linears = linears
+        self.roles: tuple[Role, Role] = ("shared_fc1", "shared_fc2") if shared else ("fc1", "fc2")
+        width //= linears.size
         self.w_gate_up = new_weight(2 * width, hidden)
         self.w_down = new_weight(hidden, width)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        return linear(swiglu(linear(h_BSD, self.w_gate_up)), self.w_down)
+        (gate_up,) = self.linears.columns(self.roles[0], h_BSD, (self.w_gate_up,))
+        return self.linears.row(self.roles[1], swiglu(gate_up), self.w_down)
 
 
 def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
@@ -99,13 +104,13 @@ def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
 class DenseLayer(nn.Module):
     """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.attn_norm = new_weight(config.hidden)
-        self.attn = Attention(config)
+        self.attn = Attention(config, linears)
         self.ffn_norm = new_weight(config.hidden)
-        self.mlp = Mlp(config.hidden, config.ffn)
+        self.mlp = Mlp(config.hidden, config.ffn, linears)
 
     def forward_attn(self, x_BSD: Tensor) -> Tensor:
         """`x + attention(norm(x))`."""

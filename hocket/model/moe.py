@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.model.layers import Attention, Mlp, new_weight, swiglu
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, linear
@@ -75,15 +76,15 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    def __init__(self, config: ModelConfig, ep: ExpertPlace, aux_scale: float) -> None:
+    def __init__(self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE) -> None:
         super().__init__()
         self.config = config
         self.ep = ep
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
-        self.attn = Attention(config)
+        self.attn = Attention(config, linears)
         self.ffn_norm = new_weight(config.hidden)
-        self.shared = Mlp(config.hidden, config.shared_ffn) if config.shared_ffn else None
+        self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size)
 

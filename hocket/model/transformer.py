@@ -10,14 +10,12 @@ Shapes: B sequences, S sequence length, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.kernels.usable import usable
 from hocket.model.layers import DenseLayer, new_weight
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
-from hocket.runtime.functional import embedding, linear
+from hocket.parallel.linears import WHOLE, Linears
 from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
@@ -26,47 +24,40 @@ Layer = DenseLayer | MoELayer
 class Embed(nn.Module):
     """Token ids to hidden states."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
-        self.weight = new_weight(config.vocab, config.hidden)
+        self.linears = linears
+        self.weight = new_weight(config.vocab // linears.size, config.hidden)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        return embedding(ids_BS, self.weight)
+        return self.linears.embedding(ids_BS, self.weight)
 
 
 class Head(nn.Module):
     """Final norm and output projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
+        self.linears = linears
         self.eps = config.norm_eps
         self.norm = new_weight(config.hidden)
-        self.weight = new_weight(config.vocab, config.hidden)
+        self.weight = new_weight(config.vocab // linears.size, config.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Logits [B, S, V] in the compute dtype."""
-        return linear(rms_norm(x_BSD, self.norm, self.eps), self.weight)
+        return self.linears.columns("head", rms_norm(x_BSD, self.norm, self.eps), (self.weight,))[0]
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over all tokens, fp32."""
-        return cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
-
-
-def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Mean cross-entropy, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
-    if usable(logits_TV):
-        from hocket.kernels import loss
-
-        return loss.cross_entropy(logits_TV, targets_T)
-    return F.cross_entropy(logits_TV.float(), targets_T)
+        return self.linears.cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
 
 class Chunk(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
-    expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards. Made without values, on
-    the meta device.
+    expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
+    has (`parallel/slices.py`). Made without values, on the meta device.
     """
 
     def __init__(
@@ -78,17 +69,19 @@ class Chunk(nn.Module):
         *,
         ep: ExpertPlace = ONLY,
         aux_scale: float = 1.0,
+        linears: Linears = WHOLE,
     ) -> None:
         super().__init__()
         self.config = config
         self.ep_rank = ep.rank
         self.first_expert = ep.rank * (config.experts // ep.size)
-        self.embed = Embed(config) if first else None
+        self.embed = Embed(config, linears) if first else None
         kinds = config.kinds()
-        self.layers = nn.ModuleDict(
-            {str(i): DenseLayer(config) if kinds[i] == "dense" else MoELayer(config, ep, aux_scale) for i in layers}
-        )
-        self.head = Head(config) if last else None
+        self.layers = nn.ModuleDict()
+        for i in layers:
+            moe = kinds[i] == "moe"
+            self.layers[str(i)] = MoELayer(config, ep, aux_scale, linears) if moe else DenseLayer(config, linears)
+        self.head = Head(config, linears) if last else None
         self.tie()
 
     def tie(self) -> None:

@@ -9,12 +9,12 @@ from hocket.config import Config
 
 def rows_evenly(c: Config) -> int:
     """Rows that arrive at every rank if the load is even: as many as it sends."""
-    return c.train.sequences * c.data.sequence_length * c.model.top_k
+    return c.tokens * c.model.top_k
 
 
 def rows_at_most(c: Config) -> int:
     """Rows that may arrive at one rank: all tokens of all ranks choose as many of its experts as there are."""
-    tokens = c.train.sequences * c.data.sequence_length
+    tokens = c.tokens
     return tokens * min(c.model.top_k, c.model.experts // c.mesh.ep) * c.mesh.ep
 
 

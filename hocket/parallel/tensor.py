@@ -33,12 +33,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hocket.config import Config
 from hocket.runtime.comm import Group
 from hocket.runtime.either import push
 from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
+from hocket.tensor_choice import DIRECTIONS, ROLES, splits_of
 
 Method = Literal["off", "bulk", "ring", "pipeline"]
 
@@ -58,6 +60,23 @@ class Way:
     forward: Method = "off"
     backward: Method = "off"
     splits: tuple[int, int] = (0, 0)
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether tokens are moved piece by piece."""
+        return bool({self.forward, self.backward} & {"ring", "pipeline"})
+
+
+def ways_of(config: Config) -> dict[str, Way]:
+    """How every role of a resolved configuration communicates; empty without tensor parallelism."""
+    if config.mesh.tp == 1:
+        return {}
+    ways = {}
+    for role in ROLES:
+        forward, backward = (getattr(config.overlap.tp, f"{role}_{direction}") for direction in DIRECTIONS)
+        splits = splits_of(config, role, "forward"), splits_of(config, role, "backward")
+        ways[role] = Way(forward, backward, splits)
+    return {**ways, "shared_fc1": ways["fc1"], "shared_fc2": ways["fc2"], "head": ways["fc1"]}
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ class Hardware:
     """Least seconds from one compute op to the next, however small: the host's own cost."""
     memory: int = 0
     """Bytes that one rank can use; 0 means not known."""
+    copies: Link = Link(0.0, 1e12)
+    """Of pieces of tokens that copy engines move between tensor-parallel ranks."""
+    processors: int = 0
+    """Tiles of a matmul that are computed at a time; 0 means that its time is in proportion to its size."""
+    wave_flops: float = 0.0
+    """Rate of matmuls whose tiles keep all processors busy to the end."""
 
 
 H200 = Hardware(
@@ -74,9 +80,13 @@ H200 = Hardware(
         "pp": Link(222e-6, 346e9),
         "gather": Link(55e-6, 316e9),
         "reduce": Link(58e-6, 321e9),
+        "tp": Link(55e-6, 316e9),
     },
     host_gap=50e-6,
     memory=139 * 2**30,
+    copies=Link(12e-6, 300e9),
+    processors=132,
+    wave_flops=800e12,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
 4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
@@ -91,8 +101,9 @@ LAPTOP = Hardware(
     attention_fwd_flops=25e9,
     attention_bwd_flops=25e9,
     memory_bandwidth=20e9,
-    links=dict.fromkeys(("a2a", "pp", "gather", "reduce"), Link(2e-3, 0.7e9)),
+    links=dict.fromkeys(("a2a", "pp", "gather", "reduce", "tp"), Link(2e-3, 0.7e9)),
     host_gap=200e-6,
+    copies=Link(2e-3, 0.7e9),
 )
 """One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
 matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. There is no data sheet, so MFU is relative to the matmul rate."""

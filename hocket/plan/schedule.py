@@ -31,7 +31,7 @@ from hocket.plan.ops import Key, Lane, Op, Program
 Time = int | float | Fraction
 """Seconds, or any other unit that the costs use."""
 
-Kind = Literal["a2a", "pp", "gather", "reduce"]
+Kind = Literal["a2a", "pp", "gather", "reduce", "tp"]
 """A kind of communication, as reports name it."""
 
 KINDS: tuple[Kind, ...] = ("a2a", "pp", "gather", "reduce")

@@ -109,7 +109,7 @@ class Group:
         match self.transport:
             case CopyingNccl(tokens=tokens):
                 return tokens
-            case Nccl() | Local():
+            case Nccl() | Local() | Slow(inner=Nccl()):
                 return None
         return SentTokens(self.rank, self.size, self.send, self.recv)
 
@@ -271,7 +271,9 @@ def make_groups(
     if transport in COPIED:
         refuse(everyone(place()))
     elif options.tokens and transport == "nccl":
-        refuse(everyone(place()), "overlap.tp.method", "overlap.tp.method = bulk")
+        places = everyone(place())
+        for ranks in mesh.groups("tp"):
+            refuse([places[member] for member in ranks], "overlap.tp.method", "overlap.tp.method = bulk")
     if options.device_splits and device.type == "cuda" and transport != "null":
         places = everyone(pushed_rows.place())
         for ranks in mesh.groups("a2a"):

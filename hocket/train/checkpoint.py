@@ -240,7 +240,7 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 def _state(groups: Groups) -> dict[str, Any]:
     state = {
-        f"{kind}.{piece.name}": FlatTensor(piece.tensor, piece.shape, piece.lo, piece.hi)
+        f"{kind}.{piece.name}": FlatTensor(piece.tensor, piece.shape, piece.lo, piece.hi, part=piece.part)
         for kind, pieces in groups.items()
         for piece in pieces
     }

@@ -8,11 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hocket.fsdp.flat_tensor import Part
+
 
 class Piece(Protocol):
     """Elements `[lo, hi)` of a named tensor of the whole model, flattened row by row.
 
     `tensor` holds them: one dimension, `hi - lo` elements. A scalar's shape is `()` and its one element is `[0, 1)`.
+    With a `part`, these are elements of that part of the tensor.
     """
 
     @property
@@ -25,6 +28,8 @@ class Piece(Protocol):
     def hi(self) -> int: ...
     @property
     def tensor(self) -> Tensor: ...
+    @property
+    def part(self) -> Part | None: ...
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,4 @@ class Range:
     lo: int
     hi: int
     tensor: Tensor
+    part: Part | None = None

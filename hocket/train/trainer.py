@@ -163,7 +163,8 @@ class Trainer:
         states = self.engine.optimizer.state.values()
 
         def ranges(of: Callable[[PieceState], Tensor]) -> list[Range]:
-            return [Range(s.piece.name, s.piece.shape, s.piece.lo, s.piece.hi, of(s)) for s in states]
+            pieces = [(s.piece, of(s)) for s in states]
+            return [Range(p.name, p.shape, p.lo, p.hi, tensor, p.part) for p, tensor in pieces]
 
         return {
             "weight": ranges(lambda s: s.piece.main),

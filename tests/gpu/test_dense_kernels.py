@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hocket.kernels.usable import formulas
 from hocket.model.layers import rotary_table, swiglu
-from hocket.model.transformer import cross_entropy
+from hocket.parallel.linears import cross_entropy
 from hocket.runtime.functional import linear
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 

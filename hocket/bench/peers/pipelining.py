@@ -27,7 +27,7 @@ from hocket.bench.peers.fsdp2 import shard
 from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.moe import MoELayer
-from hocket.model.transformer import cross_entropy
+from hocket.parallel.linears import cross_entropy
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import layout_of
 from hocket.plan.ops import Layout

@@ -29,7 +29,7 @@ from hocket.bench.peers.pipelining import HeldStage
 from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
 from hocket.bench.plain import adamw, first_value
 from hocket.bench.workload import Workload
-from hocket.model.transformer import cross_entropy
+from hocket.parallel.linears import cross_entropy
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import even_bounds
 from hocket.runtime.actions import Microbatch

@@ -46,8 +46,12 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
+        self._apart = [(unit, piece) for unit in model.units.values() if unit.tensors[1] > 1 for piece in unit.pieces()]
+        """Pieces that are counted one by one, for some of a unit are on all tensor-parallel ranks."""
         replicas = [unit.group.groups.replicas for unit in model.units.values()]
-        self._replicas = torch.tensor(replicas, device=model.device)  # of every unit's gradient
+        if self._apart:
+            replicas = [u.group.groups.replicas * (u.tensors[1] if p.shared else 1) for u, p in self._apart]
+        self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for piece in self._pieces.values():
@@ -100,7 +104,8 @@ class PlannedAdamW:
         the squares add up. In fp64 the order in which they do makes no difference that would survive rounding the clip
         factor to fp32.
         """
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self._grads()]
+        counted = [piece.grad for _, piece in self._apart] or self._grads()
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in counted]
         square = (torch.stack(norms).square() / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)

@@ -19,7 +19,7 @@ from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName
 from hocket.runtime.comm import Group, Groups, Window
-from hocket.runtime.transports import Local
+from hocket.runtime.transports import Local, local_sum
 from hocket.runtime.weights import Weight
 
 
@@ -93,7 +93,8 @@ class PlannedModel:
             self._allocate(stored, where, program)
             for name, group in stored.items():
                 kind, _, layer = name
-                made[name] = PlannedUnit(kind, layer, group, self.weight_slots.get(kind), self.grad_slots[kind])
+                slots = self.weight_slots.get(kind), self.grad_slots[kind]
+                made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp))
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
         self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
@@ -142,6 +143,21 @@ class PlannedModel:
         """After the optimizer: the version of all weights grows."""
         for unit in self.units.values():
             unit.refresh()
+
+    def sum_shared_grads(self) -> None:
+        """Add up, over tensor-parallel ranks, the gradients of what all of them have: in rank order, once a step.
+
+        They are sums over tokens, of which each rank has had its own.
+        """
+        group = self.groups.tp
+        grads = [piece.grad for unit in self.units.values() for piece in unit.pieces() if piece.shared]
+        if group.size == 1 or not grads:
+            return
+        mine = torch.cat(grads)
+        every = mine.new_empty(group.size * mine.numel())
+        group.all_gather(every, mine).wait()
+        local_sum(every.view(group.size, -1), mine, 1.0, add=False)
+        torch._foreach_copy_(grads, list(mine.split([grad.numel() for grad in grads])))
 
     def forget_grads(self) -> None:
         """At the end of a step: give up the reduced gradients, and their memory."""

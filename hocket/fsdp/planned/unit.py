@@ -32,9 +32,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hocket.fsdp.flat_tensor import Part
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.parallel.slices import part_of, split_of, take, whole_shape
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, manage
@@ -42,7 +44,7 @@ from hocket.runtime.weights import Weight, manage
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that this rank keeps: elements `lo:hi` of the whole model's parameter, flattened."""
+    """What this rank keeps of a parameter: elements `lo:hi` of the whole model's, or of a `part` of it, flattened."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +52,10 @@ class Piece:
     lo: int
     hi: int
     shard: ShardedParameter
+    part: Part | None = None
+    """The part that the tensor-parallel rank has."""
+    shared: bool = False
+    """Whether all tensor-parallel ranks have this parameter, each with a gradient of its own tokens."""
 
     @property
     def main(self) -> Tensor:
@@ -68,10 +74,16 @@ class PlannedUnit:
     """One unit of one layer on one rank."""
 
     def __init__(
-        self, kind: UnitKind, layer: int, group: ParamGroup, weight_slots: Slots | None, grad_slots: Slots
+        self,
+        kind: UnitKind,
+        layer: int,
+        group: ParamGroup,
+        weight_slots: Slots | None,
+        grad_slots: Slots,
+        tensors: tuple[int, int] = (0, 1),
     ) -> None:
-        """`weight_slots` are None where the unit's group has one member."""
-        self.kind, self.layer, self.group = kind, layer, group
+        """`weight_slots` are None where the unit's group has one member. `tensors` is (rank, size) of the tp group."""
+        self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._grad_slots = weight_slots, grad_slots
         self.slot = -1
@@ -107,6 +119,8 @@ class PlannedUnit:
         """Take the initial weights: `source(name)` has the parameter's local shape, or that of the whole model."""
         for i, weight in enumerate(self.weights):
             value = source(weight.name)
+            if value.shape != weight.shape:
+                value = take(weight.name, value, *self.tensors)
             if value.shape != weight.shape:
                 position, size = self.group.groups.part
                 assert value.shape == (weight.shape[0] * size, *weight.shape[1:]), (
@@ -230,7 +244,11 @@ class PlannedUnit:
         for shard in self.group.shards:
             if shard.numel():
                 shape, lo = self.group.place_of(shard)
-                found.append(Piece(shard.full_name, shape, lo, lo + shard.numel(), shard))
+                name, (rank, size) = shard.full_name, self.tensors
+                shape = whole_shape(name, shape, size)
+                shared = size > 1 and self.kind != "experts" and split_of(name) is None
+                part = part_of(name, shape, rank, size)
+                found.append(Piece(name, shape, lo, lo + shard.numel(), shard, part, shared))
         return found
 
     def assert_idle(self) -> None:

@@ -1,0 +1,84 @@
+"""What may go with tensor parallelism: what must be even to be spread, and what its layers can do."""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.rule import Rule
+from hocket.tensor_choice import DIRECTIONS, ROLES, no_pieces, possible
+
+
+def _asked(c: Config, role: str, direction: str) -> str:
+    """The method of a role and direction."""
+    return getattr(c.overlap.tp, f"{role}_{direction}")
+
+
+def _uneven(c: Config, number: int) -> bool:
+    return number % c.mesh.tp != 0
+
+
+def _copied(c: Config) -> bool:
+    """Whether somebody asks for tokens to be moved piece by piece."""
+    asked = {c.overlap.tp.method, *(_asked(c, role, direction) for role in ROLES for direction in DIRECTIONS)}
+    return c.mesh.tp > 1 and bool(asked & {"ring", "pipeline"})
+
+
+TENSOR_RULES: tuple[Rule, ...] = (
+    *(
+        Rule(
+            ("mesh.tp", setting),
+            lambda c, h, name=name: _uneven(c, getattr(c.model, name)),
+            f"{what}, and {{model.{name}}} of them cannot be spread evenly over {{mesh.tp}} ranks",
+            f"a mesh.tp that divides {setting}",
+        )
+        for setting, name, what in (
+            ("model.kv_heads", "kv_heads", "each tensor-parallel rank has key and value heads of its own"),
+            ("model.vocab", "vocab", "each tensor-parallel rank has a range of the tokens of the vocabulary"),
+            ("model.shared_ffn", "shared_ffn", "each tensor-parallel rank has some columns of the shared expert"),
+        )
+    ),
+    Rule(
+        ("mesh.tp", "model.ffn"),
+        lambda c, h: "dense" in c.model.kinds() and _uneven(c, c.model.ffn),
+        "each tensor-parallel rank has some columns of the MLP, and {model.ffn} cannot be spread evenly over {mesh.tp}",
+        "a mesh.tp that divides model.ffn",
+    ),
+    Rule(
+        ("mesh.tp", "data.sequence_length", "train.sequences"),
+        lambda c, h: _uneven(c, c.train.sequences * c.data.sequence_length),
+        "the tokens of a microbatch ({train.sequences} x {data.sequence_length}) cannot be spread evenly over "
+        "{mesh.tp} ranks",
+        "a mesh.tp that divides train.sequences x data.sequence_length",
+    ),
+    Rule(
+        ("overlap.tp.pieces", "mesh.tp"),
+        lambda c, h: c.overlap.tp.pieces > 0 and c.mesh.tp > 1 and c.mesh.tp % c.overlap.tp.pieces != 0,
+        "a piece is the tokens of neighbouring ranks, and {overlap.tp.pieces} does not divide mesh.tp = {mesh.tp}",
+        "a divisor of mesh.tp, or 0",
+    ),
+    Rule(
+        ("overlap.tp.method", "mesh.tp"),
+        lambda c, h: _copied(c) and bool(no_pieces(c, h)),
+        "tokens cannot be moved piece by piece: {no_pieces}",
+        "bulk or off, or tensor-parallel ranks of one host with train.transport = nccl",
+    ),
+    *(
+        Rule(
+            (f"overlap.tp.{role}_{direction}",),
+            lambda c, h, r=role, d=direction: _asked(c, r, d) not in ("auto", *possible(r, d)),
+            f"these layers, {direction}, can be {' or '.join(possible(role, direction))}",
+            "one of those, or auto",
+        )
+        for role in ROLES
+        for direction in DIRECTIONS
+    ),
+    *(
+        Rule(
+            (f"overlap.tp.{name}", "mesh.tp"),
+            lambda c, h: c.mesh.tp == 1,
+            "no effect: mesh.tp = 1, so nothing is communicated inside of layers",
+            "mesh.tp above 1, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("method", "pieces", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
+    ),
+)

@@ -1,0 +1,129 @@
+"""A planned step on tensor-parallel ranks against the plain sequential step on one: the same but for rounding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.engine import DTYPES, Engine
+from hocket.leaves import changed
+from hocket.runtime.actions import Microbatch
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import LR, STEPS, adamw, config
+from tests.reference import Batch, Reference, random_batches
+
+Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
+"""Name, whole shape, first and end element in the part of a rank, that part, values."""
+
+
+def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
+    """One rank of a planned run."""
+    torch.set_num_threads(1)
+    engine = Engine(config, rank, torch.device("cpu"))
+    engine.init_weights()
+    pieces = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
+    out: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "tp": engine.where.tp}
+    out["first"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
+    finish = engine.optimizer.step
+
+    def step(lr: float | None = None) -> Tensor:
+        out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
+        return finish(lr)
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+    for microbatches in steps:
+        result = engine.train_step([Microbatch(*batches[engine.where.dp]) for batches in microbatches], LR)
+        out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
+        out["norms"].append(float(result.grad_norm))
+        engine.assert_clean()
+    out["agreed"] = engine.agree(result.loss)[0]
+    out["validation"] = engine.evaluate([Microbatch(*batches[engine.where.dp]) for batches in steps[0]]).item()
+    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
+    out["calls"] = dict(engine.groups.tp.calls)
+    engine.close()
+    return out
+
+
+def whole(pieces: list[Piece]) -> dict[str, Tensor]:
+    """Whole tensors from the pieces of all ranks. What several ranks keep must be the same on all of them."""
+    parts: dict[Any, Tensor] = {}
+    for name, shape, lo, hi, part, values in pieces:
+        within = shape if part is None else part.shape
+        into = parts.setdefault((name, shape, part), torch.full((math.prod(within),), math.nan))
+        before = into[lo:hi]
+        assert torch.equal(before[~before.isnan()], values[~before.isnan()]), f"replicas of {name} differ"
+        into[lo:hi] = values
+    out: dict[str, Tensor] = {}
+    for (name, shape, part), values in parts.items():
+        if part is None:
+            out[name] = values.view(shape)
+            continue
+        into = out.setdefault(name, torch.full(shape, math.nan))
+        blocks = values.view(part.shape).split(part.block, part.dim)
+        for start, block in zip(part.starts, blocks, strict=True):
+            into.narrow(part.dim, start, part.block).copy_(block)
+    assert not any(tensor.isnan().any() for tensor in out.values())
+    return out
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+    worst, scale = (found - wanted).abs().max(), wanted.abs().max()
+    assert worst <= tolerance * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
+
+
+def assert_close(c: Config, tolerance: float) -> list[dict[str, Any]]:
+    """Losses, gradients, norms and weights of a run are those of the plain step, within `tolerance` of the largest."""
+    batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw)
+    reference = plain.run(batches)
+    ranks = run_ranks(train, c.mesh.world, c, batches)
+    last = [r for r in ranks if r["losses"][0]]
+    for step, wanted in enumerate(reference.losses):
+        for m, of_ranks in enumerate(wanted):
+            found = sorted(r["losses"][step][m] for r in last if r["tp"] == 0)
+            close(torch.tensor(found), torch.tensor(sorted(of_ranks)), tolerance, f"losses of step {step}")
+    assert len({(r["tp"], *map(tuple, r["losses"])) for r in last}) >= c.mesh.tp  # all have them
+    grads = whole([piece for r in ranks for piece in r["grads"][0]])
+    assert grads.keys() == reference.grads[0].keys()
+    for name, grad in reference.grads[0].items():
+        close(grads[name], grad, 10 * tolerance, f"gradient of {name}")
+    for r in ranks:
+        assert r["norms"] == pytest.approx(reference.norms, rel=10 * tolerance)
+        assert r["agreed"] == pytest.approx(sum(sum(m) / len(m) for m in wanted) / len(wanted), rel=10 * tolerance)
+    weights = whole([piece for r in ranks for piece in r["weights"]])
+    for name, weight in reference.weights.items():
+        close(weights[name], weight, 100 * tolerance, f"{name} after {STEPS} steps")
+    return ranks
+
+
+def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **settings: Any) -> Config:
+    """A configuration with two tensor-parallel ranks."""
+    dtype, microbatches = settings.pop("dtype", "fp32"), settings.pop("microbatches", 3)
+    base = config({"vocab": 32, **model}, {"tp": 2, **mesh}, plan, microbatches, dtype, lane_seed=microbatches)
+    ways = dict(qkv_forward="ring", qkv_backward="bulk", proj_forward="pipeline", proj_backward="ring",
+                fc1_forward="ring", fc1_backward="pipeline", fc2_forward="pipeline", fc2_backward="ring")  # fmt: skip
+    ways.update(settings)
+    return changed(base, {f"overlap.tp.{name}": value for name, value in ways.items()})
+
+
+OFF = dict.fromkeys(
+    (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
+)
+CASES: dict[str, Config] = {
+    "dense": of(dict(layers=2), {}, {}),
+    "one after the other": of(dict(layers=2), {}, {}, **OFF),
+    "four ranks": of(dict(layers=1, kv_heads=4), dict(tp=4), {}),
+    "experts": of(dict(layers=2, shared_ffn=16, dense_layers=(0,)), {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_plain_one(case: str) -> None:
+    c = CASES[case]
+    ranks = assert_close(c, 1e-5)
+    assert all(r["calls"] for r in ranks)
