@@ -24,7 +24,7 @@ from hocket.runtime import pushed_rows
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.connect import CommOptions, TransportName, connect
 from hocket.runtime.copy_engine import CopyEngine, place, refuse
-from hocket.runtime.pretended import Link
+from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
