@@ -30,7 +30,7 @@ from hocket.parallel.routing import Routing
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.pushed_rows import PushedRows
-from hocket.runtime.transports import RowTable
+from hocket.runtime.transports import Nccl, RowTable
 
 HIDDEN, TOP_K, EXPERTS = 2048, 8, 128
 CAPACITY = 1.5
@@ -79,7 +79,10 @@ class Exchange:
         place_counts(self.routing, self.group, self.room)
 
     def all_counts(self) -> None:
-        self.group.all_counts(self.routing.counts_E.view(self.group.size, -1))
+        self.pushes.all_counts(self.routing.counts_E.view(self.group.size, -1))
+
+    def nccl_counts(self) -> None:
+        Nccl.all_counts(self.transport, self.routing.counts_E.view(self.group.size, -1))
 
     def pushed(self) -> None:
         self.group.all_to_all(self.out, self.rows, self.placed.table)
@@ -118,6 +121,7 @@ def main() -> None:
         "pushed": exchange.pushed,
         "counts and places": exchange.counts,
         "counts": exchange.all_counts,
+        "counts by nccl": exchange.nccl_counts,
         "barrier": exchange.pushes.barrier,
         **{f"stores, {n} programs": exchange.push(n) for n in PUSHES},
         **{f"taking, {n} programs": exchange.take(n) for n in TAKES},

@@ -1,9 +1,9 @@
 """Rows to their experts and back between GPUs that reach each other's memory, with counts that no host knows.
 
-Three kernels. The first one reads how many rows every rank has for every expert of every rank, and says where each
-block of rows, those of one rank for one expert, lies here and belongs at its peer. The second stores rows straight
-into the arrival buffers of the peers, each where it belongs. The third copies what has arrived out of this rank's
-own buffer, and nothing beyond it. `hocket/runtime/blocks.py` has the formulas.
+Four kernels. The first one stores how many rows this rank has for every expert at all peers. The second reads what all
+ranks have stored, and says where each block of rows, those of one rank for one expert, lies here and belongs at its
+peer. The third stores rows straight into the arrival buffers of the peers, each where it belongs. The fourth copies
+what has arrived out of this rank's own buffer, and nothing beyond it. `hocket/runtime/blocks.py` has the formulas.
 
 Shapes: P ranks, L local experts of each, D columns. Rows are moved as words of four bytes.
 """
@@ -24,6 +24,14 @@ PUSHING = 32
 """Programs that store into peers, all peers together: as few as fill the links, since products run beside them."""
 TAKING = 132
 """Programs that copy what has arrived: it stays on the chip, and takes a third of the time that the way here took."""
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _push_counts(counts, arrivals, rank, size: tl.constexpr, block: tl.constexpr):
+    """One program per peer."""
+    into = tl.load(arrivals + tl.program_id(0)).to(tl.pointer_type(tl.int64))
+    i = tl.arange(0, block)
+    tl.store(into + rank * size + i, tl.load(counts + i, mask=i < size), mask=i < size)
 
 
 @triton.jit
@@ -121,6 +129,12 @@ def _take_rows(
             inside = (row < most) & (column < width)
             tl.store(out + row * width + column, tl.load(arrived + source * width + column, mask=inside), mask=inside)
         first += tl.num_programs(0) * tile
+
+
+def push_counts(counts_PL: Tensor, arrivals: Tensor, rank: int) -> None:
+    """Store a rank's counts, int64, as row `rank` of what begins at the addresses `arrivals`, int64 [P], of the ranks."""
+    size = counts_PL.numel()
+    _push_counts[len(arrivals),](counts_PL.contiguous(), arrivals, rank, size, triton.next_power_of_2(size))
 
 
 def lay_out(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,15 +39,34 @@ def refuse(places: list[tuple[str, str]]) -> None:
         raise ValueError(f"overlap.ep.splits = device: {'; '.join(reasons)}; fix: overlap.ep.splits = host")
 
 
+COUNTS = 1 << 20
+"""Bytes at the end of an arrival buffer, where counts arrive."""
+
+
 class Pushes:
     """The arrival buffers of all ranks of a group, as this rank's kernels see them."""
 
     def __init__(self, rank: int, arrivals: Sequence[Tensor], barrier: Callable[[], object]) -> None:
         """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams."""
         self.rank, self.arrivals, self.barrier = rank, tuple(arrivals), barrier
+        self.nbytes = self.arrivals[rank].shape[1] - COUNTS
         addresses = [[buffers[turn].data_ptr() for buffers in self.arrivals] for turn in (0, 1)]
         self.addresses = torch.tensor(addresses, device=self.arrivals[rank].device)
-        self._exchanges = 0
+        self.count_addresses = self.addresses + self.nbytes
+        self._exchanges = self._counted = 0
+
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's `counts` (P, ...), int64: (P, P, ...). Overwritten by the exchange of counts after the next."""
+        from hocket.kernels.exchange import push_counts
+
+        turn = self._counted % 2
+        self._counted += 1
+        nbytes = len(self.arrivals) * counts.nbytes
+        assert nbytes <= COUNTS, f"{nbytes} bytes of counts, and room for {COUNTS}"
+        push_counts(counts, self.count_addresses[turn], self.rank)
+        self.barrier()
+        here = self.arrivals[self.rank][turn][self.nbytes : self.nbytes + nbytes]
+        return here.view(counts.dtype).view(-1, *counts.shape)
 
     def exchange(self, out: Tensor, rows: Tensor, blocks: Blocks) -> None:
         """Every block of `rows` [R, D] goes where it belongs; `out` [R', D] becomes what is here then.
@@ -59,7 +78,7 @@ class Pushes:
         turn = self._exchanges % 2
         self._exchanges += 1
         here = self.arrivals[self.rank][turn]
-        assert out.nbytes <= here.numel(), f"{out.shape[0]} rows do not fit into a buffer of {here.numel()} bytes"
+        assert out.nbytes <= self.nbytes, f"{out.shape[0]} rows do not fit into a buffer of {self.nbytes} bytes"
         push(rows.contiguous(), self.addresses[turn], blocks.leaving, self.rank)
         self.barrier()
         take(here[: out.nbytes].view(out.dtype).view(out.shape), out, blocks.arrived)
@@ -71,11 +90,15 @@ class PushedRows(Nccl):
 
     pushes: Pushes
 
+    def all_counts(self, counts: Tensor) -> Tensor:
+        return self.pushes.all_counts(counts)
+
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
         self.pushes.exchange(out, rows, blocks)
         return DONE
 
 
 def pushes(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> Pushes:
-    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
-    return Pushes(*shared_buffers(group, nbytes, device, timeout))
+    """Arrival buffers for rows of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this."""
+    whole = -(-nbytes // 16) * 16 + COUNTS
+    return Pushes(*shared_buffers(group, whole, device, timeout))

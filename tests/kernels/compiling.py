@@ -109,6 +109,7 @@ def exchange() -> None:
     from hocket.kernels import exchange as kernels
 
     for ranks, width in ((8, 2048), (2, 72)):
+        kernels.push_counts(of(torch.int64, ranks, 16), of(torch.int64, ranks), 1)
         leaving, _, ends = kernels.lay_out(of(torch.int64, ranks, ranks, 16), 1, 100, of(torch.int64, 1))
         rows = of(BF16, 100, width)
         kernels.push(rows, of(torch.int64, ranks), leaving, 1)

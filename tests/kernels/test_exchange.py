@@ -79,6 +79,16 @@ def test_rows_reach_their_experts_and_return(ranks, local, most, capacity, seed,
         assert torch.equal(out[~lost], sent[rank][~lost])
 
 
+def test_counts_reach_all_ranks() -> None:
+    every = counts(3, 5, 30, 0)
+    buffers = [torch.zeros_like(every) for _ in range(3)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    for rank in range(3):
+        kernels.push_counts(every[rank], addresses, rank)
+    for buffer in buffers:
+        assert torch.equal(buffer, every)
+
+
 def test_rows_may_be_taken_over_and_over() -> None:
     block, out = torch.randn(3, 8), torch.zeros(10, 8)
     kernels.take(block, out, torch.tensor([7], dtype=torch.int32), cycle=3)
