@@ -132,7 +132,7 @@ def _take_rows(
 
 
 def push_counts(counts_PL: Tensor, arrivals: Tensor, rank: int) -> None:
-    """Store a rank's counts, int64, as row `rank` of what begins at the addresses `arrivals`, int64 [P], of the ranks."""
+    """Store counts, int64, as row `rank` of what begins at each of the addresses `arrivals`, int64 [P]."""
     size = counts_PL.numel()
     _push_counts[len(arrivals),](counts_PL.contiguous(), arrivals, rank, size, triton.next_power_of_2(size))
 
