@@ -215,6 +215,8 @@ class OverlapConfig:
     """All-to-alls of experts."""
     tp: TensorOverlap = field(default_factory=TensorOverlap)
     """Gathers and sums inside of tensor-parallel layers."""
+    on_unmet: Literal["error", "warn"] = "error"
+    """What happens to a setting of this section that cannot be had: the run ends, or goes on without it and says so."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
     env: Policy = "set"

@@ -28,6 +28,9 @@ class Decision:
     fix: str = ""
     """What would make `asked` possible, or give the setting an effect; empty if there is nothing to mend."""
 
+    given_up: bool = False
+    """Whether `asked` could not be met and the run goes on without it."""
+
     @property
     def reason(self) -> str:
         """All reasons as one text."""
@@ -36,7 +39,12 @@ class Decision:
     @property
     def unmet(self) -> bool:
         """Whether something was asked for that did not happen."""
-        return self.asked not in (AUTOMATIC, "") and self.asked != self.value
+        return self.given_up or (self.asked not in (AUTOMATIC, "") and self.asked != self.value)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether hocket chose the value, rather than remarking on one."""
+        return self.given_up or self.asked in (AUTOMATIC, "")
 
     def as_json(self) -> dict[str, Any]:
         """Every field, for machines."""

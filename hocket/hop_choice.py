@@ -19,7 +19,7 @@ from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
 from hocket.plan.lower import build_program
 from hocket.plan.pipeline import smallest_group
-from hocket.plan.simulate import simulate
+from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.plan_rules import lane_matters, separate_wgrads
 
@@ -27,8 +27,8 @@ Choice = tuple[str, object, str]
 """Setting, value, reason."""
 
 _LAYERS, _PARTS, _LANE = "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.backward_lane"
-_GROUPS = 3
-"""Groups of microbatches of a simulated step."""
+_MOST = 128
+"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
 _WORTH = 0.998
 """Share of a step's time that more weight gradients behind the send must bring it to."""
 
@@ -63,7 +63,7 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
     price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
-    count = min(c.train.microbatches, _GROUPS * price.group)
+    count = _count(c, price.group)
     wide = changed(c, {"plan.stride": 3, "plan.group": price.group})
     before, after = (_seconds(each, costs, count) for each in (c, wide))
     if after < before:
@@ -120,20 +120,25 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
     best = 0
     for i, seconds in enumerate(times):
         best = i if seconds < _WORTH * times[best] else best
-    count = min(c.train.microbatches, _GROUPS * _group(c))
+    count = _count(c, _group(c))
     others = ", ".join(f"with {_name(covers[i])} {duration(times[i])}" for i in range(len(covers)) if i != best)
     return covers[best], f"{_describe(covers[best])}; {count} microbatches take {duration(times[best])}, {others}"
 
 
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
-    return _seconds(
-        changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts}), costs, min(c.train.microbatches, _GROUPS * _group(c))
-    )
+    covered = changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts})
+    return _seconds(covered, costs, _count(c, _group(c)))
 
 
 def _seconds(c: Config, costs: CostTable, microbatches: int) -> float:
-    return float(simulate(build_program(layout_of(c), microbatches, c, sharding_of(c)), costs).makespan)
+    return float(makespan(build_program(layout_of(c), microbatches, c, sharding_of(c), frees=False), costs))
+
+
+def _count(c: Config, group: int) -> int:
+    """Microbatches of a simulated step: three groups, or fewer of a long pipeline."""
+    groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
+    return min(c.train.microbatches, groups * group)
 
 
 def _group(c: Config) -> int:

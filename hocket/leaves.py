@@ -75,18 +75,23 @@ def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line per setting whose value by itself is impossible: wrong type, not a choice, too small or large."""
-    lines = []
+    """One line per setting whose value by itself is impossible."""
+    return list(impossible(config, origins).values())
+
+
+def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
+    """The settings that have the wrong type, or are no choice, too small or too large, with a line about each."""
+    lines: dict[str, str] = {}
     for setting, hint in types().items():
         value = leaf(config, setting)
         low, high = BOUNDS.get(setting, (-ANY, ANY))
         if not is_a(value, hint):
-            lines.append(line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}"))
+            lines[setting] = line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}")
             continue
         numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
         if not all(low <= x <= high for x in numbers):
             most = f" and at most {high:g}" if high != ANY else ""
-            lines.append(line(config, origins, setting, "out of range", f"at least {low:g}{most}"))
+            lines[setting] = line(config, origins, setting, "out of range", f"at least {low:g}{most}")
     return lines
 
 

@@ -56,6 +56,13 @@ def order_matters(text: str) -> bool:
 
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
+        ("overlap.ep.merge", "mesh.ep", "model.experts"),
+        lambda c, h: c.overlap.ep.merge == "on" and (c.mesh.ep == 1 or "moe" not in c.model.kinds()),
+        "no expert all-to-all is hidden, since there is none (mesh.ep = {mesh.ep}); steps are merged all the same",
+        "mesh.ep = 2 or more in a model with experts, or overlap.ep.merge = auto",
+        remark=True,
+    ),
+    Rule(
         ("plan.chunks", "mesh.pp", "model.layers"),
         lambda c, h: stages(c) > c.model.layers,
         "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",

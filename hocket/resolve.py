@@ -7,21 +7,23 @@ All broken rules are reported at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hocket.config import Config
 from hocket.decision import Decision
+from hocket.effects import effect_of
 from hocket.ends_choice import choose_ends
 from hocket.hop_choice import choose_hops, stride_remark
-from hocket.leaves import changed, leaf, out_of_bounds, show
-from hocket.origins import DEFAULTS, Implied
+from hocket.leaves import changed, impossible, leaf, show, types
+from hocket.origins import DEFAULTS, Implied, source
 from hocket.parallel.stages import costs_of, hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages
 from hocket.recompute_choice import choose_recompute
 from hocket.rule import Rule
-from hocket.rules import RULES, Host, broken_rules, has_experts, rule_text
+from hocket.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.tensor_choice import choose_tensor
 
 
@@ -64,47 +66,115 @@ def resolve(
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
     Raises ValueError with one line per problem.
     """
-    host, origins = host or Host(), dict(origins or {})
-    stop_if(out_of_bounds(config, origins))
-    decisions = []
-    for setting, choose in CHOICES:
-        if leaf(config, setting) in ("auto", ""):
-            value, reason = choose(config, host)
-            config = changed(config, {setting: value})
-            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
-    stop_if(broken_rules(config, host, origins))
-    for setting, value, reason in choose_tensor(config, host):
+    before = config if isinstance(config, Settings) else None
+    host = host or (before.host if before else Host())
+    origins = dict((before.origins if before else {}) if origins is None else origins)
+    # Asking for auto is asking for nothing.
+    origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
+    wrong = impossible(config, origins)
+    sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
+    settled, decisions, unmet = _settled(sound, host, origins)
+    origins = {name: origin for name, origin in origins.items() if name not in unmet}
+    rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
+    stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
+    settled = _add(settled, decisions, choose_tensor(settled, host))
+    settled = _add(settled, decisions, choose_recompute(settled, price))
+    costs = price(settled)
+    for choose_by_costs in (choose_ends, choose_hops):
+        settled = _add(settled, decisions, choose_by_costs(settled, costs))
+    decisions = [decision for decision in decisions if decision.setting not in unmet]
+    decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
+    old = _still_chosen(before, settled) if before else {}
+    decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
+    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, costs)]
+    decisions = _carried(before, old, decisions) if before else decisions
+    fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
+    return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
+
+
+def _settled(
+    config: Config, host: Host, origins: Mapping[str, str]
+) -> tuple[Config, list[Decision], dict[str, Decision]]:
+    """A configuration with all choices made that need no costs, the choices, and the requests that were given up.
+
+    Requests are given up only if `overlap.on_unmet` says so. One at a time goes back to its default, since another may
+    be possible then; what takes its place is chosen like everything that was left open.
+    """
+    unmet: dict[str, Decision] = {}
+    while True:
+        settled, decisions = config, list[Decision]()
+        for setting, choose in CHOICES:
+            if leaf(settled, setting) in ("auto", ""):
+                value, reason = choose(settled, host)
+                settled = changed(settled, {setting: value})
+                decisions.append(_choice(setting, value, reason))
+        if config.overlap.on_unmet == "error":
+            return settled, decisions, unmet
+        rules = broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet})
+        name = next((rule.settings[0] for rule in rules if _can_be_given_up(rule, config, unmet)), "")
+        if not name:
+            return settled, decisions, unmet
+        unmet[name] = _unmet(name, [rule for rule in rules if rule.settings[0] == name], settled, host, origins)
+        config = changed(config, {name: leaf(DEFAULTS, name)})
+
+
+def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision]) -> bool:
+    name = rule.settings[0]
+    other = rule.only_if_set or leaf(config, name) != leaf(DEFAULTS, name)
+    return name.startswith("overlap.") and name not in unmet and other
+
+
+def _unmet(name: str, rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Decision:
+    """A request that cannot be met, with all reasons and a fix for each."""
+    reasons = tuple(rule_text(rule.reason, config, host) for rule in rules)
+    fix = numbered([rule_text(rule.fix, config, host) for rule in rules])
+    value, where = leaf(config, name), source(config, origins, name)
+    return Decision(setting=name, value=value, asked=value, source=where, reasons=reasons, fix=fix, given_up=True)
+
+
+def _add(config: Config, decisions: list[Decision], choices: Iterable[tuple[str, Any, str]]) -> Config:
+    """A configuration with choices made. They are added to the decisions, but for those that need no reason."""
+    for setting, value, reason in choices:
         config = changed(config, {setting: value})
         if reason:
-            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
-    for setting, value, reason in choose_recompute(config, price):
-        config = changed(config, {setting: value})
-        decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
-    costs = price(config)
-    for choose_by_costs in (choose_ends, choose_hops):
-        for setting, value, reason in choose_by_costs(config, costs):
-            config = changed(config, {setting: value})
-            decisions.append(Decision(setting=setting, value=value, reasons=(reason,)))
-    decided = {decision.setting for decision in decisions}
-    # What the rules let pass because the user did not ask for it is still worth a remark.
+            decisions.append(_choice(setting, value, reason))
+    return config
+
+
+def _choice(setting: str, value: Any, reason: str) -> Decision:
+    return Decision(setting=setting, value=value, reasons=(reason,), effect=effect_of(setting, value))
+
+
+def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: set[str]) -> Iterator[Decision]:
+    """What the rules let pass because the user did not ask for it, and what a preset lost to a recipe."""
     for rule in RULES:
         setting = rule.settings[0]
-        came_with = setting in origins or leaf(config, setting) != leaf(DEFAULTS, setting)
-        if rule.only_if_set and came_with and setting not in decided and rule.broken(config, host):
-            decisions.append(_remark(rule, config, host, origins))
-    implied = [(name, origin) for name, origin in origins.items() if isinstance(origin, Implied)]
-    decisions += [decision for name, origin in implied for decision in _lost(config, name, origin)]
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(config, costs)]
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-    return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
+        came_with = setting in origins or leaf(config, setting) not in (leaf(DEFAULTS, setting), "off")
+        if (rule.only_if_set or rule.remark) and came_with and setting not in decided and rule.broken(config, host):
+            yield _remark(rule, config, host, origins)
+    for name, origin in origins.items():
+        if isinstance(origin, Implied):
+            yield from _lost(config, name, origin)
+
+
+def _still_chosen(before: Settings, settled: Config) -> dict[str, Decision]:
+    """The choices that had been made before, and that nobody has changed since."""
+    return {d.setting: d for d in before.decisions if d.chosen and leaf(settled, d.setting) == d.value}
+
+
+def _carried(before: Settings, old: Mapping[str, Decision], decisions: list[Decision]) -> list[Decision]:
+    """Decisions with those of before, in their order, that still hold."""
+    fresh = {decision.setting for decision in decisions}
+    kept = [d for d in before.decisions if d in decisions or (old.get(d.setting) == d and d.setting not in fresh)]
+    return kept + [decision for decision in decisions if decision not in kept]
 
 
 def _remark(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) -> Decision:
     """A setting without effect, as a decision."""
     setting = rule.settings[0]
-    value, source = leaf(config, setting), origins.get(setting) or origins.get("", "configuration")
+    value, where = leaf(config, setting), source(config, origins, setting)
     reason, fix = (rule_text(text, config, host) for text in (rule.reason, rule.fix))
-    return Decision(setting=setting, value=value, asked=value, source=source, reasons=(reason,), fix=fix)
+    return Decision(setting=setting, value=value, asked=value, source=where, reasons=(reason,), fix=fix)
 
 
 def _lost(config: Config, setting: str, origin: Implied) -> Iterator[Decision]:

@@ -37,7 +37,7 @@ class Rule:
 
     `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
     over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
-    only if the user set it: `only_if_set`.
+    only if the user set it: `only_if_set`. A `remark` is no error even then.
     """
 
     settings: tuple[str, ...]
@@ -45,3 +45,4 @@ class Rule:
     reason: str
     fix: str
     only_if_set: bool = False
+    remark: bool = False

@@ -6,7 +6,7 @@ A broken rule becomes one line: setting, value, where the value came from, the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
 from hocket.leaves import line
@@ -207,19 +207,39 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
-    """One line per broken rule. Needs a configuration that is within bounds and has no `auto` left."""
+def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]:
+    """The rules that are broken. Needs a configuration that is within bounds and has no `auto` left."""
+    binding = (rule for rule in RULES if not rule.remark)
     return [
-        rule_line(rule, config, host, origins)
-        for rule in RULES
+        rule
+        for rule in binding
         if not (rule.only_if_set and not asked(origins, rule.settings[0])) and rule.broken(config, host)
     ]
 
 
-def rule_line(rule: Rule, config: Config, host: Host, origins: Mapping[str, str]) -> str:
-    """A broken rule as one line, about the setting that the user touched if there is one, else about the first."""
-    setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
-    return line(config, origins, setting, rule_text(rule.reason, config, host), rule_text(rule.fix, config, host))
+def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
+    """One line for each setting that cannot be had, with all the reasons."""
+    return rule_lines(broken(config, host, origins), config, host, origins)
+
+
+def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
+    """Broken rules as lines, each about the setting that the user touched if there is one, else about the first."""
+    by_setting: dict[str, list[Rule]] = {}
+    for rule in rules:
+        setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
+        by_setting.setdefault(setting, []).append(rule)
+    return [line(config, origins, name, *why(some, config, host)) for name, some in by_setting.items()]
+
+
+def why(rules: Sequence[Rule], config: Config, host: Host) -> tuple[str, str]:
+    """The reasons and the fixes of broken rules, numbered if there are several."""
+    reasons = [rule_text(rule.reason, config, host) for rule in rules]
+    return numbered(reasons), numbered([rule_text(rule.fix, config, host) for rule in rules])
+
+
+def numbered(texts: Sequence[str]) -> str:
+    """Several texts as one."""
+    return texts[0] if len(texts) == 1 else "; ".join(f"[{n}] {text}" for n, text in enumerate(texts, start=1))
 
 
 def rule_text(text: str, config: Config, host: Host) -> str:

@@ -51,11 +51,12 @@ class _Rank:
 
 
 def connect(
-    ranks: list[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = ()
+    ranks: list[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = (), frees: bool = True
 ) -> tuple[tuple[Op, ...], ...]:
     """The ops of all ranks with `deps` and `frees` filled in.
 
-    `also` has, for every rank, ops that wait for another one whose value they don't read.
+    `also` has, for every rank, ops that wait for another one whose value they don't read. Without `frees` it is not
+    found out where values are dropped, which times do not depend on.
     """
     connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
     for rank, waits in zip(connected, also, strict=False):
@@ -64,7 +65,7 @@ def connect(
             rank.needs[where[op]].append(where[other])
     if layout.pp > 1:
         _acknowledge(connected, layout)
-    return tuple(map(_finish, connected))
+    return tuple(_finish(rank, frees) for rank in connected)
 
 
 def connect_rank(ops: list[Op], layout: Layout, rank: int) -> tuple[Op, ...]:
@@ -77,11 +78,11 @@ def _rank(ops: list[Op], layout: Layout, rank: int) -> _Rank:
     return _Rank(ops, _needs(ops, layout, rank, readers), readers)
 
 
-def _finish(rank: _Rank) -> tuple[Op, ...]:
+def _finish(rank: _Rank, frees: bool = True) -> tuple[Op, ...]:
     deps = rank.deps()
-    frees = _frees(rank.ops, clocks(rank.ops, deps), rank.readers)
+    dropped = _frees(rank.ops, clocks(rank.ops, deps), rank.readers) if frees else {}
     return tuple(
-        replace(op, deps=tuple(deps[i]), frees=tuple(frees.get(i, ()))) if deps[i] or i in frees else op
+        replace(op, deps=tuple(deps[i]), frees=tuple(dropped.get(i, ()))) if deps[i] or i in dropped else op
         for i, op in enumerate(rank.ops)
     )
 

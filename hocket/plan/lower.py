@@ -13,6 +13,7 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -31,10 +32,11 @@ StepOps = list[Op]
 """The ops of one step, in host order."""
 
 
-def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding) -> Program:
+def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding, frees: bool = True) -> Program:
     """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
 
-    Raises ValueError for settings that have no legal order.
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner. Raises ValueError for settings that
+    have no legal order.
     """
     order, notes = choose_order(layout, microbatches, config)
     plan, overlap = config.plan, config.overlap
@@ -57,7 +59,8 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
             layers = len(layout.kinds) if layers < 0 else layers
             per_step = [defer_past_send(ops, layers, overlap.pp.defer_parts) for ops in per_step]
         ranks.append(per_step)
-    return _finish(layout, microbatches, order, ranks, sharding, config, tuple(notes))
+    program = _finish(layout, microbatches, order, ranks, sharding, config, frees)
+    return replace(program, notes=tuple(notes))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:
@@ -73,7 +76,7 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
         ranks.append(insert_p2p(per_step, steps, layout, rank))
     for prefetch in reversed(range(config.overlap.dp.prefetch + 1)):
         nearer = changed(config, {"overlap.dp.prefetch": prefetch})
-        program = _finish(layout, microbatches, order, ranks, sharding, nearer, ())
+        program = _finish(layout, microbatches, order, ranks, sharding, nearer)
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
     raise AssertionError("without prefetch one slot of each class is enough")
@@ -86,7 +89,7 @@ def _finish(
     ranks: list[list[StepOps]],
     sharding: Sharding,
     config: Config,
-    notes: tuple[str, ...],
+    frees: bool = True,
 ) -> Program:
     """The last passes: shard, connect, free."""
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
@@ -97,11 +100,10 @@ def _finish(
     return Program(
         layout=layout,
         microbatches=microbatches,
-        ranks=connect(sharded.ranks, layout, held),
+        ranks=connect(sharded.ranks, layout, held, frees),
         weight_slots=sharded.weight_slots,
         grad_slots=sharded.grad_slots,
         in_flight=tuple(in_flight(steps) for steps in order),
-        notes=notes,
     )
 
 

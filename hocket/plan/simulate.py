@@ -81,19 +81,27 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
 
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
-    durations = [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
-    starts, ends = schedule(program, durations, friction)
+    starts, ends = schedule(program, _durations(program, costs), friction)
     spans: list[tuple[Span, ...]] = []
     first = 0
     for rank, ops in enumerate(program.ranks):
         spans.append(tuple(Span(rank, p, starts[first + p], ends[first + p]) for p in range(len(ops))))
         first += len(ops)
-    makespan = max(ends, default=0)
+    last = max(ends, default=0)
     ranks = tuple(
-        _usage(ops, row, makespan, costs.fixed_bytes(program, rank) + _peak_values(program, rank, row, costs))
+        _usage(ops, row, last, costs.fixed_bytes(program, rank) + _peak_values(program, rank, row, costs))
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
-    return Timeline(tuple(spans), makespan, ranks)
+    return Timeline(tuple(spans), last, ranks)
+
+
+def makespan(program: Program, costs: Costs) -> Time:
+    """The time of one step alone, which takes half of the work."""
+    return max(schedule(program, _durations(program, costs), NO_FRICTION)[1], default=0)
+
+
+def _durations(program: Program, costs: Costs) -> list[Time]:
+    return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 
 
 def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int) -> Usage:

@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 
 from hocket.config import Config
 from hocket.former import flat, put, renamed
-from hocket.leaves import leaf, out_of_bounds
+from hocket.leaves import leaf, out_of_bounds, types
+from hocket.origins import DEFAULTS
 from hocket.plan.ops import Op, Program
 from hocket.planning import program_of
 from hocket.resolve import Settings
@@ -25,6 +26,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.capacity": 1.5,
     "mesh.tp": 1,
     "plan.recompute": (),
+    **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
 }
 """Settings that came after the first traces, and what runs did before there was a choice."""
 
@@ -105,9 +107,11 @@ def _of_today(stored: Any) -> Any:
         return stored
     tree = renamed(stored)
     there = flat(tree)
-    for setting, value in _LATER.items():
+    for setting in types():
+        default = leaf(DEFAULTS, setting)  # of a section that came later; what is automatic now was something then
         if setting not in there and setting.split(".")[0] in tree:
-            put(tree, setting, value)
+            if setting in _LATER or (setting.startswith("overlap.") and default != "auto"):
+                put(tree, setting, _LATER.get(setting, default))
     return tree
 
 

@@ -1,0 +1,28 @@
+"""What a step does because of a setting, in a sentence: for reports, beside the reason why it was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EFFECTS: dict[tuple[str, Any], str] = {
+    ("overlap.ep.merge", "on"): "the all-to-alls of one microbatch run under another's compute",
+    ("overlap.ep.merge", "off"): "forwards and backwards run apart",
+    ("overlap.ep.merge_ends", "on"): "two forwards, or two backwards, run as one at the ends of the step",
+    ("overlap.ep.merge_ends", "off"): "the first forwards and the last backwards run alone",
+    ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
+    ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
+    ("overlap.pp.backward_lane", "on"): "only the op that reads a received gradient waits for it",
+    ("overlap.pp.backward_lane", "off"): "the whole step that reads a received gradient waits for it",
+    ("overlap.pp.defer_layers", 0): "no weight gradient is put behind a send",
+    ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
+    ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",
+    ("overlap.dp.strategy", "optim"): "optimizer state is shared out; gradients are reduced once a step",
+    ("overlap.dp.strategy", "optim_grads"): "gradients are shared out too, and reduced in every microbatch",
+    ("overlap.dp.strategy", "optim_grads_params"): "weights are shared out too, and gathered for every use",
+}
+"""By setting and value; what speaks for itself is not here."""
+
+
+def effect_of(setting: str, value: Any) -> str:
+    """The sentence, or nothing."""
+    return EFFECTS.get((setting, value), "")
