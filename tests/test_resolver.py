@@ -59,7 +59,7 @@ def test_the_cases_of_the_field(case: Case) -> None:
     found = resolve(config, host, origins)
     assert repr((config, origins)) == before
     assert {name: leaf(found, name) for name in case.settings} == case.settings
-    rows = {row.axis: row.state for row in reversed(overlaps(found))}
+    rows: dict[str, str] = {row.axis: row.state for row in reversed(overlaps(found))}
     assert {axis: rows[axis] for axis in case.rows} == case.rows
 
 
