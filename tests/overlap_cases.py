@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 MOE = {"model.experts": 4, "model.top_k": 2, "mesh.ep": 2, "mesh.dp": 2}
-TENSOR = {"mesh.tp": 4}
+TENSOR = {"mesh.tp": 4, "model.kv_heads": 4}
 FOUR_STAGES = {"mesh.pp": 4, "model.layers": 8}
 
 
