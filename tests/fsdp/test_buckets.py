@@ -110,6 +110,12 @@ def test_with_recomputation_and_frozen_parameters() -> None:
     train(2, [Case(m, s, 2, options=o, steps=2) for m in models for s in STRATEGIES[1::2] for o in options])
 
 
+def test_with_experts_on_a_mesh_of_their_own() -> None:
+    options = {"bucket": "1K params"}
+    cases = [Case("moe", s, 2, experts=2, options=options, sync="accumulating", steps=2) for s in STRATEGIES]
+    train(4, cases)
+
+
 L, EACH = 6, sum(param.numel() for param in Model(1).parameters())
 
 

@@ -118,6 +118,8 @@ CASES: dict[str, Config] = {
     "dense": of(dict(layers=2), {}, {}),
     "one after the other": of(dict(layers=2), {}, {}, **OFF),
     "four ranks": of(dict(layers=1, kv_heads=4), dict(tp=4), {}),
+    "nothing sharded": of(dict(layers=1), dict(dp=2), dict(strategy="no_shard")),
+    "reduced once": of(dict(layers=1), dict(dp=2), dict(strategy="optim")),
     "experts": of(dict(layers=2, shared_ffn=16, dense_layers=(0,)), {}, {}),
 }
 
