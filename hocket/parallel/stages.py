@@ -32,6 +32,7 @@ def layout_of(config: Config) -> Layout:
         bounds=tuple(bounds) if config.plan.layers_per_stage else (),
         tied=config.model.tied,
         turning=config.plan.order == "zb_v",
+        placed=config.overlap.ep.splits == "device" and config.mesh.ep > 1,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
     )
 

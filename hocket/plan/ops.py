@@ -107,7 +107,8 @@ class Layout:
     round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
     chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
     has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
-    back is kept for backward. `tied` says that the head uses the embedding's weights, so that both belong to one unit.
+    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are.
+    `tied` says that the head uses the embedding's weights, so that both belong to one unit.
     The parts in `recompute` keep nothing but their inputs from forward to backward.
     """
 
@@ -119,6 +120,7 @@ class Layout:
     tied: bool = False
     turning: bool = False
     per_rank: bool = False
+    placed: bool = False
     recompute: tuple[Recomputable, ...] = ()
 
     def __post_init__(self) -> None:

@@ -10,9 +10,10 @@ A tensor belongs to the lane on which it was allocated. A tensor of the compute 
 use may be dropped at any time: the lane's own order protects it. A received tensor belongs to a
 communication lane, which could reuse its memory while the compute lane still reads it. So an op that
 keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too
-(`_received`). Who else aliases a received tensor: the residual addition hands the gradient of a layer's
-output on unchanged, so the last layer of a chunk keeps the received gradient until its shared expert's or
-dense MLP's weight gradients are done.
+(`_received`). Experts keep a copy of their rows in another order, but for rows that arrive in that order (`placed`):
+then weight gradients read what dispatch and the backward of combine have received. Who else aliases a received tensor:
+the residual addition hands the gradient of a layer's output on unchanged, so the last layer of a chunk keeps the
+received gradient until its shared expert's or dense MLP's weight gradients are done.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
         return [("bwd", "attn", m, c, layout.layers(rank, c).start)]
     if op.verb == "bwd":
         return _backward_reads(op, layout, rank)
+    if op.verb == "wgrad" and part == "experts" and layout.placed and layout.ep > 1:
+        return [("fwd", "dispatch", m, c, layer), ("bwd", "combine", m, c, layer)]
     if op.verb == "wgrad" and layer >= 0:
         if part == "mlp" or (part == "attn" and layout.kinds[layer] == "moe"):
             return _received(output_grad(layout, rank, m, c, layer))
@@ -111,7 +114,8 @@ def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
         case "combine":
             return [bwd("unpermute")]
         case "experts":
-            return [bwd("unpermute" if local else "combine")]
+            kept = [("fwd", "dispatch", m, c, layer)] if layout.placed and not local else []
+            return [bwd("unpermute" if local else "combine"), *kept]
         case "dispatch":
             return [bwd("experts")]
         case "mlp":

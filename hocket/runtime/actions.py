@@ -212,7 +212,7 @@ class Actions:
         splits = self._splits[_place(op)]
         return self._all_to_all(grads[0], splits.table)
 
-    def bwd_experts(self, op: Op, g: Any) -> Tensor | None:
+    def bwd_experts(self, op: Op, g: Any, *_kept: Any) -> Tensor | None:
         return self._backward(op, g[0] if self._layout.ep == 1 else g)[0]
 
     def bwd_dispatch(self, op: Op, g: Tensor) -> CommResult:

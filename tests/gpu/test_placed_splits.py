@@ -75,10 +75,10 @@ def exchanges(rank: int, capacity: int) -> list[int]:
             returned = rows.new_full(rows.shape, -7.0)
             pushed.all_to_all(returned, out, placed.table.back)
             torch.cuda.set_sync_debug_mode("default")
-        kept.append((rows, known, wanted, placed, out, returned))
+        kept.append((rows, known, wanted, placed, out, returned, routing))
         needed.append(room.needed)
     torch.cuda.synchronize()
-    for rows, known, wanted, placed, out, returned in kept:
+    for rows, known, wanted, placed, out, returned, _ in kept:
         end = min(len(wanted), capacity)
         assert int(placed.count) == end
         assert torch.equal(placed.offsets_L, known.offsets_L.clamp(max=capacity))

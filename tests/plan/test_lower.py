@@ -105,6 +105,19 @@ def test_deferral_leaves_steps_that_send_nothing() -> None:
     assert defer_past_send(ops, 1, "all") == ops
 
 
+def test_rows_that_experts_keep_as_they_came_live_until_their_weight_gradients() -> None:
+    """Their memory belongs to the lane that brought them, which must not use it again before."""
+    early = {}
+    for placed in (False, True):
+        ops = build(Layout(("moe",) * 3, ep=2, placed=placed), 3).ranks[0]
+        freed = {ops[p].key: i for i, op in enumerate(ops) for p in op.frees}
+        late = [i for i, op in enumerate(ops) if op.verb == "wgrad" and op.part == "experts"]
+        kept = [[(v, p, *ops[i].key[2:]) for v, p in (("fwd", "dispatch"), ("bwd", "combine"))] for i in late]
+        early[placed] = [key for i, keys in zip(late, kept, strict=True) for key in keys if freed[key] < i]
+    assert early[False]
+    assert not early[True]
+
+
 def test_uneven_chunks_run_their_rest_alone() -> None:
     program = build(Layout(("moe",) * 5, pp=1, chunks=2, ep=2, bounds=(0, 4, 5)), 2)
     assert sum(op.verb == "fwd" and op.part == "attn" for op in program.ranks[0]) == 2 * 5
