@@ -366,9 +366,15 @@ def make_step(words: str) -> str:
     return f"```\n{drawn(words)}\n```"
 
 
+def make_golden(words: str) -> str:
+    """A command, and the output that tests compare with: `NAME; COMMAND`."""
+    name, command = (word.strip() for word in words.split(";"))
+    return f"```\n$ hocket {command}\n{(ROOT / 'tests' / 'golden' / name).read_text(encoding='utf-8').rstrip()}\n```"
+
+
 MAKERS = {
     "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
-    "step": make_step,
+    "step": make_step, "golden": make_golden,
 }  # fmt: skip
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from benchmarks.tables import CONTENDERS, DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
 from hocket.commands.bench import Bench
+from hocket.commands.explain import Explain
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
+from hocket.foreign.systems import SYSTEMS
 from hocket.leaves import types
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
@@ -118,7 +120,7 @@ def test_commands_exist(path: Path) -> None:
             assert importlib.util.find_spec(words[0]), words
 
 
-KINDS = {"train": Train, "plan": Plan, "bench": Bench}
+KINDS = {"train": Train, "plan": Plan, "bench": Bench, "explain": Explain}
 """Commands that take a recipe -> their options."""
 
 
@@ -129,11 +131,19 @@ def check_hocket(words: list[str]) -> None:
     if words[0] == "trace":
         parse_trace(words[1:])
         return
+    if words[0] == "doctor":
+        assert set(words[1:]) <= {"--quick", "--json"}, words
+        return
     command, recipe, *flags = words
+    if recipe.startswith("--from-"):
+        assert command == "explain", words
+        assert recipe.removeprefix("--from-") in SYSTEMS, words
+        assert {word for word in flags[1:] if word.startswith("--")} <= {"--gpus", "--toml", "--json"}, words
+        return
     if "--help" in flags:
         assert command in COMMANDS, words
         return
-    parse(KINDS[command], command, ["tiny" if recipe == "RECIPE" else recipe, *flags])
+    parse(KINDS[command], command, ["tiny" if recipe == "RECIPE" or recipe.endswith(".toml") else recipe, *flags])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
@@ -144,7 +154,9 @@ def test_settings_and_files_exist(path: Path) -> None:
     for words in code(text):
         for setting in re.findall(rf"(?<![\w/.-])(?:--)?((?:{sections})(?:\.[a-z0-9_]+)+)\b(?![(/])", words):
             section = any(each.startswith(f"{setting}.") for each in known)
-            assert setting in known or section or setting.endswith((".py", ".svg", ".html")), f"{name(path)}: {setting}"
+            assert setting in known or section or setting.endswith((".py", ".svg", ".html", ".toml")), (
+                f"{name(path)}: {setting}"
+            )
         if re.fullmatch(r"[\w./-]+\.(py|md|json|svg|toml|txt)", words) and "/" in words:
             places = [ROOT / words, ROOT / "hocket" / words, path.parent / words]
             made = words.startswith(("runs/", "checkpoints/", "logs/", "traces/"))
