@@ -20,10 +20,11 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from hocket.config import ModelConfig
 from hocket.plan.copies import Copies, copies_of
+from hocket.plan.formulas import FUSED, STOCK, Formulas, PartSize, plus
 from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
 from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
 from hocket.plan.shard import Sharding
@@ -65,6 +66,8 @@ class Hardware:
     """Tiles of a matmul that are computed at a time; 0 means that its time is in proportion to its size."""
     wave_flops: float = 0.0
     """Rate of matmuls whose tiles keep all processors busy to the end."""
+    formulas: Formulas = STOCK
+    """What computes beside matmuls: torch's operations, or kernels."""
 
 
 H200 = Hardware(
@@ -87,6 +90,7 @@ H200 = Hardware(
     copies=Link(12e-6, 300e9),
     processors=132,
     wave_flops=800e12,
+    formulas=FUSED,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
 4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
@@ -187,31 +191,9 @@ class Measurement:
     """What the reader must know, such as what could not be measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartSize:
-    """One part of one layer, or embed or head. All but `weights` are elements (or FLOPs) per token."""
-
-    gemm: int = 0
-    """Weights of ordinary matmuls that a token meets."""
-    grouped: int = 0
-    """Weights of its experts that a token meets."""
-    weights: int = 0
-    """Weights of the part on one expert-parallel rank."""
-    core: int = 0
-    """FLOPs of the attention core, forward."""
-    traffic: int = 0
-    """Elements read and written outside matmuls, forward."""
-    output: int = 0
-    """Elements of the value that fwd produces."""
-    grad: int = 0
-    """Elements of the value that bwd produces."""
-    saved: int = 0
-    """Elements that fwd keeps for bwd, its input included."""
-    kept: int = 0
-    """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
-
-
-def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None) -> PartSize:
+def part_size(
+    model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None, f: Formulas = STOCK
+) -> PartSize:
     """Sizes of one part, as `model/` computes it. `seq` is the length of a sequence, `kind` that of the layer.
 
     Rows are sent once per expert, if `copies` does not say otherwise.
@@ -221,51 +203,36 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, copie
         case "embed":
             return PartSize(weights=model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
         case "attn":
-            size = _attention(model, seq)
-            return size if kind == "dense" else _before_dispatch(model, size, copies)
+            size = _attention(model, seq, f)
+            return size if kind == "dense" else _before_dispatch(model, size, copies, f)
         case "mlp":
-            w, values = 3 * d * model.ffn, _swiglu(d, model.ffn)
-            return _plus(_norm(d), values, PartSize(gemm=w, weights=w, traffic=3 * d, output=d, grad=d))
+            w, values = 3 * d * model.ffn, f.swiglu(d, model.ffn)
+            return plus(f.norm(d), values, PartSize(gemm=w, weights=w, traffic=3 * d, output=d, grad=d))
         case "dispatch":
             return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
         case "combine":
             return PartSize(output=round(copies.count * d), grad=round(copies.count * d))
         case "experts":
-            return _experts(model, ep, copies)
+            return _experts(model, ep, copies, f)
         case "unpermute":
             rows, shared = round(copies.count * d), d if model.shared_ffn else 0
             size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
-            return size if copies.per_rank else _plus(size, PartSize(grad=model.top_k, saved=rows + 2 * model.top_k))
+            return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=rows + 2 * model.top_k))
         case "head":
-            v, w = model.vocab, model.vocab * d
-            logits = PartSize(gemm=w, traffic=8 * v, output=1, grad=d, saved=2 * v, kept=v)
-            return _plus(_norm(d), logits, PartSize(weights=0 if model.tied else w))
+            w = model.vocab * d
+            matmul = PartSize(gemm=w, weights=0 if model.tied else w, output=1, grad=d)
+            return plus(f.norm(d), f.loss(model.vocab), matmul)
     raise AssertionError(part)
 
 
-def _plus(*sizes: PartSize) -> PartSize:
-    return PartSize(*(sum(column) for column in zip(*(astuple(size) for size in sizes), strict=True)))
-
-
-def _norm(width: int) -> PartSize:
-    """RMSNorm and its scale. Kept forward: input, normed and scaled; backward: normed, scaled and its gradient."""
-    return PartSize(weights=width, traffic=4 * width, saved=3 * width, kept=3 * width)
-
-
-def _swiglu(width: int, inner: int) -> PartSize:
-    """Values of a gated MLP but for its input, which a norm keeps: gate, up, silu(gate), product."""
-    return PartSize(traffic=5 * inner, saved=4 * inner, kept=3 * inner + width)
-
-
-def _attention(model: ModelConfig, seq: int) -> PartSize:
+def _attention(model: ModelConfig, seq: int, f: Formulas) -> PartSize:
     """Attention with its norm and residual, as in a dense layer."""
     d, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
-    rotary = 12 * (width + kv)  # in fp32, not fused
-    core = PartSize(gemm=w, weights=w, core=2 * seq * width, traffic=rotary + 3 * d, output=d, grad=d)
-    heads = _norm(width + kv) if model.qk_norm else PartSize()
-    heads = replace(heads, weights=2 * model.head_dim if model.qk_norm else 0)  # all heads share one scale
-    return _plus(_norm(d), heads, core, PartSize(saved=values, kept=values + d))
+    scales = 2 * model.head_dim if model.qk_norm else 0
+    core = PartSize(gemm=w, weights=w + scales, core=2 * seq * width, traffic=3 * d, output=d, grad=d)
+    heads = f.positions(width + kv, model.qk_norm)
+    return plus(f.norm(d), heads, core, PartSize(saved=values, kept=values + d))
 
 
 def _rows(count: float, width: int, copies: Copies) -> int:
@@ -273,27 +240,27 @@ def _rows(count: float, width: int, copies: Copies) -> int:
     return round(count * (width + copies.label))
 
 
-def _experts(model: ModelConfig, ep: int, copies: Copies) -> PartSize:
+def _experts(model: ModelConfig, ep: int, copies: Copies, f: Formulas) -> PartSize:
     """Rows are copied into grouped order, and out of it. For gradients of weights a rank keeps its experts' outputs."""
     d, k = model.hidden, model.top_k
-    w, values, received = 3 * d * model.expert_ffn, _swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
+    w, values, received = 3 * d * model.expert_ffn, f.swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
     moved = 2 * (k * d + received) if ep > 1 else 0
     grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
     rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    return _plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
+    return plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
 
 
-def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies) -> PartSize:
+def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f: Formulas) -> PartSize:
     """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
 
     The residual is not in the output: the norm keeps that tensor, so it counts as saved.
     """
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
-    shared = _plus(_swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
+    shared = plus(f.swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e)
-    return _plus(replace(attention, output=0), _norm(d), shared, rest)
+    return plus(replace(attention, output=0), f.norm(d), shared, rest)
 
 
 def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
@@ -367,7 +334,7 @@ def op_costs(
     for kind in sorted(set(layout.kinds)):
         cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
     for part, kind in cases:
-        size = part_size(model, part, kind, seq, layout.ep, copies)
+        size = part_size(model, part, kind, seq, layout.ep, copies, hardware.formulas)
         if part in ("dispatch", "combine"):
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
             wire = rows * (layout.ep - 1) // layout.ep

@@ -21,6 +21,7 @@ from hocket.plan.cost import (
     part_size,
     unit_weights,
 )
+from hocket.plan.formulas import FUSED, STOCK
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
@@ -212,3 +213,22 @@ def test_predictions_respond_to_links_as_they_must(name: str) -> None:
     free = {kind: Link(0.0, 1e18) for kind in chosen.links}
     assert predict(slow)[0] > makespan > predict(free)[0]
     assert 0 < predict(free)[1] < exposed / 10  # a reduce still adds to the main gradients
+
+
+def test_kernels_move_and_keep_less_than_the_operations_of_torch() -> None:
+    assert (H200.formulas, LAPTOP.formulas) == (FUSED, STOCK)
+    for part, kind in (("attn", "dense"), ("attn", "moe"), ("mlp", "dense"), ("experts", "moe"), ("head", "")):
+        model = LLAMA if kind == "dense" else QWEN
+        stock, fused = (part_size(model, part, kind, 4096, 4, f=formulas) for formulas in (STOCK, FUSED))
+        assert fused.traffic < stock.traffic
+        assert fused.saved < stock.saved
+        assert fused.kept <= stock.kept
+        assert (fused.gemm, fused.grouped, fused.weights) == (stock.gemm, stock.grouped, stock.weights)
+
+
+def test_what_kernels_keep_of_an_attention() -> None:
+    """Norm: input and scaled. Heads: before norm and positions, and after. Query, key, value, output of the core."""
+    d, width, kv = QWEN.hidden, QWEN.heads * QWEN.head_dim, QWEN.kv_heads * QWEN.head_dim
+    assert part_size(QWEN, "attn", "dense", 4096, 1, f=FUSED).saved == 2 * d + (width + kv) + 2 * width + 2 * kv
+    without = replace(QWEN, qk_norm=False)
+    assert part_size(without, "attn", "dense", 4096, 1, f=FUSED).saved == 2 * d + 2 * width + 2 * kv
