@@ -42,7 +42,7 @@ from benchmarks.sharding_tables import (
     row_exchange,
     weight_grads,
 )
-from hocket import searching
+from hocket import reference, searching
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
@@ -374,7 +374,8 @@ def make_golden(words: str) -> str:
 
 MAKERS = {
     "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
-    "step": make_step, "golden": make_golden,
+    "step": make_step, "golden": make_golden, "settings": reference.table,
+    "presets": lambda words: reference.presets(),
 }  # fmt: skip
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 

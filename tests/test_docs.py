@@ -26,6 +26,7 @@ from hocket.foreign.systems import SYSTEMS
 from hocket.leaves import types
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
+from hocket.sources import begin
 from hocket.trace import load, report
 from tests.helpers.ranks import run_ranks
 
@@ -144,6 +145,13 @@ def check_hocket(words: list[str]) -> None:
         assert command in COMMANDS, words
         return
     parse(KINDS[command], command, ["tiny" if recipe == "RECIPE" or recipe.endswith(".toml") else recipe, *flags])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_files_of_settings_are_right(path: Path, tmp_path: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL):
+        (tmp_path / "run.toml").write_text(block)
+        assert begin(str(tmp_path / "run.toml")).problems == ()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
