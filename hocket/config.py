@@ -234,6 +234,9 @@ class DataConfig:
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package."""
     sequence_length: int = 128
     """Tokens of one sequence."""
+    packing: Literal["off", "on"] = "off"
+    """Keep documents that share a sequence apart: attention stays inside of each, positions begin anew, and none is
+    asked for the first token of the next. off: a separator is all that stands between them."""
     validation: float = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
     seed: int = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.model.documents import IGNORED
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
@@ -197,8 +198,7 @@ class Engine:
         """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt."""
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
-        losses = self._run(self.executor, microbatches)
-        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        loss = self._loss(self._run(self.executor, microbatches), self.executor)
         return StepResult(loss, self._grad_norm, self._loads, self._lacked)
 
     def _finish_step(self) -> None:
@@ -217,6 +217,7 @@ class Engine:
 
         See Note: [A fixed capacity, and never silently].
         """
+        executor.actions.weights_M = self._weights(microbatches)
         losses = executor.run(microbatches)
         if not executor.actions.training:
             self._look_for_room()
@@ -231,6 +232,23 @@ class Engine:
                 executor.actions.room = self._room
             self._lacked = lacked
         return losses
+
+    def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
+        """See Note: [The mean over the tokens of a step]. None where every target counts."""
+        if self.config.data.packing == "off":
+            assert all(m.documents is None for m in microbatches), "data.packing is off"
+            return None
+        counts_M = torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
+        total = counts_M.sum(0, keepdim=True)
+        self.groups.reduce_dense.all_reduce(total).wait()
+        return (counts_M.double() * self.mesh.dp / total.clamp(min=1)).float()
+
+    def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
+        """What this rank's microbatches, in their order, add to the mean over data-parallel ranks."""
+        if not losses:
+            return torch.zeros((), device=self.device)
+        weights_M, losses_M = executor.actions.weights_M, torch.stack(list(losses))
+        return losses_M.mean() if weights_M is None else (losses_M * weights_M).sum()
 
     def _look_for_room(self) -> None:
         """Note on every rank how many rows of one rank found no room. Waits for the device, so only where needed."""
@@ -264,8 +282,7 @@ class Engine:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
             self._validation = self.executor_for(program, None)
-        losses = self._run(self._validation, microbatches)
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        return self._loss(self._run(self._validation, microbatches), self._validation)
 
     def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
         """What all ranks together say: the mean loss of the data-parallel ranks, the largest load and signal.

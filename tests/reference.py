@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig, Strategy
+from hocket.model.documents import IGNORED, Documents
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
 
-Batch = tuple[Tensor, Tensor]
-"""Token ids and targets of one microbatch of one data-parallel rank, both [B, S]."""
+Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Documents]
+"""Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents that are kept apart."""
 
 
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -75,7 +76,7 @@ class Reference:
             for m, batches in enumerate(microbatches):
                 ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
                 losses = self._forward(ranks, batches, loads)
-                torch.autograd.backward(losses, [torch.tensor(1 / len(microbatches))] * self.dp)
+                torch.autograd.backward(losses, self._factors(microbatches, m))
                 result.losses[-1].append([loss.item() for loss in losses])
                 self._reduce(ranks, grads, held, last=m == len(microbatches) - 1)
             result.grads.append({name: grad.clone() for name, grad in grads.items()})
@@ -83,6 +84,14 @@ class Reference:
             for name, load in loads.items():
                 result.biases[name] = balance_bias(result.biases[name], load, self.config.bias_rate)
         return result
+
+    def _factors(self, microbatches: Sequence[Sequence[Batch]], m: int) -> list[Tensor]:
+        """Factor of every rank's loss of microbatch m: with documents, its share of the targets of the step."""
+        if len(microbatches[0][0]) == 2:
+            return [torch.tensor(1 / len(microbatches))] * self.dp
+        counts = [[int((batch[1] != IGNORED).sum()) for batch in batches] for batches in microbatches]
+        total = max(1, sum(map(sum, counts)))
+        return [torch.tensor(count * self.dp / total) for count in counts[m]]
 
     def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
@@ -103,16 +112,17 @@ class Reference:
         losses = []
         for first in range(0, self.dp, self.ep):
             group, inputs = ranks[first : first + self.ep], batches[first : first + self.ep]
-            xs = [chunk.embed(ids) for chunk, (ids, _) in zip(group, inputs, strict=True)]  # pyrefly: ignore
+            xs = [chunk.embed(batch[0]) for chunk, batch in zip(group, inputs, strict=True)]  # pyrefly: ignore
+            documents = [batch[2] if len(batch) == 3 else None for batch in inputs]
             for i in range(self.config.layers):
                 layers = [chunk.layer(i) for chunk in group]
                 if isinstance(layers[0], DenseLayer):
-                    xs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+                    xs = [layer(x, d) for layer, x, d in zip(layers, xs, documents, strict=True)]
                 else:
-                    xs, load = moe_layer(layers, xs)  # pyrefly: ignore
+                    xs, load = moe_layer(layers, xs, documents)  # pyrefly: ignore
                     if f"layers.{i}.router.bias" in loads:
                         loads[f"layers.{i}.router.bias"] += load
-            losses += [chunk.loss(x, targets) for chunk, x, (_, targets) in zip(group, xs, inputs, strict=True)]
+            losses += [chunk.loss(x, batch[1]) for chunk, x, batch in zip(group, xs, inputs, strict=True)]
         return losses
 
     def _reduce(
@@ -149,12 +159,13 @@ class Reference:
         return norm
 
 
-def moe_layer(layers: list[MoELayer], xs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+def moe_layer(
+    layers: list[MoELayer], xs: list[Tensor], documents: Sequence[Documents | None] = ()
+) -> tuple[list[Tensor], Tensor]:
     """One MoE layer on all ranks of an expert-parallel group. Returns their outputs, and the rows by expert."""
     ep = len(layers)
-    rows, residuals, shared, probs, routings = zip(
-        *[layer.forward_attn(x) for layer, x in zip(layers, xs, strict=True)], strict=True
-    )
+    inputs = zip(layers, xs, documents or [None] * ep, strict=True)
+    rows, residuals, shared, probs, routings = zip(*[layer.forward_attn(x, d) for layer, x, d in inputs], strict=True)
     # By source rank, destination rank and local expert; with one copy per rank the rows behind them.
     every = torch.stack([counts_to_send(routing, ep) for routing in routings])
     splits = [splits_of(every, rank, routing) for rank, routing in enumerate(routings)]
@@ -169,7 +180,7 @@ def moe_layer(layers: list[MoELayer], xs: list[Tensor]) -> tuple[list[Tensor], T
         outputs.append(
             layer.forward_unpermute(back, residuals[source], shared[source], probs[source], routings[source])
         )
-    return outputs, torch.stack([routing.counts_E for routing in routings]).sum(0)
+    return outputs, torch.stack([routing.load_E for routing in routings]).sum(0)
 
 
 def rank_sum(grads: Sequence[Tensor | None]) -> Tensor:

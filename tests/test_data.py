@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.model.documents import IGNORED
 from hocket.resolve import resolve
 from hocket.train import corpus as corpus_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
@@ -155,7 +157,7 @@ def test_a_full_disk_is_one_message_and_is_left_as_it_was(tmp_path, monkeypatch)
     assert open_corpus(data, {}).documents == 2
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "meta.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.npy", "meta.json"])
 def test_a_damaged_cache_is_named(tmp_path, name):
     write(tmp_path / "text", a="some text", b="y")
     data = data_in(tmp_path, str(tmp_path / "text"))
@@ -275,10 +277,43 @@ def test_the_global_batch_is_the_same_on_any_number_of_ranks(shape, position):
     rows = []
     for m in range(microbatches):
         for rank in range(dp):
-            tokens, _ = s.batch(position, m, rank, dp=dp, sequences=sequences)
+            tokens, *_ = s.batch(position, m, rank, dp=dp, sequences=sequences)
             assert tokens.shape == (sequences, 3)
             rows += tokens[:, 0].tolist()
     assert rows == s.take(position, 8)[0][:, 0].tolist()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7))
+def test_documents_that_share_a_sequence_are_told_apart(lengths, length):
+    """Each token knows its document, and no target lies in another one."""
+    total = sum(lengths)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    s = Stream(np.arange(total, dtype=np.uint32), length, 0, starts)
+    for position in range(s.sequences):
+        (ids,), (targets,), numbers = s.batch(position, 0, 0, dp=1, sequences=1)
+        assert numbers is not None
+        same = [document[a] == document[b] for a in ids.tolist() for b in ids.tolist()]
+        assert same == (numbers[0].unsqueeze(1) == numbers[0]).flatten().tolist()
+        for token, target in zip(ids.tolist(), targets.tolist(), strict=True):
+            inside = document[token] == document[token + 1]
+            assert target == (token + 1 if inside else IGNORED)
+
+
+def test_packing_finds_the_documents_of_both_splits(tmp_path):
+    write(tmp_path / "text", **{f"f{n:02}": "x" * (7 + 5 * n) for n in range(12)})
+    data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=16, validation=0.5, packing="on")
+    settings = resolve(Config(data=data, train=TrainConfig(microbatches=1)))
+    corpus = open_corpus(settings.data, settings.origins)
+    for split in make_streams(corpus, settings):
+        for position in range(split.sequences):
+            (ids,), (targets,), numbers = split.batch(position, 0, 0, dp=1, sequences=1)
+            assert numbers is not None
+            behind_separator = (ids[:-1] == 0).tolist()
+            assert behind_separator == (numbers[0].diff() != 0).tolist()
+            assert ((targets == IGNORED) <= (ids == 0)).all()
+    off = resolve(Config(data=replace(data, packing="off"), train=TrainConfig(microbatches=1)))
+    assert make_streams(corpus, off)[0].documents(0, 1) is None
 
 
 def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hocket.bench.workload import Workload
+from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
@@ -67,8 +68,8 @@ class SyncMoELayer(MoELayer):
 
     exchange: Exchange
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
         splits: Splits = exchange_counts(routing, self.exchange)
         rows_RD = self.exchange.move(rows_RD[: sum(splits.table.send)], splits.table.receive, splits.table.send)
         rows_RD = self.forward_experts(rows_RD, splits)

@@ -19,15 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph
+from hocket.model.documents import IGNORED
 
 BLOCK = 4096
 """Columns of a program at a time; with 256 threads, each loads 32 bytes of bf16."""
-IGNORED = -100
-"""A target that counts for nothing, as in torch."""
 
 
 def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32; NaN if a target is outside of [0, V).
+    """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32; 0 if there is none.
+
+    NaN if a target is outside of [0, V).
 
     Consumes the logits: backward overwrites them with their gradient, so nobody else may read them then. A second
     backward is refused.
@@ -108,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
         losses_T, sums_T = _losses_and_sums(logits_TV, targets_T)
-        count = (targets_T != IGNORED).sum()
+        count = (targets_T != IGNORED).sum().clamp(min=1)
         ctx.save_for_backward(logits_TV, targets_T, sums_T, count)
         return losses_T.sum() / count
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.model.documents import Documents, attend
 from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
 
@@ -39,19 +40,28 @@ class Attention(nn.Module):
             self.q_norm = new_weight(config.head_dim)
             self.k_norm = new_weight(config.head_dim)
 
-    def forward(self, h_BSD: Tensor) -> Tensor:
-        """Attention of every position to itself and those before it in its sequence, in the shape of `h`."""
+    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
+
+        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
+        """
         c = self.config
         q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
         batch, seq, _ = q.shape
-        q_BSHN = q.view(batch, seq, self.heads, c.head_dim)
-        k_BSKN, v_BSKN = (x.view(batch, seq, self.kv_heads, c.head_dim) for x in (k, v))
+        sizes = (batch, seq) if documents is None else (1, batch * seq)
+        q_BSHN = q.view(*sizes, self.heads, c.head_dim)
+        k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
         table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
+        if documents is not None:
+            table = table.index_select(1, documents.position_T)
         if c.qk_norm:
             q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
             k_BSKN = norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
         else:
             q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
+        if documents is not None:
+            o_THN = attend(q_BSHN[0], k_BSKN[0], v_BSKN[0], documents)
+            return self.linears.row("proj", o_THN.reshape(batch, seq, -1), self.wo)
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
             k_BSKN.transpose(1, 2),
@@ -112,15 +122,15 @@ class DenseLayer(nn.Module):
         self.ffn_norm = new_weight(config.hidden)
         self.mlp = Mlp(config.hidden, config.ffn, linears)
 
-    def forward_attn(self, x_BSD: Tensor) -> Tensor:
+    def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """`x + attention(norm(x))`."""
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.eps)
-        return x_BSD + self.attn(h_BSD)
+        return x_BSD + self.attn(h_BSD, documents)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """`x + mlp(norm(x))`."""
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, self.eps)
         return x_BSD + self.mlp(h_BSD)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.forward_mlp(self.forward_attn(x_BSD))
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.forward_mlp(self.forward_attn(x_BSD, documents))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.model.documents import Documents
 from hocket.model.layers import Attention, Mlp, new_weight, swiglu
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
@@ -89,7 +90,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, config.experts // ep.size)
 
     def forward_attn(
-        self, x_BSD: Tensor, kept: Routing | None = None
+        self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
         """Attention, norm, shared expert, router and permutation.
 
@@ -99,10 +100,11 @@ class MoELayer(nn.Module):
         """
         c = self.config
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, c.norm_eps)
-        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD), self.ffn_norm, c.norm_eps)
+        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD, documents), self.ffn_norm, c.norm_eps)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
-        h_TD = h_BSD.flatten(0, 1)
-        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale, kept)
+        h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
+        assert real_T is None or len(real_T) == len(h_TD), "padding is not known where tokens are spread over ranks"
+        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale, kept, real_T)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)
@@ -124,8 +126,8 @@ class MoELayer(nn.Module):
         """Weighted sum of the rows that came back, in sent order, plus shared expert and residual."""
         return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         assert self.ep.size == 1, "with experts on other ranks, a plan must move the rows between the parts"
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
+        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
         rows_RD = self.forward_experts(rows_RD, exchange_counts(routing, None))
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

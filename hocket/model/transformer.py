@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer, new_weight
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.parallel.linears import WHOLE, Linears
@@ -48,7 +49,7 @@ class Head(nn.Module):
         return self.linears.columns("head", rms_norm(x_BSD, self.norm, self.eps), (self.weight,))[0]
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy over all tokens, fp32."""
+        """Mean cross-entropy over the targets that are not `IGNORED`, fp32; 0 if there is none."""
         return self.linears.cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
 
@@ -96,16 +97,19 @@ class Chunk(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Hidden states [B, S, D] after this chunk's layers, of token ids if it is the first. All experts are here."""
         if self.embed is not None:
             x = self.embed(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x, documents)
         return x
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy from the last layer's hidden states, fp32, without the load-balancing loss."""
+        """Mean cross-entropy from the last layer's hidden states, fp32, without the load-balancing loss.
+
+        Targets that are `IGNORED` do not count; 0 if none does.
+        """
         assert self.head is not None
         return self.head.loss(x_BSD, targets_BS)
 

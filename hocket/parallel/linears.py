@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import usable
+from hocket.model.documents import IGNORED
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
 from hocket.runtime.functional import embedding, linear
@@ -43,17 +44,21 @@ class Linears:
         return embedding(ids_BS, param_VD)
 
     def cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-        """Mean over all tokens, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
+        """Mean over targets, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
         return cross_entropy(logits_TV, targets_T)
 
 
 def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Mean cross-entropy, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
+    """Mean cross-entropy over the targets that are not `IGNORED`, fp32; 0 if there is none.
+
+    Consumes the logits: on a GPU, backward overwrites them with their gradient.
+    """
     if usable(logits_TV):
         from hocket.kernels import loss
 
         return loss.cross_entropy(logits_TV, targets_T)
-    return F.cross_entropy(logits_TV.float(), targets_T)
+    count = (targets_T != IGNORED).sum().clamp(min=1)
+    return F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORED, reduction="sum") / count
 
 
 WHOLE = Linears()

@@ -36,6 +36,13 @@ class Routing:
     """The rows that are sent, if they are one per token and rank; otherwise there is one for every slot."""
     chosen_TK: Tensor | None = None
     """The experts of every token, in the order of its slots: what a routing must know to be kept."""
+    counted_E: Tensor | None = None
+    """`counts_E` without the rows of padding; None if there is none."""
+
+    @property
+    def load_E(self) -> Tensor:
+        """Rows for every global expert that count for its load, int64."""
+        return self.counts_E if self.counted_E is None else self.counted_E
 
     def by_rank(self, ranks: int) -> Routing:
         """The same choices, with one copy of a token per expert-parallel rank that has some of them."""
@@ -63,6 +70,7 @@ def route(
     bias_E: Tensor | None = None,
     aux_scale: float = 1.0,
     kept: Routing | None = None,
+    real_T: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
@@ -70,10 +78,11 @@ def route(
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
     `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. With `kept`, a
-    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more.
+    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more. Tokens that are
+    not in `real_T` are padding: they are routed, and not counted.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
-    if usable(logits_TE) and len(logits_TE):
+    if usable(logits_TE) and len(logits_TE) and real_T is None:
         from hocket.kernels.routing import choose, weigh
 
         factor = config.aux_loss * aux_scale
@@ -86,7 +95,7 @@ def route(
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-        kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config)
+        kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config, real_T)
     assert kept.chosen_TK is not None
     probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
     if config.normalize_top_k:
@@ -94,26 +103,38 @@ def route(
     if config.route_scale != 1.0:
         probs_TK = probs_TK * config.route_scale
     if config.aux_loss:
-        aux = _balance_loss(scores_TE, kept.counts_E, config)
+        aux = _balance_loss(scores_TE, kept.load_E, config, real_T)
         probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
         kept = replace(kept, aux=aux.detach())
     return probs_TK, kept
 
 
-def _placed(chosen_TK: Tensor, config: ModelConfig) -> Routing:
+def _placed(chosen_TK: Tensor, config: ModelConfig, real_T: Tensor | None) -> Routing:
     """The routing that sends every token to the experts chosen for it."""
     sorted_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(sorted_R, torch.arange(config.experts + 1, device=chosen_TK.device))
-    return Routing(inverse_of(order_R), edges.diff(), len(chosen_TK), config.top_k, chosen_TK=chosen_TK)
+    experts = torch.arange(config.experts + 1, device=chosen_TK.device)
+    counts_E, counted_E = torch.searchsorted(sorted_R, experts).diff(), None
+    if real_T is not None:
+        counted_R = chosen_TK.masked_fill(~real_T.unsqueeze(1), config.experts).flatten().sort().values
+        counted_E = torch.searchsorted(counted_R, experts).diff()
+    inverse_R = inverse_of(order_R)
+    return Routing(inverse_R, counts_E, len(chosen_TK), config.top_k, chosen_TK=chosen_TK, counted_E=counted_E)
 
 
-def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig) -> Tensor:
-    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1)."""
+def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig, real_T: Tensor | None) -> Tensor:
+    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1).
+
+    Of tokens that are no padding; 0 if all are.
+    """
     if config.router == "sigmoid":
         scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
     tokens, experts = scores_TE.shape
     if not tokens:
         return scores_TE.sum()  # 0, and no gradient, where a mean would be no number
+    if real_T is not None:
+        count = real_T.sum().clamp(min=1)
+        mean_E = (scores_TE * real_T.unsqueeze(1)).sum(0) / count
+        return (mean_E * (counts_E.float() / (count * config.top_k))).sum() * experts
     share_E = counts_E.float() / (tokens * config.top_k)
     return (scores_TE.mean(0) * share_E).sum() * experts
 

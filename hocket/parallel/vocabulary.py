@@ -95,7 +95,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         sums_T = every_P2T[:, 0].logsumexp(0)
         counts_T = targets_T != IGNORED
         losses_T = (sums_T - every_P2T[:, 1].amax(0)).masked_fill(~counts_T, 0)
-        count = counts_T.sum()
+        count = counts_T.sum().clamp(min=1)
         ctx.save_for_backward(logits_TV, torch.where(inside_T, local_T, -1), counts_T, sums_T, count)
         return losses_T.sum() / count
 

@@ -9,13 +9,14 @@ and dropped by the op that uses it last; `assert_clean` proves that nothing is l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.fsdp.planned.unit import PlannedUnit
+from hocket.model.documents import Documents
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, exchange_counts
 from hocket.parallel.placed import PlacedSplits, place_counts
@@ -36,10 +37,14 @@ CommResult = tuple[Tensor | None, Pending]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Token ids and the tokens to predict, both of shape [B, S]."""
+    """Token ids and the tokens to predict, both of shape [B, S].
+
+    Targets that are `IGNORED` count for nothing, and attention stays inside of `documents`, where they are given.
+    """
 
     ids: Tensor
     targets: Tensor
+    documents: Documents | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Actions:
         self.training = on_step is not None
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
+        self.weights_M: Tensor | None = None
+        """Factor of every microbatch's loss, fp32; None: all weigh the same."""
         self.loads: dict[int, Tensor] = {}
         """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
 
@@ -129,14 +136,14 @@ class Actions:
 
     def fwd_attn(self, op: Op, x: Tensor) -> Any:
         """A dense layer's output, or the sides of a MoE layer: (rows, residual, shared, probs)."""
-        result = self._forward(op, self._layer(op).forward_attn, x)
+        result = self._forward(op, self._layer(op).forward_attn, x, self.microbatches[op.microbatch].documents)
         if self._layout.kinds[op.layer] == "dense":
             return result
         *sides, routing = result
         self._routings[_place(op)] = routing
         if self.training:
             load = self.loads.get(op.layer)
-            self.loads[op.layer] = routing.counts_E.clone() if load is None else load.add_(routing.counts_E)
+            self.loads[op.layer] = routing.load_E.clone() if load is None else load.add_(routing.load_E)
         return sides
 
     def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
@@ -182,7 +189,7 @@ class Actions:
     def recompute_attn(self, op: Op, x: Tensor) -> None:
         """The routing stays what it was: a row is where forward put it."""
         kept = [self._routings[_place(op)]] if self._layout.kinds[op.layer] == "moe" else []
-        self._forward(op, self._layer(op).forward_attn, x, *kept)
+        self._forward(op, self._layer(op).forward_attn, x, self.microbatches[op.microbatch].documents, *kept)
 
     def recompute_experts(self, op: Op, rows: Any) -> None:
         rows = rows[0] if self._layout.ep == 1 else rows
@@ -203,6 +210,8 @@ class Actions:
 
     def bwd_head(self, op: Op, *_kept: Any) -> Tensor | None:
         scale = torch.full((), 1.0 / len(self.microbatches), device=self._activation.device)
+        if self.weights_M is not None:
+            scale = self.weights_M[op.microbatch]
         return self._backward(op, scale)[0]
 
     def bwd_unpermute(self, op: Op, g: Tensor, *_kept: Any) -> tuple[Tensor | None, ...]:

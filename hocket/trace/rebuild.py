@@ -26,6 +26,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.capacity": 1.5,
     "mesh.tp": 1,
     "plan.recompute": (),
+    "data.packing": "off",
     **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
 }
 """Settings that came after the first traces, and what runs did before there was a choice."""

@@ -21,7 +21,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
@@ -33,7 +33,7 @@ from hocket.config import DataConfig
 from hocket.leaves import problem
 from hocket.train.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Changes whenever what is cached changes its meaning."""
 
 
@@ -50,6 +50,8 @@ class Corpus:
     """Files that were left out because they are binary."""
     train_tokens: int
     """The first so many tokens are for training, the rest for validation."""
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """Where each document begins in `tokens`, ascending int64; all is one if nothing else is said."""
 
     @property
     def train(self) -> np.ndarray:
@@ -159,12 +161,13 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str]) -> Corpus:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-        if len(tokens) != meta["tokens"]:
+        starts = np.load(folder / "starts.npy")
+        if len(tokens) != meta["tokens"] or len(starts) != meta["documents"]:
             raise ValueError("cut off")
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
     kept = round(len(tokens) * data.validation)
-    return Corpus(tokens, meta["vocab"], meta["documents"], meta["skipped"], len(tokens) - kept)
+    return Corpus(tokens, meta["vocab"], meta["documents"], meta["skipped"], len(tokens) - kept, starts)
 
 
 def _key(files: list[Path], data: DataConfig) -> str:
@@ -224,20 +227,23 @@ def _fill(temporary: Path, files: list[Path], data: DataConfig, tokenizer: Token
     """Write the tokens and what there is to know about them, which is also returned."""
     dtype = np.min_scalar_type(tokenizer.vocab - 1)
     order = np.random.default_rng(data.seed).permutation(len(files))
-    documents = skipped = 0
+    starts: list[int] = []
+    skipped = 0
     with (temporary / "tokens.bin").open("wb") as out:
         for index in order:
             text = _read(files[index])
             if b"\0" in text:
                 skipped += 1
             elif text:
-                documents += 1
+                starts.append(out.tell() // dtype.itemsize)
                 out.write(tokenizer.encode(text).astype(dtype).tobytes())
                 out.write(np.array([tokenizer.separator], dtype=dtype).tobytes())
         out.flush()
         os.fsync(out.fileno())
         length = out.tell() // dtype.itemsize
-    meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, "documents": documents, "skipped": skipped, "tokens": length}
+    np.save(temporary / "starts.npy", np.array(starts, dtype=np.int64))
+    sizes = {"documents": len(starts), "skipped": skipped, "tokens": length}
+    meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, **sizes}
     (temporary / "meta.json").write_text(json.dumps(meta))
     return meta
 

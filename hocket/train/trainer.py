@@ -15,6 +15,7 @@ from hocket.engine import Engine
 from hocket.explain.record import FILE
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.leaves import problem
+from hocket.model.documents import documents_of
 from hocket.model.transformer import parameter_counts
 from hocket.parallel.capacity import lack
 from hocket.resolve import Settings
@@ -146,8 +147,11 @@ class Trainer:
         train, mesh = self.settings.train, self.settings.mesh
         batches = []
         for m in range(train.microbatches):
-            both = stream.batch(position, m, self.engine.where.dp, dp=mesh.dp, sequences=train.sequences)
-            batches.append(Microbatch(*(tensor.to(self.device) for tensor in both)))
+            ids, targets, numbers = stream.batch(
+                position, m, self.engine.where.dp, dp=mesh.dp, sequences=train.sequences
+            )
+            documents = None if numbers is None else documents_of(numbers).to(self.device)
+            batches.append(Microbatch(ids.to(self.device), targets.to(self.device), documents=documents))
         return batches
 
     def _evaluate(self) -> float:

@@ -59,7 +59,10 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     for microbatches in steps:
-        result = engine.train_step([Microbatch(*batches[engine.where.dp]) for batches in microbatches], LR)
+        mine = [batches[engine.where.dp] for batches in microbatches]
+        documents = [batch[2] if len(batch) == 3 else None for batch in mine]
+        inputs = [Microbatch(batch[0], batch[1], documents=d) for batch, d in zip(mine, documents, strict=True)]
+        result = engine.train_step(inputs, LR)
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
@@ -94,8 +97,8 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
 
 
-def assert_parity(c: Config) -> None:
-    batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
+    batches = batches or random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
     dtype, strategy = DTYPES[c.train.dtype], c.overlap.dp.strategy
     reference = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy).run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)

@@ -17,6 +17,7 @@ from torchtitan.models.moe import MoE  # pyrefly: ignore[missing-import]
 from hocket.bench.plain import Exchange, PlainModel, compile_layers
 from hocket.bench.workload import Workload
 from hocket.config import ModelConfig
+from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer, swiglu
 from hocket.model.moe import ONLY, Experts, MoELayer
 from hocket.model.transformer import Chunk
@@ -77,8 +78,8 @@ class TitanMoELayer(MoELayer):
         self.experts = TitanExperts(config)
         self.moe = ExpertsHolder(self.experts)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD)
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
         rows_RD = self.experts(rows_RD, routing.counts_E)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
 

@@ -1,0 +1,111 @@
+"""Documents that share a sequence: which token belongs to which, and attention that stays inside of each.
+
+Note: [What is masked, and what padding is]
+Two masks are often one, and are two here. *A target* of `IGNORED` counts for nothing in the loss; its token is a token
+like others, which those behind it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
+other token attends to it, and its targets have to be ignored, so nothing that is learnt depends on it. Padding is
+routed to experts like any token, because the number of rows of a microbatch is what buffers are made for, but it is not
+counted: neither in the load-balancing loss nor in the loads that move the balance biases. Packed text has none.
+
+Note: [The mean over the tokens of a step]
+The loss of a step is the sum over its targets that count, of all microbatches and data-parallel ranks, divided by their
+number. So a token weighs the same wherever it stands, whatever is masked around it. A microbatch's loss is the mean
+over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks.
+
+Shapes: B sequences, S sequence length, T tokens (B * S), H query heads, K key and value heads, N width of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""A target that counts for nothing, as in torch."""
+PADDING = -1
+"""The document of a token that belongs to none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one microbatch. Made by `documents_of`."""
+
+    ids_BS: Tensor
+    """Number of every token's document; neighbours of one sequence with the same number are in one document."""
+    position_T: Tensor
+    """Position of every token in its document, int64."""
+    ends: Tensor
+    """Where the documents of all sequences, one after the other, begin and end: int32, from 0 to T."""
+    longest: int
+    """Tokens of the longest one."""
+    real_T: Tensor | None = None
+    """Which tokens are no padding; None if all."""
+
+    def to(self, device: torch.device) -> Documents:
+        """The same on a device."""
+        real_T = None if self.real_T is None else self.real_T.to(device)
+        moved = {name: getattr(self, name).to(device) for name in ("ids_BS", "position_T", "ends")}
+        return replace(self, **moved, real_T=real_T)
+
+    @cached_property
+    def mask_B1SS(self) -> Tensor:
+        """Who attends to whom: those before in the same document, and itself."""
+        batch, seq = self.ids_BS.shape
+        index = torch.arange(len(self.ends) - 1, device=self.ends.device)
+        document_BS = index.repeat_interleave(self.ends.diff(), output_size=batch * seq).view(batch, seq)
+        return (document_BS.unsqueeze(1) == document_BS.unsqueeze(2)).tril().unsqueeze(1)
+
+
+def documents_of(ids_BS: Tensor) -> Documents:
+    """The documents that numbers of tokens' documents on a CPU mean. `PADDING` marks tokens that belong to none."""
+    assert ids_BS.device.type == "cpu", "documents are found on the host, which must know the longest"
+    first_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+    first_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+    tokens = ids_BS.numel()
+    starts = first_BS.flatten().nonzero().flatten()
+    ends = torch.cat([starts, torch.tensor([tokens])])
+    lengths = ends.diff()
+    position_T = torch.arange(tokens) - starts.repeat_interleave(lengths)
+    real_T = ids_BS.flatten() != PADDING
+    longest = int(lengths.max()) if tokens else 0
+    return Documents(ids_BS, position_T, ends.to(torch.int32), longest, None if bool(real_T.all()) else real_T)
+
+
+def attend(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside of each document: [T, H, N]."""
+    if q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16):
+        return _flash(q_THN, k_TKN, v_TKN, documents)
+    batch, seq = documents.ids_BS.shape
+    q, k, v = (x.view(batch, seq, *x.shape[1:]).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
+    grouped = k.shape[1] != q.shape[1]
+    o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask_B1SS, enable_gqa=grouped)
+    return o_BHSN.transpose(1, 2).flatten(0, 1)
+
+
+def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents) -> Tensor:
+    """Flash attention over documents one after the other: never computes what the mask would throw away."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options, repeats = _options(), q_THN.shape[1] // k_TKN.shape[1]
+    if repeats > 1 and "enable_gqa" not in options:
+        k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
+    ends, longest = documents.ends, documents.longest
+    return varlen_attn(  # pyrefly: ignore[bad-return]
+        q_THN, k_TKN, v_TKN, ends, ends, longest, longest, **options
+    )
+
+
+@cache
+def _options() -> dict[str, Any]:
+    """How this torch's `varlen_attn` is asked for causal attention of grouped queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -1,0 +1,71 @@
+"""On a GPU, attention inside of documents is flash attention over them; planned steps keep their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.engine import Engine
+from hocket.leaves import changed
+from hocket.model.documents import IGNORED, PADDING, Documents, attend, documents_of
+from hocket.presets import PLAIN
+from hocket.runtime.actions import Microbatch
+from tests.gpu.test_parity import BASE, run
+from tests.helpers.plans import planned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+CUDA = torch.device("cuda", 0)
+
+
+def some_documents(sequences: int, length: int) -> Documents:
+    """Documents of one token, of a few and of many, and padding at the end of the first sequence."""
+    ids = torch.stack([torch.arange(length).add(row * 37).div(97, rounding_mode="floor") for row in range(sequences)])
+    ids[:, 5], ids[0, -length // 5 :] = 1000, PADDING
+    return documents_of(ids)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+def test_flash_attention_over_documents(heads: tuple[int, int]) -> None:
+    documents, generator = some_documents(2, 512), torch.Generator().manual_seed(0)
+    shapes = [(1024, count, 64) for count in (heads[0], heads[1], heads[1])]
+    exact = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    given = [x.detach().to(CUDA, torch.bfloat16).requires_grad_() for x in exact]
+    g = torch.randn(shapes[0], generator=generator)
+    expected = attend(exact[0], exact[1], exact[2], documents)
+    got = attend(given[0], given[1], given[2], documents.to(CUDA))
+    expected.backward(g)
+    got.backward(g.to(got))
+    close: dict[str, Any] = dict(rtol=0.03, atol=0.03)
+    torch.testing.assert_close(got.detach().float().cpu(), expected.detach(), **close)
+    for mine, theirs in zip(given, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.float().cpu(), theirs.grad, **close)
+
+
+def test_a_merged_and_recomputed_step_keeps_the_bits_of_a_sequential_one() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    one_rank = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1}
+    alone = changed(BASE, {**one_rank, "data.packing": "on"})
+    sequential = changed(alone, {"plan.order": "sequential", **PLAIN})
+    merged = planned(alone, order="1f1b", recompute=("attn", "experts", "mlp"), defer_layers=0)
+    found: list[list[Tensor]] = []
+    for config in (sequential, merged):
+        engine = Engine(config, 0, CUDA)
+        generator, batches = torch.Generator().manual_seed(0), []
+        for _ in range(2):
+            ids = [torch.randint(512, (2, 257), generator=generator) for _ in range(6)]
+            batches.append([packed(i) for i in ids])
+        found.append(run(engine, batches))
+        engine.close()
+    assert all(bool(torch.isfinite(value).all()) for value in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def packed(ids: Tensor) -> Microbatch:
+    documents, targets = some_documents(2, 256), ids[:, 1:].clone()
+    targets[documents.ids_BS == PADDING] = IGNORED
+    targets[:, ::7] = IGNORED
+    return Microbatch(ids[:, :-1].to(CUDA), targets.to(CUDA), documents=documents.to(CUDA))
