@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
 
-Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Documents]
-"""Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents that are kept apart."""
+Batch = tuple[Any, ...]
+"""Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents if there are some."""
 
 
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph, usable
+from hocket.model.documents import IGNORED
 from hocket.parallel.tensor import Tensors
 from hocket.runtime.either import push
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
-
-IGNORED = -100
-"""A target that counts for nothing, as in torch."""
 
 
 def split_embedding(ids_T: Tensor, param_VD: Tensor, tensors: Tensors) -> Tensor:

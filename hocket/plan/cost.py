@@ -330,6 +330,7 @@ def op_costs(
     """
     price, copies = _Pricing(hardware, tokens, dtype_bytes), copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
     table: dict[CostKey, OpCost] = {}
+    hop = tokens * model.hidden * dtype_bytes
     cases = [("embed", ""), ("head", "")]
     for kind in sorted(set(layout.kinds)):
         cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
@@ -344,22 +345,14 @@ def op_costs(
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
             table[verb, part, kind] = price.compute(size, verb)
         if part in layout.recompute:
-            _recompute(table, part, kind, tokens * model.hidden * dtype_bytes)
-    hop = tokens * model.hidden * dtype_bytes
+            once = table["fwd", part, kind]
+            # Nothing but its value keeps the residual of a MoE layer's attn part then: see `_before_dispatch`.
+            output = once.output_bytes + (hop if (part, kind) == ("attn", "moe") else 0)
+            table["fwd", part, kind] = replace(once, saved_bytes=0, output_bytes=output)
+            table["recompute", part, kind] = replace(once, output_bytes=0)
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp", hop, hop)
     slots, state = _add_units(model, layout, sharding, price, table)
     return CostTable(layout.kinds, table, slots, state)
-
-
-def _recompute(table: dict[CostKey, OpCost], part: str, kind: str, residual: int) -> None:
-    """A forward once more, which keeps what the first one no longer does.
-
-    Nothing but its value keeps the residual of a MoE layer's attn part then (see `_before_dispatch`): so many bytes.
-    """
-    forward = table["fwd", part, kind]
-    alone = residual if (part, kind) == ("attn", "moe") else 0
-    table["recompute", part, kind] = replace(forward, output_bytes=0)
-    table["fwd", part, kind] = replace(forward, saved_bytes=0, output_bytes=forward.output_bytes + alone)
 
 
 def _add_units(

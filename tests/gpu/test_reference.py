@@ -43,7 +43,7 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
         return torch.zeros((), device=device)
 
     engine.optimizer.step = keep  # type: ignore[method-assign]
-    mine = [Microbatch(*(half.to(device) for half in batch[engine.where.dp])) for batch in batches]
+    mine = [Microbatch(*(half.to(device) for half in batch[engine.where.dp][:2])) for batch in batches]
     for _ in range(2):  # the rehearsal, and a step whose lanes overlap
         engine.sharded.forget_grads()
         for bias in engine.biases().values():  # every step moves them

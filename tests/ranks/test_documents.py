@@ -16,7 +16,8 @@ from hocket.config import ModelConfig
 from hocket.leaves import changed
 from hocket.model.documents import IGNORED, PADDING, attend, documents_of
 from hocket.model.init import init_chunk
-from hocket.model.transformer import Chunk, cross_entropy
+from hocket.model.transformer import Chunk
+from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from tests.ranks.test_parity import STEPS, assert_parity, config
 from tests.reference import Batch
@@ -47,8 +48,8 @@ def test_attention_is_that_of_each_document_alone(lengths: list[list[int]]) -> N
     together = attend(q, k, v, documents)
     assert together.shape == (tokens, 4, 8)
     for lo, hi in zip(documents.ends[:-1].tolist(), documents.ends[1:].tolist(), strict=True):
-        one = (x[lo:hi].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        alone = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+        one_q, one_k, one_v = (x[lo:hi].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        alone = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(together[lo:hi], alone[0].transpose(0, 1))
         assert documents.position_T[lo:hi].tolist() == list(range(hi - lo))
     assert documents.longest == int(documents.ends.diff().max())
