@@ -1,0 +1,119 @@
+"""Tensor-parallel layers on GPUs: every way gives the same but for rounding, also when lanes are delayed at random."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.engine import Engine
+from hocket.leaves import changed
+from hocket.parallel.mesh import Mesh
+from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import CommOptions, make_groups
+from hocket.runtime.lanes import CudaLanes
+from hocket.runtime.token_copies import CopiedTokens
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, HIDDEN, WIDTH, TURNS = 1024, 512, 2048, 8
+WAYS = {
+    "bulk": (Way("off", "bulk"), Way()),
+    "whole pieces": (Way("ring", "pipeline"), Way("pipeline", "ring")),
+    "two pieces": (Way("ring", "pipeline", (2, 2)), Way("pipeline", "ring", (2, 2))),
+}
+
+
+def layers(rank: int, size: int) -> dict[str, float]:
+    """By way: how far the worst of its results, in any turn, is from one thing after the other."""
+    device = torch.device("cuda", rank)
+    groups = make_groups(Mesh(tp=size), rank, device, "nccl", CommOptions(60.0, tokens=TOKENS * HIDDEN * 2))
+    tensors = Tensors.of(groups.tp, device)
+    assert isinstance(tensors.tokens, CopiedTokens)
+    torch.manual_seed(rank)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16) * 0.1
+
+    up, down = nn.Parameter(new(WIDTH // size, HIDDEN)), nn.Parameter(new(HIDDEN, WIDTH // size))
+    x, g = new(TOKENS // size, HIDDEN).requires_grad_(), new(TOKENS // size, HIDDEN)
+
+    def both(column: Way, row: Way) -> list[Tensor]:
+        y = row_linear(column_linear(x, (up,), tensors, column)[0], down, tensors, row)
+        return [y.detach(), *torch.autograd.grad(y, (x, up, down), g)]
+
+    wanted = both(Way(), Way())
+    worst = {}
+    for name, ways in [*WAYS.items(), ("stores", WAYS["whole pieces"])]:
+        tensors.tokens.stores = name == "stores"
+        found = [both(*ways) for _ in range(TURNS)]  # the host runs ahead: turns are side by side if nothing waits
+        pairs = [(a, b) for one in found for a, b in zip(one, wanted, strict=True)]
+        worst[name] = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+    groups.destroy()
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_way_gives_the_same(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    for worst in run_ranks(layers, size, size, backend="nccl"):
+        assert all(off < 0.02 for off in worst.values()), worst
+
+
+BASE = Config(
+    model=ModelConfig(
+        vocab=512, hidden=256, layers=3, heads=4, kv_heads=4, head_dim=64, ffn=512, dense_layers=(0, 2), experts=8,
+        top_k=2, expert_ffn=128, shared_ffn=128,
+    ),
+    mesh=MeshConfig(tp=2),
+    data=DataConfig(sequence_length=256),
+    train=TrainConfig(
+        microbatches=4, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0, device="cuda"
+    ),
+)  # fmt: skip
+ROLES = [f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")]
+PIECES = ("ring", "pipeline", "pipeline", "ring") * 2
+OFF = changed(BASE, {f"overlap.tp.{role}": "off" for role in ROLES})
+ALL = changed(BASE, {f"overlap.tp.{role}": way for role, way in zip(ROLES, PIECES, strict=True)})
+STEPS = 4
+
+
+def steps(rank: int, config: Config, delayed: bool) -> list[Any]:
+    """Losses of some steps, then this rank's weights."""
+    device = torch.device("cuda", rank)
+    engine = Engine(config, rank, device)
+    engine.init_weights()
+    draw = random.Random(rank)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(STEPS):
+        ids = torch.randint(config.model.vocab, (4, 2, 257), generator=generator).to(device)
+        batches = [Microbatch(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+        assert isinstance(engine.lanes, CudaLanes)
+        if delayed:
+            engine.lanes.delays = [draw.randrange(400_000) for _ in range(97)]
+        losses.append(float(engine.train_step(batches, 1e-3).loss))
+    engine.assert_clean()
+    weights = [unit.group.main.cpu() for unit in engine.sharded.units.values()]
+    engine.close()
+    return [losses, weights]
+
+
+def test_steps_are_those_of_one_thing_after_the_other() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    off, pieces, late = (
+        run_ranks(steps, 2, config, delayed, backend="nccl")
+        for config, delayed in ((OFF, False), (ALL, False), (ALL, True))
+    )
+    for rank in range(2):
+        assert pieces[rank][0] == pytest.approx(off[rank][0], rel=0.01)
+        assert late[rank][0] == pytest.approx(pieces[rank][0], rel=1e-3)
+    assert off[0][0] == off[1][0], "tensor-parallel ranks have one loss"
