@@ -32,8 +32,8 @@ from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
-from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.transports import Nccl
+from hocket.runtime.weights import WgradQueue, collecting, manage
 
 MODELS = {
     "llama3_8b": llama3_8b(),
@@ -46,12 +46,11 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One way of a layer: on NCCL's own group, or on hocket's, with products that store where results are wanted."""
+    """One way of a layer: on NCCL's own group, or on hocket's."""
 
     name: str
     way: Way
     plain: bool = False
-    stores: bool = False
 
 
 def cases(role: str, direction: str, size: int) -> list[Case]:
@@ -66,8 +65,7 @@ def cases(role: str, direction: str, size: int) -> list[Case]:
         return [*found, *(Case(f"pipeline/{n}", Way("off", "pipeline", (n, n))) for n in splits if n > 1)]
     if direction == "backward":
         return [*found, *(Case(f"ring/{n}", Way("off", "ring", (n, n))) for n in splits)]
-    found += [Case(f"pipeline/{n}", Way("pipeline", "off", (n, n))) for n in splits if n > 1]
-    return [*found, Case(f"stores/{size}", Way("pipeline", "off", (size, size)), stores=True)]
+    return [*found, *(Case(f"pipeline/{n}", Way("pipeline", "off", (n, n))) for n in splits if n > 1)]
 
 
 class Bench:
@@ -86,11 +84,7 @@ class Bench:
 
     def use(self, case: Case) -> Tensors:
         """The group of a case."""
-        if case.plain:
-            return self.plain
-        assert isinstance(self.ours.tokens, CopiedTokens)
-        self.ours.tokens.stores = case.stores
-        return self.ours
+        return self.plain if case.plain else self.ours
 
     def new(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16) * 0.02
@@ -148,6 +142,13 @@ def linear(role: str, x: Tensor, weight: Tensor, tensors: Tensors, way: Way) -> 
     return column_linear(x, (weight,), tensors, way)[0] if is_column(role) else row_linear(x, weight, tensors, way)
 
 
+def managed(name: str, value: Tensor) -> tuple[nn.Parameter, Tensor]:
+    """A parameter as a plan has it, and room for its gradient."""
+    param = nn.Parameter(value)
+    manage(param, name).value = value
+    return param, torch.empty_like(value)
+
+
 class Role:
     """One weight of a layer on this rank, its input, and the gradient of its output."""
 
@@ -155,7 +156,7 @@ class Role:
         (out, into), size, tokens = shape, bench.size, bench.tokens
         self.bench, self.role = bench, role
         rows, columns = (out // size, into) if is_column(role) else (out, into // size)
-        self.weight = nn.Parameter(bench.new(rows, columns))
+        self.weight, self.grad = managed(role, bench.new(rows, columns))
         self.x = bench.new(tokens // size if is_column(role) else tokens, columns).requires_grad_()
         self.g = bench.new(tokens if is_column(role) else tokens // size, rows)
         self.flops = 2.0 * tokens * out * into / size
@@ -172,17 +173,24 @@ class Role:
                     return self.forward(case)
 
             return forward
-        y = self.forward(case)
+        queue = WgradQueue()
+        with collecting(queue):
+            y = self.forward(case)
 
         def backward() -> Sequence[Tensor]:
-            self.bench.use(case)
-            return torch.autograd.grad(y, (self.x, self.weight), self.g, retain_graph=True)
+            dx = torch.autograd.grad(y, self.x, self.g, retain_graph=True)
+            queue.drain(lambda weight: self.grad)
+            return dx[0], self.grad
 
         return backward
 
     def check(self, calls: dict[str, Call]) -> None:
         """All ways give what plain gives, but for rounding, twice in a row."""
-        results = {f"{name} {turn}": call() for turn in range(2) for name, call in calls.items()}
+        results: dict[str, Any] = {}
+        for turn in range(2):
+            for name, call in calls.items():
+                found = call()
+                results[f"{name} {turn}"] = tuple(t.clone() for t in found) if isinstance(found, tuple) else found
         wanted: Any = results["plain 0"]
         for name, found in results.items():
             pairs: Any = zip(wanted, found, strict=True) if isinstance(wanted, tuple) else [(wanted, found)]
@@ -207,11 +215,15 @@ class Layer:
     def __init__(self, bench: Bench, model: ModelConfig) -> None:
         self.bench, self.model = bench, model
         size, d = bench.size, model.hidden
-        self.weights = {
-            role: nn.Parameter(bench.new(*((a // size, b) if is_column(role) else (a, b // size))))
+        params = {
+            role: managed(role, bench.new(*((a // size, b) if is_column(role) else (a, b // size))))
             for role, (a, b) in shapes(model).items()
         }
-        self.norms = [nn.Parameter(torch.ones(d, device=bench.device, dtype=torch.bfloat16)) for _ in range(2)]
+        self.weights = {role: param for role, (param, _) in params.items()}
+        norms = [managed(f"norm{i}", torch.ones(d, device=bench.device, dtype=torch.bfloat16)) for i in range(2)]
+        self.norms = [param for param, _ in norms]
+        self.grads = {f"norm{i}": grad for i, (_, grad) in enumerate(norms)}
+        self.grads |= {role: grad for role, (_, grad) in params.items()}
         self.x = bench.new(bench.tokens // size, d).requires_grad_()
         self.g = bench.new(bench.tokens // size, d)
 
@@ -230,8 +242,12 @@ class Layer:
 
     def call(self, case: Case, ways: dict[str, Way]) -> Call:
         def step() -> object:
-            y = self.forward(self.bench.use(case), ways)
-            return torch.autograd.grad(y, [self.x, *self.norms, *self.weights.values()], self.g)
+            queue = WgradQueue()
+            with collecting(queue):
+                y = self.forward(self.bench.use(case), ways)
+            (dx,) = torch.autograd.grad(y, self.x, self.g)
+            queue.drain(lambda weight: self.grads[weight.name])
+            return dx
 
         return step
 
@@ -265,12 +281,11 @@ def transports(bench: Bench, hidden: int) -> dict[str, Any]:
     calls: dict[str, Call] = {
         "gather, nccl": lambda: bench.plain.gather(x),
         "gather, nccl of 16 SMs": lambda: bench.ours.gather(x),
-        "gather, copies": lambda: bench.ours.begin_gather(x)(),
+        "gather, copies": lambda: bench.ours.begin_gather(x).get(),
         "sum, nccl": lambda: bench.plain.sum(y),
         "sum, nccl of 16 SMs": lambda: bench.ours.sum(y),
         "sum, copies": copied_sum,
     }
-    bench.use(Case("", Way()))
     found = {name: min(bench.block(call, 10) for _ in range(3)) for name, call in calls.items()}
     moved = y.nbytes * (size - 1) / size
     return {name: {"seconds": seconds, "gb_per_s": moved / seconds / 1e9} for name, seconds in found.items()}
@@ -280,7 +295,7 @@ def fastest(found: dict[str, Any], role: str, size: int) -> Way:
     """The way that was fastest in each direction."""
     best = {}
     for direction in ("forward", "backward"):
-        by_name = {case.name: case for case in cases(role, direction, size) if not case.stores}
+        by_name = {case.name: case for case in cases(role, direction, size)}
         name = min(by_name, key=lambda name: found[direction][name]["seconds"])
         best[direction] = by_name[name].way
     forward, backward = best["forward"], best["backward"]

@@ -181,7 +181,7 @@ class TensorOverlap:
 
     method: TensorMethod = "auto"
     """How products and communication are put beside each other, where a layer can: ring gathers piece by piece,
-    pipeline sums piece by piece, bulk puts backward's second gather beside the product of the input gradient. auto
+    pipeline sums piece by piece, bulk puts backward's second gather beside what follows. auto
     leaves it to the roles below, and these to the shapes of their layers."""
     pieces: int = 0
     """Pieces of a product, a divisor of mesh.tp; 0 picks the number by the layer's shape."""

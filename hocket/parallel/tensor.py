@@ -15,8 +15,8 @@ How the two halves of a cell are put beside each other is a `Way`:
     off       one after the other
     ring      gather piece by piece, and multiply what has arrived while the next is on its way
     pipeline  multiply piece by piece, and hand each result out while the next is computed
-    bulk      beside another product: the second gather of x beside the product of the input gradient, and the sum over
-              ranks beside the weight gradient, if that is computed at once
+    bulk      beside other things: the second gather of x beside all that comes before the weight gradient; and if that
+              is computed at once, the sum over ranks beside it
 
 Weight gradients are values (`runtime/weights.py`): gathered x or g is kept until they are computed.
 
@@ -79,6 +79,21 @@ def ways_of(config: Config) -> dict[str, Way]:
     return {**ways, "shared_fc1": ways["fc1"], "shared_fc2": ways["fc2"], "head": ways["fc1"]}
 
 
+class Arriving:
+    """A tensor that is being written beside what runs: `get` has the current queue wait for it. Keeps what is read."""
+
+    __slots__ = ("_kept", "_tensor", "_waits")
+
+    def __init__(self, tensor: Tensor, waits: Sequence[Callable[[], object]] = (), kept: object = None) -> None:
+        self._tensor, self._waits, self._kept = tensor, waits, kept
+
+    def get(self) -> Tensor:
+        for wait in self._waits:
+            wait()
+        self._waits, self._kept = (), None
+        return self._tensor
+
+
 @dataclass(frozen=True)
 class Tensors:
     """The tensor-parallel ranks of a microbatch, as one of them sees them."""
@@ -111,37 +126,28 @@ class Tensors:
 
     def sum(self, partial_TD: Tensor) -> Tensor:
         """The sum over ranks of partial sums, of which this rank keeps its tokens: [S, D]."""
-        return self.begin_sum(partial_TD)()
+        return self.begin_sum(partial_TD).get()
 
-    def begin_gather(self, x_SD: Tensor) -> Callable[[], Tensor]:
-        """Gather on the side. The returned call has the current queue wait for it."""
+    def begin_gather(self, x_SD: Tensor) -> Arriving:
+        """Gather on the side."""
+        out_TD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:])
         if self.tokens is not None and x_SD.is_cuda:
-            out_TD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:])
             spread = self.tokens.spread(x_SD)
-            ready = spread.whole(out_TD)
-            return lambda: _after((ready, spread.end), out_TD)
-        out_TD, x_SD = x_SD.new_empty(self.size * x_SD.shape[0], *x_SD.shape[1:]), x_SD.contiguous()
+            return Arriving(out_TD, (spread.whole(out_TD), spread.end))
+        x_SD = x_SD.contiguous()
         with self.side.behind():
             pending = self.group.all_gather(out_TD, x_SD)
-        mark = self.side.mark()
-        return lambda: _after((pending.wait, mark, lambda: x_SD.dim()), out_TD)
+        return Arriving(out_TD, (pending.wait, self.side.mark()), x_SD)
 
-    def begin_sum(self, partial_TD: Tensor, beside: bool = False) -> Callable[[], Tensor]:
-        """The sum over ranks; with `beside`, on the side. The returned call has the current queue wait for it."""
+    def begin_sum(self, partial_TD: Tensor, beside: bool = False) -> Arriving:
+        """The sum over ranks; with `beside`, on the side."""
         out_SD = partial_TD.new_empty(partial_TD.shape[0] // self.size, *partial_TD.shape[1:])
         if not beside:
             pending = self.group.sum_parts(partial_TD, out_SD)
-            return lambda: _after((pending.wait,), out_SD)
+            return Arriving(out_SD, (pending.wait,))
         with self.side.behind():
             pending = self.group.sum_parts(partial_TD, out_SD)
-        mark = self.side.mark()
-        return lambda: _after((pending.wait, mark, lambda: partial_TD.dim()), out_SD)
-
-
-def _after(waits: Sequence[Callable[[], object]], result: Tensor) -> Tensor:
-    for wait in waits:
-        wait()
-    return result
+        return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
 
 
 def pieces(rank: int, size: int, splits: int) -> list[tuple[int, int]]:
@@ -171,19 +177,20 @@ def _value(weight: Weight | Tensor) -> Tensor:
     return weight.tensor() if isinstance(weight, Weight) else weight
 
 
-def _wgrad(x_TD: Tensor, g_TF: Tensor, out_FD: Tensor) -> None:
+def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor) -> None:
+    x_TD, g_TF = x.get(), g.get()
     if out_FD.dtype == g_TF.dtype:
         torch.mm(g_TF.t(), x_TD, out=out_FD)
     else:
         out_FD.copy_(g_TF.t() @ x_TD)
 
 
-def _contribute(ctx: Any, weight: Weight | Tensor, x_TD: Tensor, g_TF: Tensor) -> Tensor | None:
-    """Leave a managed weight's gradient to its queue; compute that of an ordinary one."""
+def _contribute(ctx: Any, weight: Weight | Tensor, x: Arriving, g: Arriving) -> Tensor | None:
+    """Leave a managed weight's gradient to its queue, which will wait for x and g; compute that of an ordinary one."""
     if isinstance(weight, Weight):
-        push(ctx.queue, weight, partial(_wgrad, x_TD.detach(), g_TF))
+        push(ctx.queue, weight, partial(_wgrad, x, g))
         return None
-    return g_TF.t() @ x_TD
+    return g.get().t() @ x.get()
 
 
 def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -202,24 +209,22 @@ def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor | None 
 
 def gathered_products(
     x_SD: Tensor, others: Sequence[Tensor], tensors: Tensors, splits: int, keep: bool = False
-) -> tuple[list[Tensor], Tensor | None]:
+) -> tuple[list[Tensor], Arriving | None]:
     """`x @ b` of all ranks' x for every b [D, F], piece by piece; and all ranks' x, if that is to be kept."""
     assert tensors.tokens is not None
     tokens, width = x_SD.shape[0], len(others)
     outs = [x_SD.new_empty(tensors.size * tokens, b.shape[1]) for b in others]
     spread: Spread = tensors.tokens.spread(x_SD)
     order = pieces(tensors.rank, tensors.size, splits)
-    whole, ready = None, None
+    kept = None
     for i, (low, high) in enumerate(order):
         a = spread.take(low, high) if i else x_SD
         if keep and i == len(order) - 1:  # everything is here: the copy runs beside the last product
             whole = x_SD.new_empty(tensors.size * tokens, x_SD.shape[1])
-            ready = spread.whole(whole)
+            kept = Arriving(whole, (spread.whole(whole),), spread)
         _products(a, others, [outs[k][low * tokens : high * tokens] for k in range(width)])
-    if ready is not None:
-        ready()
     spread.end()
-    return outs, whole
+    return outs, kept
 
 
 def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, splits: int) -> Tensor:
@@ -232,10 +237,7 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, sp
     for low, high in reversed(pieces(tensors.rank, tensors.size, splits)):  # its own last: the others' travel meanwhile
         rows = slice(low * tokens, high * tokens)
         place, here = collect.place(low, high), [(a[rows], b) for a, b in pairs]
-        if len(here) == 1 or high == low + 1 == tensors.rank + 1:
-            _sum_of_products(here, place)
-        else:  # what adds to its result reads it, and it may be far away
-            place.copy_(_sum_of_products(here))
+        _sum_of_products(here, place)
         collect.send(low, high)
     collect.sum(out_SD)
     return out_SD
@@ -263,21 +265,21 @@ class _Column(torch.autograd.Function):
         saved = iter(ordinary)
         weights = [managed or next(saved) for managed in ctx.managed]
         x_SD = x.detach().reshape(-1, x.shape[-1])
-        again = tensors.begin_gather(x_SD) if way.backward != "off" else None
         pairs = [(g.contiguous(), _value(w)) for g, w in zip(grads, weights, strict=True)]
+        # Gradients of ordinary weights are wanted now: x is gathered first, beside the other product, and the sum over
+        # ranks runs beside theirs. Those of managed ones are not: x is gathered last, beside whatever follows.
+        now, bulk = bool(ordinary), way.backward == "bulk"
+        again = tensors.begin_gather(x_SD) if now and way.backward != "off" else None
         if way.backward == "pipeline":
-            dx = summed_products(pairs, tensors, way.splits[1])
-            finish = None
+            dx = Arriving(summed_products(pairs, tensors, way.splits[1]))
         else:
-            # Ordinary weights have their gradients now: the sum over ranks runs beside these products.
-            finish = tensors.begin_sum(_sum_of_products(pairs), beside=bool(ordinary) and way.backward == "bulk")
-            dx = None if ordinary else finish()
-        x_TD = tensors.gather(x_SD) if again is None else again()
-        found = [_contribute(ctx, w, x_TD, g) for w, (g, _) in zip(weights, pairs, strict=True)]
-        if dx is None:
-            assert finish is not None
-            dx = finish()
-        return dx.view(x.shape), None, None, None, *found
+            dx = tensors.begin_sum(_sum_of_products(pairs), beside=now and bulk)
+        if not now:
+            dx.get()
+        if again is None:
+            again = Arriving(tensors.gather(x_SD)) if way.backward == "off" else tensors.begin_gather(x_SD)
+        found = [_contribute(ctx, w, again, Arriving(g)) for w, (g, _) in zip(weights, pairs, strict=True)]
+        return dx.get().view(x.shape), None, None, None, *found
 
 
 class _Row(torch.autograd.Function):
@@ -303,7 +305,7 @@ class _Row(torch.autograd.Function):
             (dx,), g_TD = gathered_products(g_SD, [value_DF], tensors, way.splits[1], keep=True)
             assert g_TD is not None
         else:
-            g_TD = tensors.gather(g_SD)
-            dx = g_TD @ value_DF
-        found = _contribute(ctx, weight, x.detach().reshape(-1, x.shape[-1]), g_TD)
+            whole_TD = tensors.gather(g_SD)
+            dx, g_TD = whole_TD @ value_DF, Arriving(whole_TD)
+        found = _contribute(ctx, weight, Arriving(x.detach().reshape(-1, x.shape[-1])), g_TD)
         return dx.view(x.shape), found, None, None, None

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -39,11 +40,6 @@ def on_default_stream(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
-def current_handle(device: torch.device) -> int:
-    """The current stream, as the driver knows it."""
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 def drain(device: torch.device) -> None:
     """Wait until the current stream has done all that was issued on it."""
     torch.cuda.current_stream(device).synchronize()
@@ -53,21 +49,40 @@ class Side:
     """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
 
     What is issued on it comes behind all that was issued before, and the queue in use comes behind a `mark` of it only
-    when somebody asks. Whoever forks joins before the op is over: so to other lanes, and to the allocator, an op that
-    communicates inside is like any other. On a CPU there is one queue, and what is on its way are `Pending`s.
+    when somebody asks. Whoever forks joins before memory that was used there is given back: so to other lanes, and to
+    the allocator, an op that communicates inside is like any other. On a CPU there is one queue, and what is on its way
+    are `Pending`s.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        if self._stream is not None:
+            # Making events takes the host longer than using them. A wait is for what an event stood for when the wait
+            # was issued; so one serves all forks, and a mark that is asked for late stands for a later point.
+            self._forked = torch.cuda.Event()
+            self._marks = cycle([torch.cuda.Event() for _ in range(16)])
+
+    def current(self) -> int:
+        """The handle of the current queue; 0 on a CPU."""
+        return torch.cuda.current_stream(self._device).cuda_stream if self._stream is not None else 0
+
+    def fork(self) -> tuple[int, int]:
+        """Order the side behind all that the current queue has been given so far: handles of the current, the side."""
+        if self._stream is None:
+            return 0, 0
+        current = torch.cuda.current_stream(self._device)
+        self._forked.record(current)
+        self._stream.wait_event(self._forked)
+        return current.cuda_stream, self._stream.cuda_stream
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Inside, work is issued on the side, behind all that the current queue has been given so far."""
+        """Fork, and inside, work is issued on the side."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.fork()
         with torch.cuda.stream(self._stream):
             yield
 
@@ -75,7 +90,8 @@ class Side:
         """A call that orders the then current queue behind all that is on the side now."""
         if self._stream is None:
             return _nothing
-        event = self._stream.record_event()
+        event = next(self._marks)
+        event.record(self._stream)
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
 

@@ -17,59 +17,94 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from hocket.runtime.lanes import Side, current_handle
+from hocket.runtime.lanes import Side
 from hocket.runtime.tokens import Collect, Spread, add_up
 from hocket.runtime.transports import Nccl
 
 WORDS = 256
-"""Room for the words of all peers, in bytes, behind the buffers."""
+"""Bytes behind the two buffers of a rank: room for one word of every peer."""
+
+
+class Driver(Protocol):
+    """Operations of a stream, given by its handle, on addresses. Each costs the host a microsecond or two."""
+
+    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None: ...
+    def write(self, stream: int, word: int, value: int) -> None: ...
+    def wait(self, stream: int, word: int, value: int) -> None:
+        """Until the word is at least the value."""
+        ...
+
+
+class Cuda:
+    """The driver of GPUs."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._copy, self._write, self._wait = (
+            getattr(library, name)
+            for name in ("cuMemcpyDtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2")
+        )
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        for call in (self._write, self._wait):
+            call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+
+    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
+        _check(self._copy(into, source, nbytes, stream))
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        _check(self._write(stream, word, value, 0))
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        _check(self._wait(stream, word, value, 0))
+
+
+def _check(error: int) -> None:
+    assert error == 0, f"the driver refuses to copy tokens: error {error}"
 
 
 class CopiedTokens:
     """Pieces written by copy engines. See Note: [Arrivals take turns in two buffers]."""
 
-    def __init__(
-        self,
-        rank: int,
-        arrivals: Sequence[Tensor],
-        signal: Callable[[int, int], object],
-        wait: Callable[[int, int], object],
-        side: Side,
-        stores: bool = False,
-    ) -> None:
-        """`arrivals[p]` are bytes [2, n] of rank p. With `stores`, products store their results there by themselves.
-
-        `signal(p, n)` on the current queue tells rank p that what this rank has for it in turn n is there; `wait(p, n)`
-        has the current queue wait for that word of rank p.
-        """
-        self.rank, self.size, self.arrivals = rank, len(arrivals), tuple(arrivals)
-        self.signal, self.wait, self.side, self.stores = signal, wait, side, stores
+    def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: Side) -> None:
+        """`memories[p]` are bytes of rank p: two buffers, and `WORDS`, which are zero."""
+        self.rank, self.size, self.memories = rank, len(memories), tuple(memories)
+        self.driver, self.side = driver, side
+        self.nbytes = (memories[0].numel() - WORDS) // 2
+        """Bytes of one buffer: all tokens of the widest tensor that is moved."""
+        self._starts = [memory.data_ptr() for memory in memories]
         self._turns = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one arrival buffer: all tokens of the widest tensor that is moved."""
-        return self.arrivals[0].shape[1]
-
-    def others(self) -> list[int]:
+        self._views: dict[Any, Tensor] = {}
+        self.others = [(rank + step) % self.size for step in range(1, self.size)]
         """The peers, from the next one on: each rank begins with another."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def turn(self, like_SD: Tensor) -> tuple[int, list[Tensor]]:
-        """The number of a new turn, and its buffer on every rank as room for [P, S, D]."""
+    def turn(self, like_SD: Tensor) -> tuple[int, Tensor]:
+        """The number of a new turn, and what arrives in it: [P, S, D]."""
         needed = self.size * like_SD.nbytes
         assert needed <= self.nbytes, f"{needed} bytes of tokens for arrival buffers of {self.nbytes}"
         self._turns += 1
-        slot, shape = self._turns % 2, (self.size, *like_SD.shape)
-        return self._turns, [buffer[slot][:needed].view(like_SD.dtype).view(shape) for buffer in self.arrivals]
+        key = self._turns % 2, like_SD.shape, like_SD.dtype
+        if key not in self._views:
+            start = key[0] * self.nbytes
+            flat = self.memories[self.rank][start : start + needed]
+            self._views[key] = flat.view(like_SD.dtype).view(self.size, *like_SD.shape)
+        return self._turns, self._views[key]
+
+    def push(self, stream: int, turn: int, peer: int, source: int, nbytes: int) -> None:
+        """Copy this rank's piece for a peer, and tell it."""
+        into = self._starts[peer] + turn % 2 * self.nbytes + self.rank * nbytes
+        self.driver.copy(stream, into, source, nbytes)
+        self.driver.write(stream, self._starts[peer] + 2 * self.nbytes + 4 * self.rank, turn)
+
+    def wait(self, stream: int, turn: int, peer: int) -> None:
+        """Until a peer's piece is here."""
+        self.driver.wait(stream, self._starts[self.rank] + 2 * self.nbytes + 4 * peer, turn)
 
     def spread(self, x_SD: Tensor) -> Spread:
         return _CopiedSpread(self, x_SD.contiguous())
@@ -81,66 +116,69 @@ class CopiedTokens:
 class _CopiedSpread:
     def __init__(self, tokens: CopiedTokens, x_SD: Tensor) -> None:
         self._tokens, self._x_SD = tokens, x_SD
-        self._turn, self._rooms = tokens.turn(x_SD)
-        self._taken: set[int] = {tokens.rank}
-        with tokens.side.behind():
-            # To the rank before this one first: it takes the tokens of the next rank, this one, first.
-            for peer in reversed(tokens.others()):
-                self._rooms[peer][tokens.rank].copy_(x_SD)
-                tokens.signal(peer, self._turn)
+        self._turn, self._arrived_PSD = tokens.turn(x_SD)
+        self._missing = set(tokens.others)
+        _, side = tokens.side.fork()
+        # To the rank before this one first: it takes the tokens of the next rank, this one, first.
+        for peer in reversed(tokens.others):
+            tokens.push(side, self._turn, peer, x_SD.data_ptr(), x_SD.nbytes)
         self._sent = tokens.side.mark()
 
+    def _wait(self, stream: int, sources: Sequence[int]) -> None:
+        for source in sources:
+            if source in self._missing:
+                self._tokens.wait(stream, self._turn, source)
+                self._missing.discard(source)
+
     def take(self, low: int, high: int) -> Tensor:
-        for source in range(low, high):
-            if source not in self._taken:
-                self._tokens.wait(source, self._turn)
-                self._taken.add(source)
-        return self._rooms[self._tokens.rank][low:high].flatten(0, 1)
+        self._wait(self._tokens.side.current(), range(low, high))
+        return self._arrived_PSD[low:high].view(-1, self._x_SD.shape[-1])
 
     def whole(self, out_TD: Tensor) -> Callable[[], None]:
         """Copies out of the buffer, on the side."""
-        rank, out_PSD = self._tokens.rank, out_TD.view(self._tokens.size, *self._x_SD.shape)
-        with self._tokens.side.behind():
-            out_PSD[rank].copy_(self._x_SD)
-            for source in self._tokens.others():
-                out_PSD[source].copy_(self.take(source, source + 1))
-        return self._tokens.side.mark()
+        tokens, nbytes = self._tokens, self._x_SD.nbytes
+        _, side = tokens.side.fork()
+        arrived, out = self._arrived_PSD.data_ptr(), out_TD.data_ptr()
+        tokens.driver.copy(side, out + tokens.rank * nbytes, self._x_SD.data_ptr(), nbytes)
+        for source in tokens.others:
+            self._wait(side, (source,))
+            tokens.driver.copy(side, out + source * nbytes, arrived + source * nbytes, nbytes)
+        return tokens.side.mark()
 
     def end(self) -> None:
-        missing = set(range(self._tokens.size)) - self._taken
-        assert not missing, f"the tokens of ranks {missing} were never taken"
+        assert not self._missing, f"the tokens of ranks {self._missing} were never taken"
         self._sent()
 
 
 class _CopiedCollect:
     def __init__(self, tokens: CopiedTokens, out_SD: Tensor) -> None:
         self._tokens = tokens
-        self._turn, self._rooms = tokens.turn(out_SD)
+        self._turn, self._arrived_PSD = tokens.turn(out_SD)
         self._leaving_PSD = out_SD.new_empty(tokens.size, *out_SD.shape)
+        self._nbytes = out_SD.nbytes
 
     def place(self, low: int, high: int) -> Tensor:
-        if high == low + 1 and (low == self._tokens.rank or self._tokens.stores):
-            return self._rooms[low][self._tokens.rank]
-        return self._leaving_PSD[low:high].flatten(0, 1)
+        own = low == self._tokens.rank and high == low + 1
+        return (self._arrived_PSD if own else self._leaving_PSD)[low:high].view(-1, self._leaving_PSD.shape[-1])
 
     def send(self, low: int, high: int) -> None:
-        rank = self._tokens.rank
-        in_place = high == low + 1 and (low == rank or self._tokens.stores)
-        if in_place and low != rank:
-            self._tokens.signal(low, self._turn)
-        if in_place:
+        tokens, start = self._tokens, self._leaving_PSD.data_ptr()
+        if low == tokens.rank and high == low + 1:
             return
-        with self._tokens.side.behind():
-            for peer in range(low, high):
-                self._rooms[peer][rank].copy_(self._leaving_PSD[peer])
-                if peer != rank:
-                    self._tokens.signal(peer, self._turn)
+        _, side = tokens.side.fork()
+        for peer in range(low, high):
+            source = start + peer * self._nbytes
+            if peer == tokens.rank:
+                tokens.driver.copy(side, self._arrived_PSD[peer].data_ptr(), source, self._nbytes)
+            else:
+                tokens.push(side, self._turn, peer, source, self._nbytes)
 
     def sum(self, out_SD: Tensor) -> None:
         self._tokens.side.mark()()  # what left is memory of the current queue
-        for source in self._tokens.others():
-            self._tokens.wait(source, self._turn)
-        add_up(self._rooms[self._tokens.rank].flatten(1), out_SD.view(-1))
+        stream = self._tokens.side.current()
+        for source in self._tokens.others:
+            self._tokens.wait(stream, self._turn, source)
+        add_up(self._arrived_PSD.view(self._tokens.size, -1), out_SD.view(-1))
 
 
 @dataclass
@@ -162,25 +200,4 @@ def copied_tokens(group: dist.ProcessGroup, nbytes: int, device: torch.device, s
     handle.barrier()  # nobody writes before everybody's words are zero
     everyones = [handle.get_buffer(rank, mine.shape, torch.uint8) for rank in range(handle.world_size)]
     everyones[handle.rank] = mine  # the others are views of memory that the handle keeps
-    words = [memory.data_ptr() + 2 * nbytes for memory in everyones]
-    me, write, wait = handle.rank, _operation("cuStreamWriteValue32_v2"), _operation("cuStreamWaitValue32_v2")
-    return CopiedTokens(
-        me,
-        [memory[: 2 * nbytes].view(2, nbytes) for memory in everyones],
-        lambda peer, turn: write(current_handle(device), words[peer] + 4 * me, turn),
-        lambda peer, turn: wait(current_handle(device), words[me] + 4 * peer, turn),
-        side,
-    )
-
-
-@cache
-def _operation(name: str) -> Callable[[int, int, int], None]:
-    """An operation of the driver: (stream, address, value). Waiting is for at least the value."""
-    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-
-    def run(stream: int, address: int, value: int) -> None:
-        error = call(stream, address, value, 0)
-        assert error == 0, f"{name} failed with error {error} of the driver"
-
-    return run
+    return CopiedTokens(handle.rank, everyones, Cuda(), side)

@@ -50,8 +50,7 @@ def layers(rank: int, size: int) -> dict[str, float]:
 
     wanted = both(Way(), Way())
     worst = {}
-    for name, ways in [*WAYS.items(), ("stores", WAYS["whole pieces"])]:
-        tensors.tokens.stores = name == "stores"
+    for name, ways in WAYS.items():
         found = [both(*ways) for _ in range(TURNS)]  # the host runs ahead: turns are side by side if nothing waits
         pairs = [(a, b) for one in found for a, b in zip(one, wanted, strict=True)]
         worst[name] = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)

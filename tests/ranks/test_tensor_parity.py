@@ -114,18 +114,51 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
+MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
+EP = dict(dp=2, ep=2)
 CASES: dict[str, Config] = {
-    "dense": of(dict(layers=2), {}, {}),
-    "one after the other": of(dict(layers=2), {}, {}, **OFF),
-    "four ranks": of(dict(layers=1, kv_heads=4), dict(tp=4), {}),
+    "pieces": of(MIXED, {}, {}),
+    "one after the other": of(MIXED, {}, {}, **OFF),
+    "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}, pieces=2),
+    "pipeline, heads normed, attention once more": of(
+        dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
+    ),
+    "experts on two ranks, merged": of(dict(layers=2, shared_ffn=16), EP, dict(merge="on", defer_wgrad="on")),
     "nothing sharded": of(dict(layers=1), dict(dp=2), dict(strategy="no_shard")),
     "reduced once": of(dict(layers=1), dict(dp=2), dict(strategy="optim")),
-    "experts": of(dict(layers=2, shared_ffn=16, dense_layers=(0,)), {}, {}),
+    "shards of gradients, tied head": of(
+        dict(layers=2, dense_layers=(0,), tied=True), dict(dp=2), dict(strategy="optim_grads")
+    ),
+}
+MORE: dict[str, Config] = {
+    "zb_v": of(dict(layers=4), dict(pp=2), dict(order="zb_v", chunks=2, merge="off", defer_wgrad="on")),
+    "rows sent once": of(dict(layers=2), EP, dict(merge="on", send="once_per_rank")),
+    "sharded three ways": of(MIXED, dict(pp=2, **EP), dict(merge="on")),
+    "balance bias": of({**MIXED, "bias_rate": 0.01}, EP, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_plain_one(case: str) -> None:
-    c = CASES[case]
-    ranks = assert_close(c, 1e-5)
+    ranks = assert_close(CASES[case], 1e-5)
     assert all(r["calls"] for r in ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE)
+def test_a_step_with_more_is_the_plain_one(case: str) -> None:
+    assert_close(MORE[case], 1e-5)
+
+
+def test_a_step_in_bf16() -> None:
+    assert_close(of(MIXED, {}, {}, dtype="bf16"), 0.01)
+
+
+def test_the_first_weights_are_those_of_one_rank() -> None:
+    c = CASES["pieces"]
+    batches = random_batches(c.model, 1, c.train.microbatches, 1, (2, 8))
+    parts, one = (run_ranks(train, c.mesh.world, c, batches) for c in (c, changed(c, {"mesh.tp": 1})))
+    wanted = whole([piece for r in one for piece in r["first"]])
+    found = whole([piece for r in parts for piece in r["first"]])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
