@@ -132,7 +132,7 @@ CASES: dict[str, Config] = {
 }
 MORE: dict[str, Config] = {
     "zb_v": of(dict(layers=4), dict(pp=2), dict(order="zb_v", chunks=2, merge="off", defer_wgrad="on")),
-    "rows sent once": of(dict(layers=2), EP, dict(merge="on", send="once_per_rank")),
+    "splits that no host knows": of(dict(layers=2), EP, dict(merge="on", splits="device", capacity=2.0)),
     "sharded three ways": of(MIXED, dict(pp=2, **EP), dict(merge="on")),
     "balance bias": of({**MIXED, "bias_rate": 0.01}, EP, {}),
 }
