@@ -1,8 +1,10 @@
 """What does communication cost one step of the merged plan? All ranks' traces, with and without communication.
 
     torchrun --nproc-per-node 8 -m benchmarks.overlap_trace
+    torchrun --nproc-per-node 4 -m benchmarks.overlap_trace --preset expert_parallel --transport copy_engine
 
-A step of each is profiled with every op under its name, and read with `hocket.trace`: per kind of communication how
+Of the recipe `moe_8gpu`, or of what a preset of `benchmarks/baselines.py` measures, at the first of its lengths. A step
+of each is profiled with every op under its name, and read with `hocket.trace`: per kind of communication how
 long it ran, waited for peers and was exposed; the tax against the same step without communication; and how much longer
 compute kernels take beside it. The profiler slows the host down, so both steps are also timed without it.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import shutil
 import statistics
 import tempfile
@@ -24,12 +27,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.baselines import PRESETS, words
 from benchmarks.ranks import batch, for_world, join, timed_block
 from benchmarks.record import write
+from hocket.commands.bench import Bench, for_bench
+from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.leaves import changed
 from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.rules import Host
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.collection import no_collection
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.compare import compare
@@ -50,6 +60,18 @@ def contenders(config: Config) -> dict[str, Config]:
     return {"real": config, "null": null}
 
 
+def chosen(options: argparse.Namespace, world: int) -> tuple[Config, bool]:
+    """The step to record, and whether it updates weights."""
+    if not options.preset:
+        config, update = for_world(recipe(options.recipe), world), True
+    else:
+        measured, origins = parse(Bench, "bench", words(options.preset, world, []))
+        config, update = for_bench(measured, origins), measured.optimizer == "on"
+        config = changed(config, {"data.sequence_length": measured.lengths[0]})
+        config = resolve(config, Host(gpus=world))
+    return changed(config, {"train.transport": options.transport, "train.dtype": "bf16"}), update
+
+
 def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path) -> None:
     """Write the trace of one step. The step before it runs under the profiler too, so that it finds it warm."""
     recording = Recording(engine, rank)
@@ -63,6 +85,18 @@ def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path
         torch.cuda.synchronize()
     recording.stop()
     recording.write(path)
+
+
+def step_of(settings: Config, update: bool, rank: int, device: torch.device, path: Path) -> float:
+    """Seconds of a step without the profiler, and its trace at `path`."""
+    engine = Engine(settings, rank, device, update=update)
+    engine.init_weights()
+    microbatches = batch(engine, 0)
+    for _ in range(WARM_UP):
+        engine.train_step(microbatches, 1e-4)
+    seconds = statistics.median(timed_block(engine, microbatches, 3))
+    record(engine, rank, microbatches, path)
+    return seconds
 
 
 def figures(
@@ -95,26 +129,22 @@ def keep(traces: Mapping[str, Sequence[Path]], dp: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", default="moe_8gpu")
+    parser.add_argument("--preset", default="", choices=["", *PRESETS])
+    parser.add_argument("--transport", default="nccl", choices=["nccl", "copy_engine"])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     world = dist.get_world_size()
-    config = for_world(recipe(options.recipe), world)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, transport="nccl", dtype="bf16"))
+    config, update = chosen(options, world)
     folders: list[Any] = [tempfile.mkdtemp(prefix="overlap-trace-") if rank == 0 else ""]
     dist.broadcast_object_list(folders)  # all ranks are on this host
     traces, seconds = {}, {}
     for name, settings in contenders(config).items():
-        engine = Engine(settings, rank, device)
-        engine.init_weights()
-        microbatches = batch(engine, 0)
-        for _ in range(WARM_UP):
-            engine.train_step(microbatches, 1e-4)
-        seconds[name] = statistics.median(timed_block(engine, microbatches, 3))
         traces[name] = [Path(folders[0]) / name / f"rank{r}.json.gz" for r in range(world)]
-        record(engine, rank, microbatches, traces[name][rank])
-        del engine
+        with no_collection():
+            seconds[name] = step_of(settings, update, rank, device, traces[name][rank])
+        gc.collect()
         torch.cuda.empty_cache()
     dist.barrier()
     # Two ranks read, the others wait: reading takes longer than all steps.
@@ -127,7 +157,8 @@ def main() -> None:
         found, bound = report(real), report(null)
         print(render(found, compare(found, bound, real, null)))
         print(f"without the profiler: {seconds}, of which 'null' is the bound")
-        print(write("overlap_trace", result, options.out, options.commit))
+        name = f"overlap_trace_{options.preset}" if options.preset else "overlap_trace"
+        print(write(name, result, options.out, options.commit))
         if options.out:
             keep(traces, config.mesh.dp, options.out)
         shutil.rmtree(folders[0])
