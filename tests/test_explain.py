@@ -222,6 +222,15 @@ def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:
     assert seconds < 1.0
 
 
+def test_every_product_of_tensor_ranks_has_its_row() -> None:
+    rows = [o for o in explained("llama3_8b", mesh__tp=2, overlap__tp__fc1_forward="off").overlaps if o.axis == "tp"]
+    assert len(rows) == 8
+    assert len({overlap.setting for overlap in rows}) == 8
+    off = next(overlap for overlap in rows if overlap.setting == "overlap.tp.fc1_forward")
+    assert (off.state, off.source) == ("off", "run.toml:6")
+    assert all(overlap.why for overlap in rows if overlap.source == "auto")
+
+
 # A run
 
 
@@ -263,6 +272,25 @@ def test_json_is_the_same_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["digest"] == explained("moe_8gpu", overlap__dp__prefetch=1).digest
     gathers = next(overlap for overlap in found["overlaps"] if overlap["what"] == GATHERS)
     assert gathers["source"] == "command line, --overlap.dp.prefetch"
+
+
+IMPOSSIBLE = ("tiny", "--overlap.ep.merge", "off", "--overlap.ep.merge_ends", "on")
+
+
+def test_what_a_run_would_refuse_is_explained_all_the_same_and_the_exit_code_says_so(capsys: Any) -> None:
+    code, out, err = command(capsys, *IMPOSSIBLE)
+    assert code == 1
+    assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off (asked for on: command line" in out
+    assert err.startswith("hocket: a run would not start: overlap.ep.merge_ends = on (command line")
+    code, out, err = command(capsys, *IMPOSSIBLE, "--overlap.on_unmet", "warn")
+    assert (code, err) == (0, "")
+    assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off" in out
+
+
+def test_what_cannot_be_explained_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, "tiny", "--mesh.ep", "3")
+    assert (code, out) == (2, "")
+    assert "mesh.ep = 3" in err
 
 
 def test_help_and_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,13 @@ from hocket.commands import translate
 from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work
 from hocket.commands.trace import trace_files
+from hocket.config import Config
 from hocket.environment import find_gpus
 from hocket.explain.beside import beside, hardware_for, in_traces, request
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
 from hocket.explain.text import to_text
+from hocket.leaves import changed
 from hocket.probing import start
 from hocket.resolve import Settings
 from hocket.trace import load, report
@@ -48,14 +50,33 @@ def run(words: list[str]) -> int:
             return 0
         return translate.run(words)
     options, origins = parse(Explain, "explain", words)
-    settings = resolve_for_plan(options.config, origins)
+    settings, refused = settle(options.config, origins)
     found = explain(settings, survey(os.environ, settings.overlap.env, passed(sys.modules)))
     if options.from_:
         found = with_traces(found, settings, options.from_, origins)
     if options.probe:
         found = with_probe(found, settings)
     print(json_module.dumps(found.as_json(), indent=1) if options.json else to_text(found))
-    return 0
+    if refused:
+        print(f"hocket: a run would not start: {refused}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:
+    """Settings, and why a run would refuse them; empty if it would not.
+
+    What `overlap.on_unmet = error` refuses is explained as if it were `warn`: what would happen instead is then said,
+    too. Raises ValueError for what cannot be explained either way.
+    """
+    try:
+        return resolve_for_plan(config, origins), ""
+    except ValueError as error:
+        if config.overlap.on_unmet == "warn":
+            raise
+        try:
+            return resolve_for_plan(changed(config, {"overlap.on_unmet": "warn"}), origins), str(error)
+        except ValueError:
+            raise error from None
 
 
 def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Explanation:

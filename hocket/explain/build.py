@@ -8,6 +8,7 @@ from hocket.explain.explanation import Explanation, digest
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
+from hocket.origins import begun_with
 from hocket.resolve import Settings
 from hocket.variables import Finding
 
@@ -40,7 +41,7 @@ def heading(settings: Settings) -> str:
 
 def _check(settings: Settings) -> tuple[str, ...]:
     """How to measure it: the step against the same one without communication, and a trace of it."""
-    name = settings.run.name
     if settings.world == 1:
         return ()
-    return (f"hocket bench {name} --against hocket_null", f"hocket train {name} --profile && hocket trace runs/{name}")
+    word, name = begun_with(settings.origins)[0] or settings.run.name, settings.run.name
+    return (f"hocket bench {word} --against hocket_null", f"hocket train {word} --profile && hocket trace runs/{name}")

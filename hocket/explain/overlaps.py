@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.explain.explanation import Axis, Overlap, State
+from hocket.leaves import leaf
+from hocket.origins import source
 from hocket.plan_rules import separate_wgrads
 from hocket.resolve import Settings
 from hocket.rules import has_experts
+from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
 
 ALWAYS = "always"
 """The source of what no setting decides."""
@@ -21,7 +24,7 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
 _ENDS = "the same, at both ends of a step"
 
-_KINDS = {_ROWS_AROUND: "tp", _WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
+_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
 """Whose predicted times a row shows."""
 
 
@@ -33,24 +36,37 @@ def overlaps(settings: Settings) -> tuple[Overlap, ...]:
 def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "") -> Overlap:
     """A row, with the source and the reason of what decides it."""
     decision = next((d for d in s.decisions if d.setting == setting), None)
-    source = decision.source if decision else s.origins.get(setting) or s.origins.get("", "configuration")
+    where = decision.source if decision else source(s, s.origins, setting) if setting else ALWAYS
     return Overlap(
         axis=axis,
         what=what,
         under=under if state == "on" else "",
         state=state,
         setting=setting,
-        source=source if setting else ALWAYS,
+        source=where,
         why=why or (decision.reason if decision else ""),
         kind=_KINDS.get(what, "") if state != "n/a" else "",
     )
+
+
+_BY_METHOD = {
+    "ring": "its own product, on the rows that have come",
+    "pipeline": "its own product, of the next rows",
+    "bulk": "the product of the input gradient",
+}
+_PRODUCTS = {"qkv": "queries, keys, values", "proj": "attention's output", "fc1": "MLP's input", "fc2": "MLP's output"}
 
 
 def _tensor(s: Settings) -> Iterator[Overlap]:
     if s.mesh.tp == 1:
         yield _row(s, "tp", _ROWS_AROUND, "", "n/a", "mesh.tp", "mesh.tp is 1")
         return
-    yield _row(s, "tp", _ROWS_AROUND, "the products themselves", "on", "mesh.tp")
+    for role in ROLES:
+        for direction in DIRECTIONS:
+            setting = setting_of(role, direction)
+            method = leaf(s, setting)
+            under = _BY_METHOD.get(method, "")
+            yield _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", setting)
 
 
 def _data(s: Settings) -> Iterator[Overlap]:

@@ -13,7 +13,7 @@ from hocket.parallel.stages import hardware_of, layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.resolve import Settings
-from hocket.rules import width
+from hocket.rules import has_experts, width
 
 ALIGN = 64
 """Elements at whose multiples shards end: see fsdp/layout.py, which imports torch."""
@@ -71,7 +71,8 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
             continue
         size = 2 if purpose in ("pp_fwd", "pp_bwd") else members
         count = len(mesh.groups(purpose))
-        moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ())
+        used = has_experts(settings) or not purpose.endswith("_experts")
+        moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
         yield GroupRow(purpose=purpose, members=size, count=count, lanes=lanes, moved_by=moved)
 
 

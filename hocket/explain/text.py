@@ -101,7 +101,8 @@ def _decisions(found: Explanation) -> Lines:
     told = {overlap.setting for overlap in found.overlaps if overlap.state != "n/a"}
     for d in found.decisions:
         if not d.unmet and not d.fix and d.setting not in told:
-            yield from paragraph(f"{d.setting} = {show(d.value)}: {d.reason}", "  ")
+            effect = f"; {d.effect}" if d.effect else ""
+            yield from paragraph(f"{d.setting} = {show(d.value)}: {d.reason}{effect}", "  ")
 
 
 def _units(found: Explanation) -> Lines:
