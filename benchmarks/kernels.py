@@ -33,7 +33,17 @@ from hocket.kernels.usable import formulas
 from hocket.model.families import qwen3_30b_a3b
 from hocket.model.layers import rotary_table, swiglu
 from hocket.model.moe import ExpertPlace
-from hocket.parallel.dispatch import Splits, group_rows, permute, unpermute
+from hocket.parallel.dispatch import (
+    Splits,
+    counts_to_send,
+    from_experts,
+    group_rows,
+    permute,
+    send_rows,
+    splits_of,
+    to_experts,
+    unpermute,
+)
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from hocket.plan.cost import model_flops_per_token
@@ -83,6 +93,8 @@ class Piece:
     """Gets a gradient too, without being an argument."""
     consumes: bool = False
     """Backward overwrites what it needs: for each there is a forward, whose time is subtracted."""
+    meant: Callable[[Tensor], Tensor] = lambda out: out
+    """What of an output is compared: the rest holds anything."""
 
 
 def row_pieces(sizes: Sizes) -> Iterator[Piece]:
@@ -115,6 +127,51 @@ def row_pieces(sizes: Sizes) -> Iterator[Piece]:
         return group_rows(x, replace(kept))  # a new value, whose order is not known yet
 
     yield Piece("group", group, [sizes.new(sizes.rows, m.hidden)], sizes.bytes(2 * rows), sizes.bytes(2 * rows))
+
+
+def pair_pieces(sizes: Sizes) -> Iterator[Piece]:
+    """The same way with one copy per rank. What this rank sends to all is what it gets from all."""
+    m, tokens, rows = sizes.model, sizes.tokens * sizes.model.hidden, sizes.rows * sizes.model.hidden
+    logits = torch.randn(sizes.tokens, m.experts, device=sizes.device)
+    probs, routing = route(logits, m)
+    probs, routing = probs.requires_grad_(), routing.by_rank(RANKS)
+    with torch.no_grad():
+        sent, _ = send_rows(sizes.new(sizes.tokens, m.hidden), probs, routing)
+        splits = splits_of(counts_to_send(routing, RANKS).expand(RANKS, -1, -1).transpose(0, 1), 0, routing)
+    count = sum(splits.table.receive)
+    received, pairs = sent[:count].clone().requires_grad_(), count * m.hidden
+
+    def opened(rows: Tensor) -> Tensor:
+        return to_experts(rows, replace(splits))[0]  # a new value, whose order is not known yet
+
+    with torch.no_grad():
+        weights = to_experts(received, splits)[1]
+    assert weights is not None
+    moved, both = sizes.bytes(tokens, pairs), sizes.bytes(pairs, rows)
+    yield Piece(
+        "pack",
+        lambda x, p: send_rows(x, p, routing)[0],
+        [sizes.new(sizes.tokens, m.hidden), probs],
+        moved,
+        moved,
+        meant=lambda sent: sent[:count, : m.hidden],
+    )
+    yield Piece("open", opened, [received], both, both)
+    place_NK, given = weights[1], weights[0].detach().clone().requires_grad_()
+    yield Piece(
+        "close",
+        lambda rows, p: from_experts(rows, (p, place_NK), splits),
+        [sizes.new(sizes.rows, m.hidden), given],
+        both,
+        sizes.bytes(pairs, 2 * rows),
+    )
+    yield Piece(
+        "sum pairs",
+        lambda rows, residual: unpermute(rows, None, residual, None, routing),
+        [sizes.new(count, m.hidden), sizes.new(sizes.tokens, m.hidden)],
+        sizes.bytes(pairs, 2 * tokens),
+        moved,
+    )
 
 
 def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
@@ -152,7 +209,7 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
     yield Piece("loss", lambda logits: cross_entropy(logits, targets), [logits], size, 2 * size, consumes=True)
 
 
-PIECES: list[Callable[[Sizes], Iterator[Piece]]] = [row_pieces, dense_pieces]
+PIECES: list[Callable[[Sizes], Iterator[Piece]]] = [row_pieces, pair_pieces, dense_pieces]
 """Add a function of your own here."""
 
 
@@ -192,7 +249,7 @@ def measure(piece: Piece, sizes: Sizes, repeats: int) -> dict[str, Any]:
                 made = _several(piece.run(*piece.inputs)) if piece.consumes else out
                 return torch.autograd.grad(made, wanted, g, retain_graph=True)
 
-            results[way] = [t.detach().clone() for t in (*out, *backward())]
+            results[way] = [t.detach().clone() for t in (*map(piece.meant, out), *backward())]
             with torch.no_grad():
                 forward_s = seconds(lambda: piece.run(*piece.inputs), sizes.device, repeats)
             backward_s = seconds(backward, sizes.device, repeats) - piece.consumes * forward_s

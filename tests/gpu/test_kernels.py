@@ -13,7 +13,18 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.moe import ONLY, MoELayer
-from hocket.parallel.dispatch import Splits, group_rows, permute, ungroup_rows, unpermute
+from hocket.parallel.dispatch import (
+    Splits,
+    counts_to_send,
+    from_experts,
+    group_rows,
+    permute,
+    send_rows,
+    splits_of,
+    to_experts,
+    ungroup_rows,
+    unpermute,
+)
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.transports import RowTable
 
@@ -152,3 +163,27 @@ def test_a_layer_with_kernels_is_the_one_with_formulas() -> None:
     for name, a, b, c in zip(["output", "input", *names], formula, kernel, again, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 777, 4096])
+def test_one_copy_per_rank(tokens: int, ranks: int, dtype: torch.dtype) -> None:
+    """Rows of all ranks are this rank's own: the same bits both ways, but for gradients of weights."""
+    probs, routing = routed(tokens, 8)
+    x, residual = (torch.randn(tokens, 256).to("cuda", dtype) for _ in range(2))
+
+    def run(x: Tensor, probs: Tensor, residual: Tensor) -> Tensor:
+        mine = routing.by_rank(ranks)
+        rows, _ = send_rows(x, probs, mine)
+        splits = splits_of(counts_to_send(mine, ranks).expand(ranks, -1, -1).transpose(0, 1), 0, mine)
+        grouped, weights = to_experts(rows[: sum(splits.table.receive)], splits)
+        return unpermute(from_experts(grouped * 2, weights, splits), None, residual, None, mine)
+
+    formula, first, again = both_ways(run, x, probs, residual)
+    for i, (a, b, c) in enumerate(zip(formula, first, again, strict=True)):
+        assert torch.equal(b, c)
+        if i == 2:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        else:
+            assert torch.equal(a, b), i
