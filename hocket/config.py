@@ -170,6 +170,9 @@ class ExpertOverlap:
     capacity: float = 1.5
     """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
     alone. A step that needs more is made again with splits that the host knows."""
+    copies: Literal["auto", "per_expert", "per_rank"] = "auto"
+    """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
+    them; then that rank sums their outputs. auto sends fewer bytes."""
 
 
 TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]

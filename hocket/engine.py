@@ -6,6 +6,7 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from hocket.parallel.slices import whole_shape
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.parallel.tensor import Tensors, ways_of
 from hocket.plan.check import assert_valid
+from hocket.plan.copies import copies_of
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
@@ -55,12 +57,13 @@ class StepResult:
 
 def comm_options(config: Config, device: torch.device) -> CommOptions:
     """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
-    train, model = config.train, config.model
-    rows, width = config.tokens * model.top_k, model.hidden * DTYPES[train.dtype].itemsize
+    train, model, size = config.train, config.model, DTYPES[config.train.dtype].itemsize
+    copies = copies_of(model, config.mesh.ep, layout_of(config).per_rank, size)
+    rows, width = math.ceil(config.tokens * copies.count), model.hidden * size
     device_splits = _knows_no_host(config)
     if device_splits:
         rows = max(rows, rows_allowed(config))
-    arrival = rows * width  # of one microbatch, when all experts get as much
+    arrival = rows * (width + copies.label * size)  # of one microbatch, when all experts get as much
     timeout = train.hang_timeout + MARGIN
     piecewise = any(way.piecewise for way in ways_of(config).values())
     tokens = train.sequences * config.data.sequence_length * width if piecewise else 0

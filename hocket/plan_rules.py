@@ -223,6 +223,19 @@ PLAN_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("overlap.ep.copies", "overlap.ep.splits"),
+        lambda c, h: c.overlap.ep.copies == "per_rank" and c.overlap.ep.splits == "device",
+        "where the device alone knows splits, every choice's row is stored at its place, so there is one for each",
+        "overlap.ep.copies = per_expert, or overlap.ep.splits = host",
+    ),
+    Rule(
+        ("overlap.ep.copies", "mesh.ep"),
+        lambda c, h: c.overlap.ep.copies == "per_rank" and c.mesh.ep == 1,
+        "no effect: all experts are on every rank, so nothing is sent",
+        "mesh.ep = 2 or more, or leave overlap.ep.copies out",
+        only_if_set=True,
+    ),
+    Rule(
         ("overlap.pp.backward_lane", "mesh.pp"),
         lambda c, h: c.overlap.pp.backward_lane != "auto" and c.mesh.pp == 1,
         "no effect: with one pipeline rank nothing is sent",

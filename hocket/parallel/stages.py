@@ -34,6 +34,7 @@ def layout_of(config: Config) -> Layout:
         turning=config.plan.order == "zb_v",
         placed=config.overlap.ep.splits == "device" and config.mesh.ep > 1,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
+        per_rank=config.overlap.ep.copies == "per_rank" and config.mesh.ep > 1,
     )
 
 

@@ -100,7 +100,9 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
     batches = batches or random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
     dtype, strategy = DTYPES[c.train.dtype], c.overlap.dp.strategy
-    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy).run(batches)
+    per_rank = c.overlap.ep.copies == "per_rank"
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank)
+    reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)
 
@@ -132,6 +134,7 @@ VALUES: dict[str, list[Any]] = {
     "dtype": ["fp32", "bf16"],
     "merge": ["off", "on"],
     "merge_ends": ["off", "on"],
+    "copies": ["per_expert", "per_rank"],
     "defer_wgrad": ["off", "on"],
     "backward_lane": ["on", "off"],
     "defer_layers": [0, 1, 2, -1],
@@ -156,7 +159,9 @@ VALUES: dict[str, list[Any]] = {
 def legal(case: dict[str, Any]) -> bool:
     if case["ep"] > case["dp"] or (case["ep"] > 1 and case["kinds"] == "dense"):
         return False
-    if case["splits"] == "device" and case["ep"] == 1:
+    if case["ep"] == 1 and (case["splits"] == "device" or case["copies"] == "per_rank"):
+        return False
+    if case["splits"] == "device" and case["copies"] == "per_rank":
         return False
     if case["order"] == "sequential" and case["merge"] == "on" and case["pp"] * case["chunks"] > 1:
         return False
@@ -177,9 +182,8 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    sends = ("backward_lane", "defer_layers", "defer_parts")
-    names = ("merge", "merge_ends", "defer_wgrad", "strategy", "layer_order", "splits", "order", "chunks", "recompute")
-    plan = {name: case[name] for name in (*names, *sends)}
+    others = ("dtype", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches")
+    plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"], plan["capacity"] = tuple(counts), 2.0
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
@@ -216,6 +220,21 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
+    "everything on, one copy per rank": (
+        dict(layers=8, experts=8, top_k=3, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", copies="per_rank"),
+    ),
+    "one copy for each of four ranks": (
+        dict(layers=2, experts=8, top_k=4, router="sigmoid", bias_rate=0.02),
+        dict(dp=4, ep=4),
+        dict(merge="on", merge_ends="on", copies="per_rank"),
+    ),
+    "one copy to a rank with all choices": (
+        dict(layers=2, experts=2, top_k=2),
+        dict(dp=2, ep=2),
+        dict(copies="per_rank"),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (
