@@ -94,10 +94,12 @@ def predicted(result: Result) -> str:
     """The same steps as the simulator sees them, on the same mesh."""
     config, found = result["config"], result["contenders"]
     _same_work(config)
-    mesh = " ".join(f"--mesh.{axis} {size}" for axis, size in config["mesh"].items())
+    words = [config["run"]["name"], *(f"--mesh.{axis} {size}" for axis, size in config["mesh"].items())]
+    copies = config.get("overlap", {}).get("ep", {}).get("copies", "per_expert")  # as it was before there was a choice
+    words.append(f"--overlap.ep.copies {copies}")
     rows = []
     for name, changes in CONTENDERS.items():
-        _, timeline, _ = planned(f"{config['run']['name']} {mesh} {changes}")
+        _, timeline, _ = planned(" ".join([*words, changes]))
         step, use = float(timeline.makespan), timeline.ranks[0]
         measured = found[name]["seconds"]
         shares = [float(use.busy) / step, float(use.exposed_total) / step, float(use.idle) / step]

@@ -22,6 +22,7 @@ VERSION = 1
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",
     "overlap.ep.merge_ends": "off",
+    "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
     "overlap.ep.capacity": 1.5,
     "mesh.tp": 1,
