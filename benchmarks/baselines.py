@@ -33,6 +33,8 @@ SKINNY = (
     "--against bound,exchanges,ep_sync,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
 )
 """Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
+COPIES = "--against hocket,hocket_per_expert,hocket_ce,hocket_per_expert_ce,hocket_null"
+"""A copy of a token for each rank that has some of its experts, or for each expert."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
 SHARDED = (
     "--against bound,fsdp2_tuned,fsdp2_tuned_fp32,fully_shard,fully_shard_ce,fully_shard_null --blocks 4 --steps 2"
@@ -104,6 +106,7 @@ PRESETS = {
     "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
+    "copies": (f"{EXPERTS} {COPIES}", (4096,)),
     "expert_parallel_host": (f"{EXPERTS} --against bound,hocket,hocket_null --blocks 4", (256,)),
     "shared_expert": (SHARED_EXPERT, (8192,)),
     "skinny": (SKINNY, (4096,)),

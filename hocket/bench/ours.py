@@ -24,9 +24,9 @@ from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_gro
 from hocket.runtime.pretended import Null, Signal
 from hocket.runtime.transports import Transport
 
-_groups: dict[tuple[Mesh, str, str], Groups] = {}
-"""Groups of this process by mesh, transport and who knows splits: contenders of one kind take turns on them, as they do
-on the GPU."""
+_groups: dict[tuple[Mesh, str, str, str], Groups] = {}
+"""Groups of this process by mesh, transport, who knows splits and copies: contenders of one kind take turns on them, as
+they do on the GPU."""
 
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
@@ -39,7 +39,7 @@ class Planned:
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
         transport = config.train.transport
-        kind = mesh_of(config), transport, config.overlap.ep.splits
+        kind = mesh_of(config), transport, config.overlap.ep.splits, config.overlap.ep.copies
         self.engine = Engine(config, rank, device, groups=_groups.get(kind), update=workload.optimizer)
         _groups[kind] = self.engine.groups
         self.engine.init_weights()
@@ -147,12 +147,13 @@ class Exchanges:
         config = _on(config, "copy_engine") if device.type == "cuda" else config
         mesh, transport = mesh_of(config), config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        kind = mesh, transport, config.overlap.ep.splits
+        kind = mesh, transport, config.overlap.ep.splits, config.overlap.ep.copies
         if kind not in _groups:
             _groups[kind] = make_groups(mesh, rank, device, transport, comm_options(config, device))
         self.group = _groups[kind].a2a
         size, width, where = mesh.ep, config.model.hidden, mesh.coordinates(rank)
-        sent = costs_of(config, hardware_of(config)).table["fwd", "dispatch", "moe"].wire_bytes
+        costs = costs_of(config, hardware_of(config)).table
+        sent = sum(costs["fwd", part, "moe"].wire_bytes for part in ("dispatch", "combine")) // 2
         rows = sent // ((size - 1) * width * workload.dtype.itemsize)
         self.table = RowTable([[rows] * size] * size, self.group.rank)
         self.rows = torch.randn(size * rows, width, device=device).to(workload.dtype)
@@ -190,6 +191,17 @@ def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> 
     return Planned(workload, rank, device, _on(workload.config, "copy_engine_gathers"))
 
 
+def per_expert(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, with a copy of a token for each of its experts."""
+    return Planned(workload, rank, device, changed(workload.config, {"overlap.ep.copies": "per_expert"}))
+
+
+def per_expert_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same, with gathers and reduces on copy engines."""
+    config = changed(workload.config, {"overlap.ep.copies": "per_expert"})
+    return Planned(workload, rank, device, _on(config, "copy_engine"))
+
+
 def device_splits(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, but that no host knows how many rows travel to which experts."""
     return Planned(workload, rank, device, _placed(workload.config))
@@ -202,7 +214,7 @@ def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Con
 
 def _placed(config: Config) -> Config:
     """A configuration whose splits are known to the devices alone."""
-    return changed(config, {"overlap.ep.splits": "device"})
+    return changed(config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert"})
 
 
 def _on(config: Config, transport: TransportName) -> Config:

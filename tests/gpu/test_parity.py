@@ -53,6 +53,7 @@ OTHERS: dict[str, Config] = {
     ),
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
+    "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
 }
@@ -87,7 +88,7 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
-    same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy}
+    same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.copies": config.overlap.ep.copies}
     sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN, **same_sums}), rank, device)
     turns = config.plan.order == "zb_v"
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
