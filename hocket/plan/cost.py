@@ -8,8 +8,7 @@ n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are el
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
     all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
-    all-to-all              (ep - 1) / ep * R * D elements received: even routing, one copy per expert; with one copy
-                            per rank fewer rows, and a label with each on the way to experts (plan/copies.py)
+    all-to-all              (ep - 1) / ep * R * D elements received: even routing; fewer R with one copy per rank
     pipeline hop            T * D elements
 
 Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
@@ -253,8 +252,7 @@ def _experts(model: ModelConfig, ep: int, copies: Copies, f: Formulas) -> PartSi
 def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f: Formulas) -> PartSize:
     """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
 
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
-    """
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved."""
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     shared = plus(f.swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
