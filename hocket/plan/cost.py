@@ -252,7 +252,8 @@ def _experts(model: ModelConfig, ep: int, copies: Copies, f: Formulas) -> PartSi
 def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f: Formulas) -> PartSize:
     """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
 
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved."""
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
+    """
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     shared = plus(f.swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
@@ -336,9 +337,8 @@ def op_costs(
         size = part_size(model, part, kind, seq, layout.ep, copies, hardware.formulas)
         if part in ("dispatch", "combine"):
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
-            wire = rows * (layout.ep - 1) // layout.ep
-            table["fwd", part, kind] = price.transfer("a2a", wire, rows)
-            table["bwd", part, kind] = price.transfer("a2a", wire, room)
+            for verb, nbytes in (("fwd", rows), ("bwd", room)):
+                table[verb, part, kind] = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, nbytes)
             continue
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
             table[verb, part, kind] = price.compute(size, verb)
