@@ -57,18 +57,18 @@ def aims(short: Result, long: Result, peers: Result) -> str:
         assert tokens_of(found) == LENGTHS[i]
         by_name = found["contenders"]
         for name, (other, wanted) in AIMS.items():
-            rows[name].append(_verdict(by_name[OURS]["speed_over"][other], wanted[i]))
+            rows[name].append(verdict(by_name[OURS]["speed_over"][other], wanted[i]))
         used = by_name[OURS]["peak_bytes"] / by_name[PEER]["peak_bytes"]
         memory.append(f"{used:.2f}, aim at most {MEMORY_AIM}: {'met' if used <= MEMORY_AIM else 'missed'}")
     megatron = dict.fromkeys(LENGTHS, "not measured")
     for found in workloads([peers]):
         length, ratio = tokens_of(found), found["contenders"][OURS]["speed_over"][found["best_peer"]]
-        megatron[length] = _verdict(ratio, MEGATRON_AIM[LENGTHS.index(length)])
+        megatron[length] = verdict(ratio, MEGATRON_AIM[LENGTHS.index(length)])
     faster = ["speed over megatron-fsdp, 16 layers", *megatron.values()]
     return table(["tokens per GPU", *LENGTHS], [*rows.values(), faster, memory])
 
 
-def _verdict(ratio: Mapping[str, float], aim: float) -> str:
+def verdict(ratio: Mapping[str, float], aim: float) -> str:
     """Whether the median meets an aim, and whether the interval leaves that open."""
     word = "met" if ratio["median"] >= aim else "missed"
     doubt = ", within noise" if ratio["low"] <= aim <= ratio["high"] else ""
