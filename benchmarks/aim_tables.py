@@ -42,8 +42,7 @@ def expert_aims(*results: Result) -> str:
     rows = []
     for result in results:
         preset = result["command"].split("benchmarks.baselines ")[1].split()[0]
-        for found in workloads([result]):
-            rows.append(_row(AIMS[preset, tokens_of(found)], found["contenders"]))
+        rows += [_row(AIMS[preset, tokens_of(found)], found["contenders"]) for found in workloads([result])]
     return table(["shape", "fastest", "step", "share of the bound", "speed over others"], rows)
 
 
