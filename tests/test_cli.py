@@ -323,7 +323,11 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     records = map(json.loads, (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines())
     rates = [record["lr"] for record in records if "loss" in record]
     assert rates == pytest.approx([4e-3 * step / 15 for step in (1, 2, 3)]), "the warm-up of tiny, from its first step"
-    assert (tmp_path / "runs/tiny/checkpoints/latest/meta.json").exists()
+    meta = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
+    explained = json.loads((tmp_path / "runs/tiny/explanation.json").read_text())
+    assert meta["digest"] == explained["digest"]
+    assert explained["heading"].startswith("4 ranks = pp 2 x dp 2")
+    assert "explanation.json has what was decided" in ended.out
     again = hocket(tmp_path, "train", *words)
     assert "nothing to do" in again.out
 

@@ -49,11 +49,21 @@ VALUES: dict[str, list[Any]] = {
     "communication_data_type": [None, "bf16", "fp32"],
     "mixed_precision": ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed"],
     "parallelism.enable_async_tensor_parallel": [True, False],
+    **{f"tp_comm_{name}": [True, False] for name in ("overlap_ag", "overlap_rs", "bulk_dgrad")},
     "--overlap-moe-expert-parallel-comm": [True, False],
     "--overlap-grad-reduce": [True, False],
 }
 """Values to look up where one of the type's says too little."""
-ROUND = Given({"--num-layers": 8, "--pipeline-model-parallel-size": 2, "--micro-batch-size": 1}, gpus=8)
+ROUND = Given(
+    {
+        "--num-layers": 8,
+        "--pipeline-model-parallel-size": 2,
+        "--micro-batch-size": 1,
+        "--tensor-model-parallel-size": 2,
+        "parallelism.tensor_parallel_degree": 2,
+    },
+    gpus=16,
+)
 """What else is given while one name is looked up."""
 
 
@@ -214,6 +224,16 @@ def test_torchtitan_shards_by_itself_and_cuts_a_batch_only_in_a_pipeline() -> No
     assert (flat["train.sequences"], flat["train.microbatches"], flat["mesh.dp"]) == (8, 1, 8)
     assert (deep["train.sequences"], deep["train.microbatches"], deep["mesh.dp"]) == (2, 4, 4)
     assert (flat["overlap.dp.strategy"], deep["overlap.dp.strategy"]) == ("optim_grads_params", "optim_grads")
+
+
+def test_tensor_settings_without_tensor_ranks_are_not_needed() -> None:
+    for system, text in (
+        (MEGATRON, "--tp-comm-overlap --tp-comm-overlap-rs-dgrad --disable-tp-comm-overlap-ag"),
+        (TORCHTITAN, "--parallelism.enable_async_tensor_parallel False --parallelism.tensor_parallel_degree 1"),
+    ):
+        found = translate(system, read.flags(text), 8)
+        assert not any(name.startswith("overlap.tp") for name in found.settings)
+    assert settings("--tp-comm-overlap --tensor-model-parallel-size 2")["overlap.tp.method"] == "auto"
 
 
 def test_names_that_contradict_each_other_are_refused() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.foreign.entry import Answer, Entry, Given, choice, entry, no_use, to
-from hocket.foreign.megatron import FIRST, LAST, VIRTUAL_STAGES
+from hocket.foreign.entry import Answer, Entry, Given, choice, entry, no_use, tensor, to
+from hocket.foreign.megatron import BULK_OFF, FIRST, GATHERS_OFF, LAST, SUMS_OFF, TENSOR_RANKS, VIRTUAL_STAGES
 
 ALIASES = {
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
@@ -38,18 +38,20 @@ def tied(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"model.tied": bool(value)})
 
 
-_RULE = "a rule chooses for each product and direction; overlap.tp.method forces one way for all"
+def _off(role: str) -> dict[str, str]:
+    return {f"overlap.tp.{role}_{direction}": "off" for direction in ("forward", "backward")}
+
 
 OWN: tuple[Entry, ...] = (
     entry("share_embeddings_and_output_weights", bool, tied),
     entry("gradient_accumulation_fusion", bool, no_use("a weight gradient is written where the reduce reads it")),
     entry("batch_p2p_sync", bool, no_use("sends are never batched, and the host waits for none")),
-    entry(
-        "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
-        "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1",
-        bool,
-        no_use(_RULE),
-    ),
+    entry("tp_comm_overlap_ag", bool, tensor(GATHERS_OFF, TENSOR_RANKS, negative=True)),
+    entry("tp_comm_overlap_rs", bool, tensor(SUMS_OFF, TENSOR_RANKS, negative=True)),
+    entry("tp_comm_bulk_dgrad", bool, tensor(BULK_OFF, TENSOR_RANKS, negative=True)),
+    entry("tp_comm_bulk_wgrad", bool, no_use("a weight gradient waits for nobody: overlap.defer_wgrad")),
+    entry("tp_comm_overlap_disable_qkv", bool, tensor(_off("qkv"), TENSOR_RANKS)),
+    entry("tp_comm_overlap_disable_fc1", bool, tensor(_off("fc1"), TENSOR_RANKS)),
     entry("data_parallel_size", int, no_use("it follows from --gpus")),
     entry(
         "mixed_precision",

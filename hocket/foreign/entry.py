@@ -126,6 +126,22 @@ def choice(table: Mapping[Any, Answer], instead: str) -> Rule:
     return rule
 
 
+def tensor(settings: Mapping[str, Any], degree: str, negative: bool = False) -> Rule:
+    """Settings of tensor-parallel layers where it is true (`negative`: false); without tensor ranks they have no use.
+
+    `degree` is the name under which the number of tensor ranks is given.
+    """
+
+    def rule(value: Any, given: Given) -> Answer:
+        if given.number(degree) == 1:
+            return Answer("not needed", words="there are no tensor ranks")
+        if bool(value) == negative:
+            return Answer("not needed", words="a rule chooses for each product and direction")
+        return Answer("becomes", settings)
+
+    return rule
+
+
 def to(**words: str) -> Answer:
     """Only words: `to(needless="...")` or `to(missing="...")`."""
     if "needless" in words:

@@ -19,11 +19,12 @@ from hocket.foreign.entry import (
     only,
     same,
     switch,
+    tensor,
     to,
     when,
 )
 
-LAYERS, PIPELINE = "--num-layers", "--pipeline-model-parallel-size"
+LAYERS, PIPELINE, TENSOR_RANKS = "--num-layers", "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
@@ -65,7 +66,7 @@ def torch_fsdp2(value: Any, given: Given) -> Answer:
 
 
 PARALLEL: tuple[Entry, ...] = (
-    entry("--tensor-model-parallel-size", int, same("mesh.tp")),
+    entry(TENSOR_RANKS, int, same("mesh.tp")),
     entry(PIPELINE, int, same("mesh.pp")),
     entry(VIRTUAL_LAYERS, int, chunks_of),
     entry(VIRTUAL_STAGES, int, same("plan.chunks")),
@@ -133,19 +134,19 @@ DATA: tuple[Entry, ...] = (
     entry("--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp", bool, never("no fp8")),
 )
 
+GATHERS_OFF = {f"overlap.tp.{at}": "off" for at in ("qkv_forward", "fc1_forward", "proj_backward", "fc2_backward")}
+SUMS_OFF = {f"overlap.tp.{at}": "off" for at in ("proj_forward", "fc2_forward")}
+BULK_OFF = {f"overlap.tp.{at}": "off" for at in ("qkv_backward", "fc1_backward")}
+SUMS_BACKWARD = {f"overlap.tp.{at}": "pipeline" for at in ("qkv_backward", "fc1_backward")}
+
 TENSOR: tuple[Entry, ...] = (
-    entry(
-        "--tp-comm-overlap",
-        bool,
-        lambda value, given: Answer("becomes", {"overlap.tp.method": "auto" if value else "off"}),
-    ),
-    entry("--tp-comm-overlap-cfg", str, no_use("a rule chooses for each product from its sizes and rates")),
-    entry(
-        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad "
-        "--disable-tp-comm-bulk-wgrad --tp-comm-overlap-rs-dgrad",
-        bool,
-        no_use("a rule chooses for each product and direction; overlap.tp.method forces one way for all"),
-    ),
+    entry("--tp-comm-overlap", bool, tensor({"overlap.tp.method": "auto"}, TENSOR_RANKS)),
+    entry("--tp-comm-overlap-cfg", str, no_use("a rule chooses for each product and direction from sizes and rates")),
+    entry("--disable-tp-comm-overlap-ag", bool, tensor(GATHERS_OFF, TENSOR_RANKS)),
+    entry("--disable-tp-comm-overlap-rs", bool, tensor(SUMS_OFF, TENSOR_RANKS)),
+    entry("--disable-tp-comm-bulk-dgrad", bool, tensor(BULK_OFF, TENSOR_RANKS)),
+    entry("--disable-tp-comm-bulk-wgrad", bool, no_use("a weight gradient waits for nobody: overlap.defer_wgrad")),
+    entry("--tp-comm-overlap-rs-dgrad", bool, tensor(SUMS_BACKWARD, TENSOR_RANKS)),
     entry("--tp-comm-bootstrap-backend", str, no_use("there is no backend of its own to start")),
     entry("--no-async-tensor-model-parallel-allreduce", bool, never("gradients are always reduced beside compute")),
 )

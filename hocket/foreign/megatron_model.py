@@ -195,6 +195,7 @@ BATCH: tuple[Entry, ...] = (
     entry("--rampup-batch-size", list, never("the batch keeps its size")),
     entry("--seq-length", int, same("data.sequence_length")),
     entry("--max-position-embeddings", int, no_use("rotary positions have no end")),
+    entry("--reset-position-ids --reset-attention-mask --eod-mask-loss", bool, when({"data.packing": "on"})),
     entry("--train-iters", int, same("train.steps")),
     entry("--lr", float, floats("train.lr")),
     entry("--min-lr", float, floats("train.min_lr")),

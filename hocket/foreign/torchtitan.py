@@ -16,10 +16,12 @@ from hocket.foreign.entry import (
     no_use,
     only,
     same,
+    tensor,
     to,
 )
 
 P, T = "parallelism.", "training."
+TP = f"{P}tensor_parallel_degree"
 PP, DP_SHARD, DP_REPLICATE = (
     f"{P}pipeline_parallel_degree",
     f"{P}data_parallel_shard_degree",
@@ -71,7 +73,7 @@ def _accumulated(given: Given, local: int) -> int:
 
 
 def _data_ranks(given: Given) -> int:
-    other = given.number(PP) * given.number(f"{P}tensor_parallel_degree") * given.number(f"{P}context_parallel_degree")
+    other = given.number(PP) * given.number(TP) * given.number(f"{P}context_parallel_degree")
     return given.gpus // other
 
 
@@ -97,6 +99,11 @@ RECOMPUTATION = {
 }
 
 
+def async_tensor(value: Any, given: Given) -> Answer:
+    """Off is a wish here: by itself a rule would put communication beside products."""
+    return tensor({"overlap.tp.method": "auto" if value else "off"}, TP)(True, given)
+
+
 def recomputed(value: Any, given: Given) -> Answer:
     """Whole layers; with expert ranks, those of a model whose layers all have experts."""
     if value == "full":
@@ -110,13 +117,9 @@ PARALLEL: tuple[Entry, ...] = (
     entry(DP_REPLICATE, int, replicate),
     entry(DP_SHARD, int, shard),
     entry(f"{P}fsdp_reshard_after_forward", str, reshard),
-    entry(f"{P}tensor_parallel_degree", int, same("mesh.tp")),
+    entry(TP, int, same("mesh.tp")),
     entry(f"{P}disable_loss_parallel", bool, never("with tensor ranks the vocabulary is always split")),
-    entry(
-        f"{P}enable_async_tensor_parallel",
-        bool,
-        lambda value, given: Answer("becomes", {"overlap.tp.method": "auto" if value else "off"}),
-    ),
+    entry(f"{P}enable_async_tensor_parallel", bool, async_tensor),
     entry(PP, int, same("mesh.pp")),
     entry(f"{P}pipeline_parallel_schedule", str, choice(SCHEDULES, "1f1b, interleaved, zb_h1 and zb_v alone")),
     entry(f"{P}pipeline_parallel_schedule_csv", str, never("plan.order names an order; it is not read from a file")),

@@ -133,9 +133,7 @@ def _wrong(system: System, row: Entry, name: str, value: Any) -> list[str]:
 def fitting(answer: Answer) -> Answer:
     """The answer, unless it gives a setting of hocket's a value that it cannot have."""
     for setting, value in answer.settings.items():
-        hint = types().get(setting)
-        if hint is None:
-            return Answer("not there", words=f"there is no {setting}")
+        hint = types()[setting]
         if not is_a(value, hint):
             return Answer("not there", words=f"{setting} is {describe(hint)}, not {value}")
     return answer
