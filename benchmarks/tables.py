@@ -298,6 +298,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16", contenders),
     "everything": ("everything", contenders),
     "everything_settings": ("everything", settings),
+    "copies": ("copies", contenders),
     "expert_aims": (
         "expert_parallel shared_expert? skinny? pipeline_dense_8? pipeline_dense_16? everything?",
         expert_aims,
