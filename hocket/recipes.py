@@ -15,10 +15,8 @@ from typing import NoReturn
 from hocket.config import (
     Config,
     DataConfig,
-    ExpertOverlap,
     MeshConfig,
     ModelConfig,
-    OverlapConfig,
     PlanConfig,
     RunConfig,
     TrainConfig,
@@ -32,7 +30,6 @@ def tiny() -> Config:
         model=families.tiny(),
         mesh=MeshConfig(pp=2, dp=2, ep=2),
         plan=PlanConfig(chunks=2),
-        overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
         data=DataConfig(sequence_length=128),
         train=TrainConfig(
             steps=150, microbatches=4, sequences=4, lr=4e-3, min_lr=4e-4, warmup=15, eval_every=50, save_every=50
@@ -60,7 +57,6 @@ def moe_8gpu() -> Config:
         ),
         mesh=MeshConfig(pp=2, dp=4, ep=4),
         plan=PlanConfig(chunks=2),
-        overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
         data=DataConfig(sequence_length=2048),
         train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
         run=RunConfig(name="moe_8gpu"),

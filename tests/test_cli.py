@@ -69,7 +69,7 @@ def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_reci
     assert code == 0
     assert "--overlap.ep.merge {auto,on,off}" in out
     assert "Merge the forward of one microbatch" in out
-    assert "(default: on)" in out
+    assert "(default: 150)" in out  # steps of the recipe
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():

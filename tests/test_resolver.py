@@ -71,13 +71,20 @@ def test_the_environment_does_not_depend_on_the_mesh(mesh: dict[str, Any]) -> No
 
 
 def test_every_reason_and_every_fix_is_in_the_one_line_about_a_request() -> None:
-    config = changed(TINY, {"plan.order": "sequential", "train.microbatches": 1, "mesh.pp": 2})
+    config = changed(TINY, {"plan.order": "sequential", "train.microbatches": 1, "overlap.ep.merge": "on"})
     with pytest.raises(ValueError) as caught:
         resolve(config, None, flags(["overlap.ep.merge"]))
     (line,) = [line for line in str(caught.value).splitlines() if "overlap.ep.merge" in line.split("(")[0]]
     assert line.count("[1]") == line.count("[2]") == 2
     assert "sequential order" in line
     assert "all forwards of 1 microbatches are warm-up" in line
+
+
+def test_merging_without_experts_is_possible_and_remarked_on() -> None:
+    config = changed(TINY, {"mesh.ep": 1, "overlap.ep.merge": "on"})
+    found = resolve(config, None, flags(["overlap.ep.merge"]))
+    assert found.overlap.ep.merge == "on"
+    assert "there is none (mesh.ep = 1)" in decided(found, "overlap.ep.merge").reason
 
 
 def test_impossible_values_and_broken_rules_come_together() -> None:

@@ -167,7 +167,9 @@ def test_a_file_that_is_no_text(here: Path) -> None:
 
 MODULE = """
 from hocket.config import Config, TrainConfig
+from hocket.leaves import changed
 def mine(): return Config(train=TrainConfig(steps=7))
+def merged(): return changed(Config(), {"overlap.ep.merge": "on"})
 def number(): return 3
 def fails(): raise ValueError("no data")
 """
@@ -219,13 +221,14 @@ def test_presets_set_settings_that_are_there_to_values_that_they_can_have() -> N
             assert not asked(origins, setting)
 
 
-def test_what_a_recipe_takes_from_a_preset_is_said() -> None:
-    config, origins = made("tiny", "--preset", "debug")
+def test_what_a_recipe_takes_from_a_preset_is_said(here: Path) -> None:
+    write(MODULE, "my_recipes_d.py")
+    config, origins = made("my_recipes_d:merged", "--preset", "debug")
     assert (config.overlap.ep.merge, config.overlap.dp.prefetch) == ("on", 0)
     found = {d.setting: d for d in resolve(config, None, origins).decisions}["overlap.ep.merge"]
     assert found.unmet
     assert (found.asked, found.source) == ("off", "preset debug")
-    assert "recipe tiny sets it" in found.reason
+    assert "recipe my_recipes_d:merged sets it" in found.reason
     assert "overlap.ep.merge = off in a file" in found.fix
 
 

@@ -176,7 +176,7 @@ def test_a_stride_of_3_hides_hops_as_long_as_a_step(pp: int) -> None:
 
 def settings(**changes: Any) -> Settings:
     """The tiny recipe with nothing but dense layers, whose weight gradients cover nothing else."""
-    changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, **changes}
+    changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, "overlap__ep__merge": "on", **changes}
     config = recipe("tiny")
     for name, value in changes.items():
         config = changed(config, {name.replace("__", "."): value})
