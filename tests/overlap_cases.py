@@ -24,7 +24,7 @@ class Case(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012
     """Settings after resolving."""
     rows: dict[str, str] = {}  # noqa: RUF012
-    """State of what is hidden, by axis: on, off, or n/a; of several rows of an axis the first."""
+    """State of what is hidden, by axis: on if anything of it is, else off, or n/a."""
     refused: tuple[str, ...] = ()
     """What the error says."""
     why: str = ""
@@ -62,7 +62,7 @@ CASES = (
     Case(14, "tensor overlap not asked for", {"mesh.tp": 2, "mesh.dp": 2}, {"overlap.tp.method": "off"},
          {"overlap.tp.method": "off"}, {"dp": "on"}),
     Case(15, "nothing sharded", {"mesh.dp": 4, "overlap.dp.strategy": "no_shard"}, {},
-         {"overlap.dp.strategy": "no_shard"}, {"dp": "n/a"},
+         {"overlap.dp.strategy": "no_shard"}, {"dp": "on"},
          why="without shards there is nothing to gather, and gradients are reduced under compute all the same"),
     Case(16, "sends not hidden", {**FOUR_STAGES, "plan.chunks": 2},
          {"overlap.defer_wgrad": "off"}, {"overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}),
@@ -70,7 +70,7 @@ CASES = (
          {"overlap.tp.fc2_forward": "pipeline"}),
     Case(18, "no ways named", TENSOR, {"overlap.tp.method": "pipeline"}, {"overlap.tp.fc1_forward": "off"},
          why="each layer gets what its direction can do, with a reason"),
-    Case(19, "nothing is left open", TENSOR, {}, {}, {"tp": "on"}),
+    Case(19, "nothing is left open", TENSOR, why="what each direction of each layer does is chosen from its shape"),
     Case(20, "experts", MOE, {"overlap.ep.merge": "on"}, {"overlap.ep.merge": "on"}, {"ep": "on"}),
     Case(21, "experts, weight gradients later", MOE, {"overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
          {"overlap.defer_wgrad": "on"}, {"ep": "on"}),
