@@ -208,6 +208,7 @@ def _regroup_index(
     ends,
     order,
     inverse,
+    stride,
     ranks: tl.constexpr,
     local: tl.constexpr,
     size: tl.constexpr,
@@ -216,7 +217,8 @@ def _regroup_index(
     """One program per block of rows, those of one expert from one rank."""
     rank, expert = tl.program_id(0) // local, tl.program_id(0) % local
     i = tl.arange(0, size)
-    count = tl.load(counts + i, mask=i < ranks * local, other=0).to(tl.int32)
+    at = i // local * stride + i % local
+    count = tl.load(counts + at, mask=i < ranks * local, other=0).to(tl.int32)
     mine = tl.sum(tl.where(i == tl.program_id(0), count, 0))
     received = tl.sum(tl.where(i < tl.program_id(0), count, 0))
     earlier = (i % local < expert) | ((i % local == expert) & (i // local < rank))
@@ -330,5 +332,6 @@ def regroup(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     ints = {"device": counts_PL.device, "dtype": torch.int32}
     ends_L, order_R, inverse_R = torch.empty(local, **ints), torch.empty(rows, **ints), torch.empty(rows, **ints)
     sizes = (ranks, local, triton.next_power_of_2(ranks * local), 1024)
-    _regroup_index[ranks * local,](counts_PL.contiguous(), ends_L, order_R, inverse_R, *sizes)
+    assert counts_PL.stride(1) == 1
+    _regroup_index[ranks * local,](counts_PL, ends_L, order_R, inverse_R, counts_PL.stride(0), *sizes)
     return ends_L, order_R, inverse_R

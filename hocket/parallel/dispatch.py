@@ -57,8 +57,8 @@ class CountExchange(Protocol):
 class Arrivals:
     """Of rows that stand for several choices each: how many there are."""
 
-    received_P: Tensor
-    """Rows received by source rank, int64, on the device."""
+    counts_PM: Tensor
+    """By source rank, choices by local expert, then rows; int64, on the device."""
     choices: int
     """Choices they stand for: rows in grouped order."""
     top_k: int
@@ -117,20 +117,18 @@ def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
 
 def counts_to_send(routing: Routing, ranks: int) -> Tensor:
     """What each rank must know: choices by local expert, [P, L], and with one copy per rank the rows behind them."""
-    counts_PL, pairs = routing.counts_E.view(ranks, -1), routing.pairs
-    return counts_PL if pairs is None else torch.cat([counts_PL, pairs.counts_P.unsqueeze(1)], 1)
+    return routing.counts_E.view(ranks, -1) if routing.pairs is None else routing.pairs.counts_PM
 
 
 def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
     """What follows for a rank from what every rank sends to each. Stops the host until it is known."""
+    every, counts_PM = every_PPM.cpu(), every_PPM[:, rank]  # summed on the host, which spares a device's kernels
     if routing.pairs is None:
-        rows: list[list[int]] = every_PPM.sum(-1).tolist()
-        return Splits(RowTable(rows, rank), every_PPM[:, rank].contiguous())
-    every_PPL, every_PP = every_PPM[..., :-1], every_PPM[..., -1]
-    rows, choices = torch.stack([every_PP, every_PPL.sum(-1)]).tolist()
-    arrivals = Arrivals(every_PP[:, rank].contiguous(), sum(line[rank] for line in choices), routing.top_k)
-    table = RowTable(rows, rank, label_bytes(routing.top_k))
-    return Splits(table, every_PPL[:, rank].contiguous(), arrivals)
+        rows: list[list[int]] = every.sum(-1).tolist()
+        return Splits(RowTable(rows, rank), counts_PM)
+    arrivals = Arrivals(counts_PM, int(every[:, rank, :-1].sum()), routing.top_k)
+    table = RowTable(every[..., -1].tolist(), rank, label_bytes(routing.top_k))
+    return Splits(table, counts_PM[:, :-1], arrivals)
 
 
 def send_rows(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
@@ -144,9 +142,9 @@ def to_experts(rows_ND: Tensor, splits: Splits | PlacedSplits) -> tuple[Tensor, 
     """Rows in received order to grouped order, [R, D]; and what `from_experts` needs to know of them."""
     if isinstance(splits, PlacedSplits) or splits.arrivals is None:
         return group_rows(rows_ND, splits), None
-    by_source = splits.arrivals.received_P, splits.counts_PL.sum(1)
-    place_NK, probs_NK = read_labels(rows_ND.detach(), splits.arrivals.top_k, *by_source, splits.inverse_R)
-    grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, splits.arrivals.choices)
+    told = splits.arrivals
+    place_NK, probs_NK = read_labels(rows_ND.detach(), told.top_k, told.counts_PM, splits.inverse_R)
+    grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, told.choices)
     return grouped_RD, (probs_NK, place_NK)
 
 

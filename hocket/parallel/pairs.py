@@ -51,8 +51,8 @@ class Pairs:
     """The same for the token's first choice on each rank, -1 for others: every row once, in the order of choices."""
     seat_TK: Tensor
     """Number of a choice among all those that go to its rank, int32."""
-    counts_P: Tensor
-    """Rows for every rank, int64."""
+    counts_PM: Tensor
+    """For every rank, what it must be told: choices by its experts, then rows; int64 [P, L + 1]."""
     room: int
     """Rows of the tensor of rows, as many as there can be; those behind the last pair hold anything."""
 
@@ -61,11 +61,12 @@ def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
     """The pairs of a routing: `inverse` is the row that each choice would have of its own (`Routing.inverse_R`)."""
     tokens, top_k = inverse_TK.shape
     room = tokens * min(top_k, ranks)
-    end_P = counts_E.view(ranks, -1).sum(1).cumsum(0)
     if usable(inverse_TK) and tokens:
         from hocket.kernels.pairs import number
 
-        return Pairs(*number(inverse_TK, end_P), room)
+        return Pairs(*number(inverse_TK, counts_E, ranks), room)
+    counts_PL = counts_E.view(ranks, -1)
+    end_P = counts_PL.sum(1).cumsum(0)
     rank_TK = torch.searchsorted(end_P, inverse_TK.long(), right=True)
     seat_TK = inverse_TK - (end_P - end_P.diff(prepend=end_P.new_zeros(1)))[rank_TK]
     token_T = torch.arange(tokens, device=inverse_TK.device)
@@ -75,7 +76,7 @@ def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
     earlier_TK = (rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)).tril(-1).any(2)
     first_TK = row_TK.masked_fill(earlier_TK, -1)
     row_TK, first_TK, seat_TK = (x.to(torch.int32) for x in (row_TK, first_TK, seat_TK))
-    return Pairs(row_TK, first_TK, seat_TK, here_PT.sum(1), room)
+    return Pairs(row_TK, first_TK, seat_TK, torch.cat([counts_PL, here_PT.sum(1, keepdim=True)], 1), room)
 
 
 def pack(x_TD: Tensor, probs_TK: Tensor, pairs: Pairs) -> Tensor:
@@ -83,19 +84,18 @@ def pack(x_TD: Tensor, probs_TK: Tensor, pairs: Pairs) -> Tensor:
     return _Pack.apply(x_TD, probs_TK, pairs)
 
 
-def read_labels(
-    rows_NW: Tensor, top_k: int, received_P: Tensor, chosen_P: Tensor, grouped_R: Tensor
-) -> tuple[Tensor, Tensor]:
+def read_labels(rows_NW: Tensor, top_k: int, counts_PM: Tensor, grouped_R: Tensor) -> tuple[Tensor, Tensor]:
     """Place in grouped order, int32 [N, K], -1 where there is none, and weight, fp32 [N, K], of every row's choices.
 
-    `received` and `chosen` are the rows and choices that came from each rank, int64; `grouped` says for every seat,
-    those of rank 0 first, where it is in grouped order.
+    `counts` is what every rank told this one (`Pairs.counts_PM`); `grouped` says for every seat, those of rank 0 first,
+    where it is in grouped order.
     """
     if usable(rows_NW) and len(rows_NW):
         from hocket.kernels import pairs
 
-        return pairs.read_labels(_ints(rows_NW), label_bytes(top_k) // 4, top_k, (received_P, chosen_P), grouped_R)
+        return pairs.read_labels(_ints(rows_NW), label_bytes(top_k) // 4, top_k, counts_PM, grouped_R)
     label_NC = _labels(rows_NW, top_k)
+    chosen_P, received_P = counts_PM[:, :-1].sum(1), counts_PM[:, -1]
     first_N = (chosen_P.cumsum(0) - chosen_P).repeat_interleave(received_P, output_size=len(rows_NW))
     seat_NK = label_NC[:, :top_k]
     place_NK = torch.full_like(seat_NK, -1)
@@ -152,10 +152,14 @@ class _Pack(torch.autograd.Function):
     def backward(ctx: Any, g_NW: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         row_TK, first_TK = ctx.saved_tensors
         top_k, g_NW = row_TK.shape[1], g_NW.contiguous()
-        label_NC, k = _labels(g_NW, top_k), torch.arange(top_k, device=g_NW.device)
-        g_probs_TK = label_NC[row_TK.long(), top_k + k].view(torch.float32)
         width = g_NW.shape[1] - label_bytes(top_k) // g_NW.itemsize
-        return total_of(g_NW[:, :width], None, first_TK), g_probs_TK, None
+        g_TD = total_of(g_NW[:, :width], None, first_TK)
+        if usable(g_NW) and len(row_TK):
+            from hocket.kernels.pairs import label_grads
+
+            return g_TD, label_grads(_ints(g_NW), label_bytes(top_k) // 4, row_TK), None
+        k = torch.arange(top_k, device=g_NW.device)
+        return g_TD, _labels(g_NW, top_k)[row_TK.long(), top_k + k].view(torch.float32), None
 
 
 class _Open(torch.autograd.Function):

@@ -57,14 +57,15 @@ def rows() -> None:
 
 
 def pairs() -> None:
-    from hocket.kernels.pairs import number, read_labels, write_labels
+    from hocket.kernels.pairs import label_grads, number, read_labels, write_labels
 
     for ranks, top_k in ((8, 8), (3, 2)):
-        probs, ends = of(torch.float32, 100, top_k), of(torch.int64, ranks)
-        row, _, seat, _ = number(of(torch.int32, 100, top_k), ends)
+        probs = of(torch.float32, 100, top_k)
+        row, _, seat, told = number(of(torch.int32, 100, top_k), of(torch.int64, ranks * 16), ranks)
         labelled = of(torch.int32, 100, 80)
         write_labels(labelled, 16, probs, row, seat)
-        read_labels(labelled, 16, top_k, (ends, ends), of(torch.int32, 200))
+        read_labels(labelled, 16, top_k, told, of(torch.int32, 200))
+        label_grads(labelled, 16, row)
 
 
 def routing() -> None:

@@ -33,13 +33,11 @@ def test_numbers_and_labels(tokens, ranks, top_k, dtype, spread, seed) -> None:
     logits = torch.randn(tokens, CONFIG.experts) + torch.randn(CONFIG.experts) * spread
     probs, routing = route(logits, replace(CONFIG, top_k=top_k))
     expected = pair(routing.inverse_TK, routing.counts_E, ranks)
-    end = routing.counts_E.view(ranks, -1).sum(1).cumsum(0)
-    row, first, seat, counts = kernels.number(routing.inverse_TK, end)
-    found = (row, first, seat, counts)
-    wanted = (expected.row_TK, expected.first_TK, expected.seat_TK, expected.counts_P)
+    row, _, seat, counts = found = kernels.number(routing.inverse_TK, routing.counts_E, ranks)
+    wanted = (expected.row_TK, expected.first_TK, expected.seat_TK, expected.counts_PM)
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(found, wanted, strict=True))
 
-    rows = pack(torch.randn(tokens, 16).to(dtype), probs, expected)[: int(counts.sum())]
+    rows = pack(torch.randn(tokens, 16).to(dtype), probs, expected)[: int(counts[:, -1].sum())]
     columns = label_bytes(top_k) // 4
     written = rows.clone().view(torch.int32)
     written[:, -columns:][:, : 2 * top_k] = 7
@@ -48,10 +46,10 @@ def test_numbers_and_labels(tokens, ranks, top_k, dtype, spread, seed) -> None:
     assert torch.equal(written[:, :used], rows.view(torch.int32)[:, :used])
 
     # As if every part came from another rank, so that seats of each count from the end of those before it.
-    sizes = routing.counts_E.view(ranks, -1).sum(1)
     grouped = torch.randperm(tokens * top_k, dtype=torch.int32)
-    place, weights = read_labels(rows, top_k, counts, sizes, grouped)
-    place_k, weights_k = kernels.read_labels(rows.view(torch.int32), columns, top_k, (counts, sizes), grouped)
+    place, weights = read_labels(rows, top_k, counts, grouped)
+    place_k, weights_k = kernels.read_labels(rows.view(torch.int32), columns, top_k, counts, grouped)
     assert torch.equal(place, place_k)
     assert torch.equal(weights, weights_k)
+    assert torch.equal(kernels.label_grads(rows.view(torch.int32), columns, row), probs)
     assert torch.equal(place[place >= 0].sort().values, torch.arange(tokens * top_k, dtype=torch.int32))

@@ -143,7 +143,11 @@ def test_a_token_is_sent_once_to_every_rank_that_has_its_experts() -> None:
     _, routing = route(torch.tensor([[9.0, 8, 0, 0, 7, 0], [0, 0, 9, 8, 7, 0]]), replace(CONFIG, experts=6, top_k=3))
     pairs = routing.by_rank(3).pairs
     assert pairs is not None
-    assert pairs.counts_P.tolist() == [1, 1, 2]  # token 0 to ranks 0 and 2, token 1 to ranks 1 and 2
+    assert pairs.counts_PM.tolist() == [
+        [1, 1, 1],
+        [1, 1, 1],
+        [2, 0, 2],
+    ]  # token 0 to ranks 0 and 2, token 1 to ranks 1 and 2
     assert pairs.row_TK.tolist() == [[0, 0, 2], [1, 1, 3]]
     assert pairs.first_TK.tolist() == [[0, -1, 2], [1, -1, 3]]
     assert pairs.seat_TK.tolist() == [[0, 1, 0], [0, 1, 1]]
@@ -155,7 +159,7 @@ def test_as_many_rows_as_formulas_expect() -> None:
     for ranks in (2, 4, 8):
         pairs = route(torch.randn(4000, 128), config)[1].by_rank(ranks).pairs
         assert pairs is not None
-        assert int(pairs.counts_P.sum()) / 4000 == pytest.approx(ranks_per_token(config, ranks), rel=0.01)
+        assert int(pairs.counts_PM[:, -1].sum()) / 4000 == pytest.approx(ranks_per_token(config, ranks), rel=0.01)
     assert ranks_per_token(config, 128) == pytest.approx(8)
     assert ranks_per_token(replace(config, top_k=128), 4) == 4
 
