@@ -126,6 +126,8 @@ class PlanConfig:
     recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
     """Parts of layers that keep only their inputs after forward and run it once more for their backward, which takes
     less memory and more time; attn has the norms, router and shared expert in it. auto: as few as fit into memory."""
+    graphs: Switch = "auto"
+    """Record a step's calls to the GPU once and replay them as one CUDA graph; the optimizer runs behind it."""
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""

@@ -35,6 +35,7 @@ from hocket.runtime.actions import Actions, Activation, Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
+from hocket.runtime.graphed import GraphedSteps, recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
 
@@ -119,6 +120,10 @@ class Engine:
         self._loads: dict[int, Tensor] = {}
         self.executor = self.executor_for(self.program, self._finish_step, keep_records)
         self._validation: Executor | None = None
+        self._graphed: GraphedSteps | None = None
+        if config.plan.graphs == "on":
+            assert isinstance(self.lanes, CudaLanes), "graphs are of calls to a GPU"
+            self._graphed = GraphedSteps(self.executor, self.sharded, recorder_of(self.lanes))
 
     def _make_room(self) -> Room | None:
         """Room for rows whose number no host will know, if splits are to be known to the devices alone."""
@@ -221,11 +226,13 @@ class Engine:
         See Note: [A fixed capacity, and never silently].
         """
         executor.actions.weights_M = self._weights(microbatches)
-        losses = executor.run(microbatches)
+        graphed = self._graphed if executor is self.executor else None
+        losses = (graphed or executor).run(microbatches)
         if not executor.actions.training:
             self._look_for_room()
         lacked = self._lacked
         if lacked:
+            self.forget_graph()
             executor.assert_clean()
             executor.actions.room = None
             executor.rehearse()
@@ -326,8 +333,14 @@ class Engine:
             executor.assert_clean()
         self.sharded.assert_clean()
 
+    def forget_graph(self) -> None:
+        """Where steps are recorded, forget the recording: the next step is recorded anew."""
+        if self._graphed is not None:
+            self._graphed.drop()
+
     def abort(self) -> None:
         """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
+        self.forget_graph()
         self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
         for executor in self._executors:
             executor.abort()

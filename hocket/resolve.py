@@ -15,6 +15,7 @@ from hocket.config import Config
 from hocket.decision import Decision
 from hocket.effects import effect_of
 from hocket.ends_choice import choose_ends
+from hocket.graph_rules import choose_graphs
 from hocket.hop_choice import choose_hops, stride_remark
 from hocket.leaves import changed, impossible, leaf, show, types
 from hocket.origins import DEFAULTS, Implied, source
@@ -284,6 +285,7 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("overlap.defer_wgrad", choose_defer),
     ("overlap.ep.splits", choose_splits),
     ("overlap.ep.copies", choose_copies),
+    ("plan.graphs", choose_graphs),
     ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on."""

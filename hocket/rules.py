@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
+from hocket.graph_rules import GRAPH_RULES
 from hocket.leaves import line
 from hocket.origins import asked
 from hocket.plan.layer import order_problem
@@ -174,6 +175,7 @@ RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     *TRANSPORT_RULES,
+    *GRAPH_RULES,
     Rule(
         ("run.resume", "train.transport"),
         lambda c, h: c.train.transport == "null" and c.run.resume not in ("auto", "off"),

@@ -16,6 +16,7 @@ from hocket.config import Config
 from hocket.engine import Engine, comm_options
 from hocket.former import flat
 from hocket.leaves import changed
+from hocket.parallel.capacity import lack
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import costs_of, hardware_of, layout_of, mesh_of
 from hocket.presets import PLAIN
@@ -57,9 +58,13 @@ class Planned:
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        return self.engine.train_step(microbatches, self.lr).loss
+        result = self.engine.train_step(microbatches, self.lr)
+        if result.lacked:
+            raise ValueError(f"a step was {lack(self.engine.config, result.lacked)}: its time says nothing")
+        return result.loss
 
     def close(self) -> None:
+        self.engine.forget_graph()
         self.engine.sharded.close()
         del self.engine
 
@@ -210,6 +215,12 @@ def device_splits(workload: Workload, rank: int, device: torch.device) -> Conten
 def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
     """The same, with gathers and reduces on copy engines."""
     return Planned(workload, rank, device, _on(_placed(workload.config), "copy_engine"))
+
+
+def graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same, each step replayed as one CUDA graph."""
+    config = _placed(workload.config) if workload.config.mesh.ep > 1 else workload.config
+    return Planned(workload, rank, device, changed(config, {"plan.graphs": "on"}))
 
 
 def _placed(config: Config) -> Config:

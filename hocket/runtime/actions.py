@@ -71,7 +71,7 @@ class Actions:
     ) -> None:
         """With `room`, splits are known to the devices alone: see `parallel/placed.py`. Between steps it may change."""
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
-        self._activation, self._on_step, self.room = activation, on_step, room
+        self._activation, self.on_step, self.room = activation, on_step, room
         self._islands: dict[tuple[str, Place], Island] = {}
         self._routings: dict[Place, Routing] = {}
         self._splits: dict[Place, Splits | PlacedSplits] = {}
@@ -277,8 +277,8 @@ class Actions:
         self._units[unit_moved(op)].release()
 
     def step(self, op: Op) -> None:
-        if self._on_step is not None:
-            self._on_step()
+        if self.on_step is not None:
+            self.on_step()
 
     # -- communication of rows and activations ---------------------------------------------------------------
 

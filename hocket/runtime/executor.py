@@ -79,6 +79,11 @@ class Executor:
         if self._rehearse:
             self.follow(self._order)
 
+    @property
+    def annotated(self) -> bool:
+        """Whether ops are shown under their names."""
+        return self._names is not None
+
     def annotate(self, on: bool = True) -> None:
         """Show every op under its name in profiler traces from the next step on, or no longer.
 

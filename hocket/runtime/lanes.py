@@ -235,10 +235,14 @@ class CudaLanes:
         torch.cuda.set_stream(self._outer)
         self._outer.wait_stream(self._streams["compute"])
 
-    def abort(self) -> None:
-        torch.cuda.set_stream(self._outer)
+    def join(self) -> None:
+        """Order the caller's following work behind all lanes."""
         for stream in self._streams.values():
             self._outer.wait_stream(stream)
+
+    def abort(self) -> None:
+        torch.cuda.set_stream(self._outer)
+        self.join()
 
     def completed(self, lane: Lane, position: int) -> bool:
         event = self._events.get(position)

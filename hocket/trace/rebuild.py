@@ -24,6 +24,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.merge_ends": "off",
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
+    "plan.graphs": "off",
     "overlap.ep.capacity": 1.5,
     "mesh.tp": 1,
     "plan.recompute": (),

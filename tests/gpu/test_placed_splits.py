@@ -103,14 +103,14 @@ def steps_without_waiting(rank: int, config: Config) -> list[float]:
     engine = Engine(config, rank, device)
     engine.init_weights()
     actions = engine.executor.actions
-    finish = actions._on_step
+    finish = actions.on_step
     assert finish is not None
 
     def finish_freely() -> None:  # the end of a step may look whether rows found room
         torch.cuda.set_sync_debug_mode("default")
         finish()
 
-    actions._on_step = finish_freely
+    actions.on_step = finish_freely
     batches = batches_of(engine, 4)
     losses = []
     for turn, batch in enumerate(batches):

@@ -74,6 +74,8 @@ class PlannedModel:
         self.device = device
         self._numbers = _Numbers(dtype=dtype, device=device)
         self._windows: list[Window] = []
+        self.held = False
+        """Whether gradients stay where they are: a recorded step writes them there again (`runtime/graphed.py`)."""
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}
@@ -160,7 +162,9 @@ class PlannedModel:
         torch._foreach_copy_(grads, list(mine.split([grad.numel() for grad in grads])))
 
     def forget_grads(self) -> None:
-        """At the end of a step: give up the reduced gradients, and their memory."""
+        """At the end of a step: give up the reduced gradients, and their memory. While they are held, do nothing."""
+        if self.held:
+            return
         for unit in self.units.values():
             unit.forget_grads()
 

@@ -1,0 +1,57 @@
+"""Rules about steps that are replayed as one CUDA graph: part of the table in `rules.py`."""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.rule import Host, Rule
+
+
+def waits_for_counts(c: Config) -> bool:
+    """Whether the host waits for the routers in each layer."""
+    return c.model.experts > 0 and c.mesh.ep > 1 and c.overlap.ep.splits != "device"
+
+
+def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
+    if c.train.device != "cuda":
+        return "off", "a graph is of calls to a GPU"
+    if waits_for_counts(c):
+        return "off", "the host waits for counts in every layer (needs overlap.ep.splits = device)"
+    return "off", "only where it is asked for: it holds gradients and activations apart from other memory"
+
+
+def _graphed(c: Config) -> bool:
+    return c.plan.graphs == "on"
+
+
+GRAPH_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("plan.graphs", "train.device"),
+        lambda c, h: _graphed(c) and c.train.device != "cuda",
+        "a graph is of calls to a GPU, and the ranks compute on CPUs",
+        "train.device = cuda, or plan.graphs = off",
+    ),
+    Rule(
+        ("plan.graphs", "overlap.ep.splits"),
+        lambda c, h: _graphed(c) and waits_for_counts(c),
+        "a step cannot be recorded in which the host waits for the counts of experts' rows",
+        "overlap.ep.splits = device, or plan.graphs = off",
+    ),
+    Rule(
+        ("plan.graphs", "train.transport"),
+        lambda c, h: _graphed(c) and c.train.transport not in ("nccl", "null", "gloo"),
+        "steps on {train.transport} are not recorded",
+        "train.transport = nccl, or plan.graphs = off",
+    ),
+    Rule(
+        ("plan.graphs", "data.packing"),
+        lambda c, h: _graphed(c) and c.data.packing != "off",
+        "a recorded step has the same shapes each time, and packed documents have not",
+        "data.packing = off, or plan.graphs = off",
+    ),
+    Rule(
+        ("plan.graphs", "mesh.pp", "mesh.tp"),
+        lambda c, h: _graphed(c) and c.mesh.pp * c.mesh.tp > 1,
+        "steps of a pipeline or of tensor-parallel ranks are not recorded (mesh.pp = {mesh.pp}, mesh.tp = {mesh.tp})",
+        "mesh.pp = 1 and mesh.tp = 1, or plan.graphs = off",
+    ),
+)

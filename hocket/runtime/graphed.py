@@ -1,0 +1,113 @@
+"""Steps whose calls to the GPU are recorded once and replayed: the host issues one graph, not thousands of kernels.
+
+Note: [What a recording holds]
+A replay makes the same calls on the same memory, and runs no Python. So nothing in a step may wait for the device to
+tell the host something, and whatever Python keeps from one step to the next must be the same before each:
+
+- microbatches are copied to where the recorded ones lay;
+- gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
+- what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
+- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay.
+
+Every step that runs op by op makes the recording void, for it leaves gradients elsewhere: steps that are profiled, and
+one that is made again since rows found no room. The next one is recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from hocket.fsdp.planned.model import PlannedModel
+from hocket.runtime.actions import Microbatch
+from hocket.runtime.executor import Executor
+from hocket.runtime.lanes import CudaLanes
+
+WARM_UP = 3
+"""Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""
+
+Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
+"""Records the calls of a function: (what it returned, how to make them again). It need not make them itself."""
+
+
+def recorder_of(lanes: CudaLanes) -> Record:
+    """Records what a function issues on lanes."""
+
+    def record(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+            lanes.join()
+        return result, graph.replay
+
+    return record
+
+
+class GraphedSteps:
+    """Runs the steps of an executor, from some step on by replays. See Note: [What a recording holds]."""
+
+    def __init__(self, executor: Executor, model: PlannedModel, record: Record) -> None:
+        self._executor, self._model, self._record = executor, model, record
+        self._issued = 0
+        self._replay: Callable[[], None] | None = None
+        self._inputs: list[Microbatch] = []
+        self._losses: list[Tensor] = []
+        self._loads: dict[int, Tensor] = {}
+
+    def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """A whole step, like `Executor.run`. The losses are overwritten by the next one."""
+        executor, actions = self._executor, self._executor.actions
+        if self._issued < WARM_UP or executor.annotated:
+            self.drop()
+            self._issued += 1
+            return executor.run(microbatches)
+        if self._replay is None:
+            self._replay = self._recorded(microbatches)
+        for mine, given in zip(self._inputs, microbatches, strict=True):
+            _fill(mine, given)
+        executor.recorder.begin()
+        self._replay()
+        actions.losses = self._losses
+        actions.loads.update(self._loads)
+        assert actions.on_step is not None
+        actions.on_step()
+        return self._losses
+
+    def _recorded(self, microbatches: Sequence[Microbatch]) -> Callable[[], None]:
+        actions = self._executor.actions
+        self._inputs = [_copy(microbatch) for microbatch in microbatches]
+        on_step, actions.on_step = actions.on_step, lambda: None
+        try:
+            losses, replay = self._record(lambda: self._executor.run(self._inputs))
+        finally:
+            actions.on_step = on_step
+        self._losses, self._loads = list(losses), dict(actions.loads)
+        self._model.held = True
+        return replay
+
+    def drop(self) -> None:
+        """Forget the recording and the gradients it writes, so that a step can run op by op."""
+        if self._replay is None:
+            return
+        self._replay, self._inputs, self._losses, self._loads = None, [], [], {}
+        self._model.held = False
+        self._model.forget_grads()
+
+
+def _copy(microbatch: Microbatch) -> Microbatch:
+    values = {field.name: getattr(microbatch, field.name) for field in fields(microbatch)}
+    return Microbatch(**{name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()})
+
+
+def _fill(into: Microbatch, microbatch: Microbatch) -> None:
+    """Give a recorded microbatch the values of another of the same shapes."""
+    for field in fields(into):
+        mine, given = getattr(into, field.name), getattr(microbatch, field.name)
+        if isinstance(mine, Tensor):
+            assert isinstance(given, Tensor), f"{field.name} of a microbatch is missing, unlike in the recorded step"
+            mine.copy_(given)
+        else:
+            assert given is mine or given == mine, f"{field.name} of a microbatch differs from the recorded step"

@@ -1,0 +1,77 @@
+"""What Python keeps between steps that are replayed, with a recording that makes its calls at once and once only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.runtime import graphed
+from hocket.runtime.actions import Microbatch
+from tests.helpers.plans import planned
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import config
+from tests.reference import random_batches
+
+CONFIG = config(
+    dict(layers=3, dense_layers=(1,), experts=8, bias_rate=0.01, aux_loss=0.01), dict(dp=2, ep=2), dict(merge="on"), 3,
+    "fp32",
+)  # fmt: skip
+STEPS = 7
+
+
+def once(run: Any) -> Any:
+    return run(), lambda: None
+
+
+def steps(rank: int, c: Config, recorded: bool, profiled: int = -1) -> tuple[list[float], list[Tensor], int]:
+    """Losses and norms of all steps and of a validation, weights and loads, and the steps that were recorded."""
+    engine, count = Engine(c, rank, torch.device("cpu")), 0
+    engine.init_weights()
+
+    def counted(run: Any) -> Any:
+        nonlocal count
+        count += 1
+        return once(run)
+
+    if recorded:
+        engine._graphed = graphed.GraphedSteps(engine.executor, engine.sharded, counted)
+    numbers, loads = [], []
+    for i, batches in enumerate(random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))):
+        engine.executor.annotate(i == profiled)
+        microbatches = [Microbatch(*batch[rank]) for batch in batches]
+        result = engine.train_step(microbatches, 1e-2)
+        numbers += [float(result.loss), float(result.grad_norm), result.lacked]
+        loads += [load.clone() for load in result.loads.values()]
+        if i == 4:
+            numbers.append(float(engine.evaluate(microbatches)))
+        engine.forget_graph()  # the next one is recorded anew, for this recording makes its calls once only
+    engine.assert_clean()
+    return numbers, [*loads, *(unit.group.main.clone() for unit in engine.sharded.units.values())], count
+
+
+def assert_same(c: Config, count: int, profiled: int = -1) -> None:
+    issued, replayed = (run_ranks(steps, 2, c, recorded, profiled) for recorded in (False, True))
+    for (numbers, tensors, none), (found_numbers, found, recordings) in zip(issued, replayed, strict=True):
+        assert found_numbers == numbers
+        assert all(map(torch.equal, found, tensors))
+        assert (none, recordings) == (0, count)
+
+
+def test_recorded_steps_give_the_same_bits() -> None:
+    assert_same(CONFIG, STEPS - graphed.WARM_UP)
+
+
+def test_a_profiled_step_runs_op_by_op() -> None:
+    assert_same(CONFIG, STEPS - graphed.WARM_UP - 1, profiled=5)
+
+
+def test_a_recorded_step_without_room_is_made_again() -> None:
+    assert_same(planned(CONFIG, splits="device", capacity=1.0), STEPS - graphed.WARM_UP)
+
+
+def test_whole_gradients_are_summed_anew() -> None:
+    assert_same(planned(CONFIG, strategy="no_shard"), STEPS - graphed.WARM_UP)
