@@ -102,5 +102,5 @@ def test_the_command_probes_and_shows_both(capsys: pytest.CaptureFixture[str], m
     assert run(["tiny", "--probe"]) == 0
     printed = capsys.readouterr().out
     assert "PROBED\n  on 2 processes on the CPU, gloo; predicted for laptop" in printed
-    for words in ("product 512 x 128", "gather 0.", "a2a 0.25 MiB", "pp 0.25 MiB"):
+    for words in ("product 512 x 128", "gather 0.", "a2a 0.", "pp 0.25 MiB"):
         assert words in printed
