@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hocket.config import Config
 from hocket.parallel.stages import layout_of
 from hocket.plan.layer import MERGED, at_once, merged_order, order_problem
@@ -33,6 +35,15 @@ def has_pairs(c: Config) -> bool:
 def separate_wgrads(c: Config) -> bool:
     """Whether the order gives weight gradients steps of their own."""
     return c.plan.order in ZERO_BUBBLE
+
+
+def most_layers(c: Config) -> int:
+    """Layers of the longest stage; 0 if the stages cannot be, for which rules of their own say why."""
+    try:
+        bounds = layout_of(c).bounds
+    except ValueError:
+        return 0
+    return max(stop - start for start, stop in pairwise(bounds))
 
 
 def lane_matters(c: Config) -> bool:
@@ -277,6 +288,13 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
         "no effect: in the order {plan.order} all weight gradients have steps of their own, behind the send",
         "leave overlap.pp.defer_layers out, or another plan.order",
+        only_if_set=True,
+    ),
+    Rule(
+        ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
+        lambda c, h: c.overlap.pp.defer_layers != "auto" and c.overlap.pp.defer_layers > most_layers(c) > 0,
+        "no stage has as many layers",
+        "-1 for all layers of a stage",
         only_if_set=True,
     ),
     Rule(

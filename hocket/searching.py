@@ -288,4 +288,7 @@ def bytes_of(text: str) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    """GiB, or smaller units where that would show nothing."""
+    if size >= 2**30 // 100:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB" if size >= 2**20 // 100 else f"{size} bytes"

@@ -57,8 +57,9 @@ def run(words: list[str]) -> int:
     if options.memory and not options.search:
         raise ValueError("memory (command line, --memory): there is no --search; fix: add --search, or leave it out")
     if options.search:
-        print(search(options, origins))
-        return 0
+        text, fits = search(options, origins)
+        print(text)
+        return 0 if fits else 1
     settings = resolve_for_plan(options.config, origins)
     hardware = planning.hardware_of(settings, options.hardware)
     measured = costs_from(settings, options.from_, options.null_from, origins)
@@ -90,15 +91,15 @@ def task_of(options: Plan, origins: dict[str, str]) -> searching.Task:
     )
 
 
-def search(options: Plan, origins: dict[str, str]) -> str:
-    """The best plan under the cap, as text or JSON."""
+def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
+    """The best plan under the cap, as text or JSON, and whether it keeps to the cap."""
     if options.svg or options.html:
         raise ValueError("search (command line): draws nothing; fix: leave out --svg and --html, or --search")
     task = task_of(options, origins)
     result = searching.search(task)
     if options.json:
-        return json_module.dumps(searching.as_json(task, result), indent=1)
-    return searching.report(task, result)
+        return json_module.dumps(searching.as_json(task, result), indent=1), result.found.fits
+    return searching.report(task, result), result.found.fits
 
 
 def costs_from(

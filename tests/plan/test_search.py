@@ -223,7 +223,7 @@ def test_nothing_fits_is_told_with_the_smallest_need() -> None:
     wanted = task("tiny", *SMALL, cap=1)
     result = searching.search(wanted)
     text = searching.report(wanted, result)
-    assert "NOTHING FITS: a rank may hold 0.00 GiB, and the smallest need found is 0.0" in text
+    assert "NOTHING FITS: a rank may hold 1 bytes, and the smallest need found is 0.0" in text
     assert " (over)" in text
     assert "\nhocket train" not in text
 
@@ -295,6 +295,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["cap_bytes"] == 10**9
     assert found["fits"]
     assert found["plans"] > 10
+    assert run(["tiny", "--search", "--memory", "0.01MB", *SMALL]) == 1
+    assert "NOTHING FITS: a rank may hold 10000 bytes" in capsys.readouterr().out
     for words, problem in (
         (["--memory", "1GiB"], "there is no --search"),
         (["--search", "--memory", "much"], "memory = much .*not a size; fix: give one such as 80GiB"),
