@@ -36,6 +36,7 @@ VALUES: dict[str, list[Any]] = {
     "--global-batch-size": [32, 33],
     "--context-parallel-size": [1, 2],
     "--moe-router-dtype": ["fp32", "fp64"],
+    "--cuda-graph-impl": ["none", "local", "x"],
     "parallelism.pipeline_parallel_schedule": ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "GPipe"],
     "parallelism.fsdp_reshard_after_forward": ["default", "always", "never"],
     "parallelism.data_parallel_shard_degree": [-1, 1, 4],

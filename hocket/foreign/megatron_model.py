@@ -106,6 +106,8 @@ WIRE = (
     "gradients travel in the compute dtype; train.transport = copy_engine sums them in fp32, and at rest they are fp32"
 )
 
+GRAPH = "the whole step is one graph, not parts of it"
+
 PRECISION: tuple[Entry, ...] = (
     entry("--bf16", bool, when({"train.dtype": "bf16"})),
     entry("--fp16", bool, never("fp32 and bf16 alone: bf16 needs no loss scale")),
@@ -135,9 +137,20 @@ RECOMPUTATION: tuple[Entry, ...] = (
     entry("--distribute-saved-activations", bool, never("what is kept is split over tensor ranks where it is made")),
     entry("--cpu-offloading --optimizer-cpu-offload --offload-optimizer-states", bool, never("nothing is offloaded")),
     entry("--cpu-offloading-num-layers", int, never("nothing is offloaded")),
-    entry("--enable-cuda-graph --external-cuda-graph", bool, never("planned steps are not captured")),
-    entry("--cuda-graph-impl", str, never("planned steps are not captured")),
-    entry("--cuda-graph-scope", list, never("planned steps are not captured")),
+    entry("--enable-cuda-graph --external-cuda-graph", bool, when({"plan.graphs": "on"}, GRAPH)),
+    entry(
+        "--cuda-graph-impl",
+        str,
+        choice(
+            {
+                "none": to(needless="it is off by itself"),
+                "local": Answer("becomes", {"plan.graphs": "on"}, GRAPH),
+                "transformer_engine": Answer("becomes", {"plan.graphs": "on"}, GRAPH),
+            },
+            "plan.graphs is on or off",
+        ),
+    ),
+    entry("--cuda-graph-scope", list, no_use(GRAPH)),
 )
 
 MODEL: tuple[Entry, ...] = (
