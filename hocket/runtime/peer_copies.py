@@ -13,6 +13,12 @@ rounds.
 Note: [Two arrival buffers, one barrier]
 Rounds take turns in two buffers. A rank writes to a peer's buffer again two rounds later, behind the barrier of the
 round between, which the peer has entered behind its own copying-out of the first. So one barrier a round is enough.
+
+Note: [Rows are copied out]
+Experts could read an arrival buffer where it is. But then a rank could enter the round between only behind its experts,
+on another lane, and the all-to-all of one half of a merged step would wait for the experts of the other: what the plan
+keeps apart. A buffer for each exchange in flight would avoid that, with room for the worst load in each. The copy takes
+memory bandwidth, but no SM, and stands behind the barrier on a lane that is hidden.
 """
 
 from __future__ import annotations
