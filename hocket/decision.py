@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hocket.leaves import show
+
 AUTOMATIC = "auto"
 """The source of what hocket chose because the configuration left it open."""
 
@@ -51,6 +53,6 @@ class Decision:
         return asdict(self) | {"reasons": list(self.reasons), "unmet": self.unmet}
 
     def __str__(self) -> str:
-        asked = f" (asked for {self.asked}: {self.source})" if self.unmet else ""
+        asked = f" (asked for {show(self.asked)}: {self.source})" if self.unmet else ""
         fix = f"; fix: {self.fix}" if self.fix else ""
-        return f"{self.setting} = {self.value}{asked}: {self.reason}{fix}"
+        return f"{self.setting} = {show(self.value)}{asked}: {self.reason}{fix}"

@@ -25,8 +25,9 @@ PRESETS: dict[str, Preset] = {
         {"overlap.dp.strategy": "optim_grads", "overlap.dp.prefetch": 4},
     ),
     "memory": Preset(
-        "what fits: weights are given back after every use, gathers run one layer ahead, no activations for later",
+        "what fits: weights are given back after every use, gathers run one layer ahead, parts run forward again",
         {
+            "plan.recompute": ("auto",),
             "overlap.dp.strategy": "optim_grads_params",
             "overlap.dp.prefetch": 1,
             "overlap.ep.merge_ends": "off",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from hocket.plan.simulate import KINDS
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
 from hocket.resolve import Settings, model_costs
+from hocket.sizes import parse_bytes
 
 DOUBT = 0.07
 """Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""
@@ -278,10 +278,10 @@ def as_json(task: Task, result: Result) -> dict[str, Any]:
 
 def bytes_of(text: str) -> int:
     """Bytes that a text such as `80GiB` means. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|MiB|MB)", text)
-    if not match:
-        raise ValueError(f"memory = {text} (command line, --memory): not a size; fix: give one such as 80GiB")
-    size = int(float(match[1]) * {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}[match[2]])
+    try:
+        size = parse_bytes(text, "memory")
+    except ValueError:
+        raise ValueError(f"memory = {text} (command line, --memory): not a size; fix: give one such as 80GiB") from None
     if not size:
         raise ValueError(f"memory = {text} (command line, --memory): no plan fits in nothing; fix: give more than 0")
     return size

@@ -219,6 +219,20 @@ def test_settings_that_changed_without_changing_shapes_are_noted(tmp_path):
     assert any("model.norm_eps was 1e-06 and is 0.0001" in note for note in restored.notes)
 
 
+def test_settings_that_were_stored_under_former_names_are_compared_under_todays(tmp_path):
+    save_steps(0, tmp_path, [1])
+    (path,) = tmp_path.rglob("meta.json")
+    meta = json.loads(path.read_text())
+    del meta["config"]["overlap"]
+    meta["config"]["plan"] |= {"strategy": "optim_grads", "prefetch": 2}
+    path.write_text(json.dumps(meta))
+    settings = settings_in(tmp_path)
+    assert checkpoint._changed(meta["config"], settings) == [
+        "overlap.dp.strategy was optim_grads and is optim_grads_params"
+    ]
+    assert checkpoint.restore(settings, groups(None)) is not None
+
+
 def fail_on_one_rank(rank: int, folder: Path) -> str:
     blocked = settings_in(Path(os.devnull) / "below" if rank == 0 else folder)
     try:
