@@ -57,6 +57,9 @@ class Units:
     def seconds(self, rank: int, op: Op) -> int:
         return getattr(TRANSFORMER, op.verb) if op.part == "mlp" else 0
 
+    def inner_seconds(self, rank: int, op: Op) -> int:
+        return 0
+
     def output_bytes(self, rank: int, op: Op) -> int:
         return 0
 

@@ -27,7 +27,8 @@ from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, star
 from hocket.bench.measure import Timer
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.simulate import simulate
 from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Groups

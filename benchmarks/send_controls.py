@@ -37,7 +37,8 @@ from hocket.config import (
     Switch,
 )
 from hocket.leaves import changed
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.hops import Parts
 from hocket.plan.simulate import simulate
 from hocket.resolve import resolve

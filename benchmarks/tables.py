@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.contender_tables import contenders, gates, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
@@ -240,6 +241,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "step_time": ("step_time", step_time),
+    "tensor_parallel": ("tensor_parallel", tensor_tables.layers),
     "predicted": ("step_time", predicted),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_trace_experts": ("overlap_trace_expert_parallel", overlap_trace),

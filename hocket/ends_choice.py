@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from hocket.config import Config, Switch
 from hocket.leaves import changed
-from hocket.parallel.stages import hardware_of, layout_of, sharding_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.lower import build_program
 from hocket.plan.simulate import Timeline, simulate

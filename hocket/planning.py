@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.parallel.stages import costs_of, hardware_of, layout_of, sharding_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import Hardware, Measurement
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION
-from hocket.plan.simulate import KINDS, Timeline, simulate
+from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
@@ -85,7 +86,8 @@ def _origin_of_costs(measured: Measurement) -> Iterator[str]:
 def _heading(settings: Settings, program: Program) -> Iterator[str]:
     mesh, layout = settings.mesh, program.layout
     tokens = settings.batch * settings.data.sequence_length
-    yield f"{settings.run.name}: {settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}, ep {mesh.ep} inside dp"
+    tensors = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
+    yield f"{settings.run.name}: {settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp"
     yield (
         f"{len(layout.kinds)} layers ({layout.kinds.count('dense')} dense, {layout.kinds.count('moe')} MoE) on "
         f"{layout.stages} virtual stages; {program.microbatches} microbatches, {tokens:,} tokens per step"
@@ -111,10 +113,11 @@ def _numbers(numbers: dict[str, Any]) -> Iterator[str]:
     counts = ", ".join(f"{count:,} {verb}" for verb, count in sorted(numbers["ops"].items()))
     yield f"step {duration(step)}; {numbers['merged']:.0%} of the chunk forwards run merged"
     yield f"ops  {counts}"
-    columns = ["compute", *(f"exp. {kind}" for kind in KINDS), "idle", "in flight", "peak memory"]
+    kinds = list(numbers["ranks"][0]["exposed"])
+    columns = ["compute", *(f"exp. {kind}" for kind in kinds), "idle", "in flight", "peak memory"]
     yield "rank  " + "  ".join(f"{name:>12}" for name in columns)
     for rank, row in enumerate(numbers["ranks"]):
-        times = [row["busy"], *(row["exposed"][kind] for kind in KINDS), row["idle"]]
+        times = [row["busy"], *(row["exposed"][kind] for kind in kinds), row["idle"]]
         cells = [f"{duration(t)} {t / (step or 1):4.0%}" for t in times]
         cells += [f"{row['in_flight']} chunks", f"{row['peak_bytes'] / 2**30:.2f} GiB"]
         yield f"{rank:>4}  " + "  ".join(f"{cell:>12}" for cell in cells)

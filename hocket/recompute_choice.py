@@ -11,7 +11,8 @@ from itertools import combinations
 
 from hocket.config import Config
 from hocket.leaves import changed
-from hocket.parallel.stages import hardware_of, layout_of, sharding_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Recomputable, recomputable

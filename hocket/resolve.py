@@ -18,8 +18,9 @@ from hocket.ends_choice import choose_ends
 from hocket.graph_rules import choose_graphs
 from hocket.hop_choice import choose_hops, stride_remark
 from hocket.leaves import changed, impossible, leaf, show, types
+from hocket.machine import hardware_of
 from hocket.origins import DEFAULTS, Implied, source
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages

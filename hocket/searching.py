@@ -17,7 +17,6 @@ from hocket.plan.cost import CostTable, Hardware, Measurement
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
-from hocket.plan.simulate import KINDS
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
 from hocket.resolve import Settings, model_costs
@@ -153,7 +152,7 @@ class Pricer:
         return Trial(
             changes={},
             seconds=float(timeline.makespan),
-            exposed={kind: sum(float(use.exposed[kind]) for use in ranks) / len(ranks) for kind in KINDS},
+            exposed={kind: sum(float(use.exposed[kind]) for use in ranks) / len(ranks) for kind in ranks[0].exposed},
             idle=sum(float(use.idle) for use in ranks) / len(ranks),
             peak_bytes=max(use.peak_bytes for use in ranks),
         )
@@ -199,11 +198,11 @@ def _table(path: tuple[Trial, ...], cap: int) -> Iterator[str]:
     for n, trial in enumerate(path):
         added = [name for name in trial.changes if n and name not in path[n - 1].changes]
         name = ", ".join(f"{setting} = {show(trial.changes[setting])}" for setting in added) or "as given"
-        times = [trial.seconds, *(trial.exposed[kind] for kind in KINDS), trial.idle]
+        times = [trial.seconds, *trial.exposed.values(), trial.idle]
         over = " (over)" if cap and trial.peak_bytes > cap else ""
         cells = [duration(times[0]), f"{1 - trial.seconds / path[0].seconds:.1%}", *(duration(t) for t in times[1:])]
         rows.append([("+ " if n > 1 else "") + name, *cells, _gib(trial.peak_bytes) + over])
-    head = ["", "step", "gain", *(f"exp. {kind}" for kind in KINDS), "idle", "peak memory"]
+    head = ["", "step", "gain", *(f"exp. {kind}" for kind in path[0].exposed), "idle", "peak memory"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]

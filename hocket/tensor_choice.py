@@ -11,21 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from hocket.config import Config, TensorMethod
-from hocket.parallel.stages import hardware_of
+from hocket.machine import hardware_of
 from hocket.plan.cost import Hardware, Link
 from hocket.rule import Host
 
+Role = Literal["qkv", "proj", "fc1", "fc2"]
+Direction = Literal["forward", "backward"]
+
 COLUMNS = ("qkv", "fc1")
-ROLES = ("qkv", "proj", "fc1", "fc2")
-DIRECTIONS = ("forward", "backward")
-TILE = (128, 256)
-"""Rows and columns that one processor computes at a time."""
+ROLES: tuple[Role, ...] = get_args(Role)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+TILES = ((128, 256, 1.0), (128, 128, 0.9))
+"""Rows and columns that one processor computes at a time, and how well it does: the library takes what suits it."""
 WORTH = 1.03
 """By how much a way must be faster than one thing after the other to be taken."""
 CALL = 8e-6
-"""Seconds that each further piece costs: a product's start and end, and a wait."""
+"""Seconds that each further piece costs a GPU: a product's start and end, and a wait."""
+HOST = 30e-6
+"""Seconds in which the host issues a piece, and as much again for a layer: it must not take longer than the GPU."""
 
 
 def possible(role: str, direction: str) -> tuple[TensorMethod, ...]:
@@ -74,9 +80,12 @@ def seconds(product: Product, rows: int, hardware: Hardware) -> float:
     flops = 2.0 * rows * product.inner * product.columns
     if not hardware.processors:
         return flops / hardware.gemm_flops
-    tiles = math.ceil(rows / TILE[0]) * math.ceil(product.columns / TILE[1])
-    waves = math.ceil(tiles / hardware.processors)
-    return waves * hardware.processors * 2.0 * TILE[0] * TILE[1] * product.inner / hardware.wave_flops
+    choices = []
+    for height, width, rate in TILES:
+        waves = math.ceil(math.ceil(rows / height) * math.ceil(product.columns / width) / hardware.processors)
+        computed = 2.0 * waves * hardware.processors * height * width * product.inner
+        choices.append(computed / (rate * hardware.wave_flops))
+    return min(choices)
 
 
 def apart(product: Product, tp: int, hardware: Hardware) -> float:
@@ -102,7 +111,7 @@ def piecewise(product: Product, tp: int, splits: int, hardware: Hardware) -> flo
             arrived += link.seconds(product.moved * count / tp)
             now = max(now, arrived) + CALL
         now += seconds(product, share * count, hardware)
-    return now
+    return max(now, HOST * (len(counts) + 1)) if hardware.processors else now
 
 
 def best(product: Product, tp: int, hardware: Hardware, splits: int = 0) -> tuple[int, float]:
@@ -110,6 +119,22 @@ def best(product: Product, tp: int, hardware: Hardware, splits: int = 0) -> tupl
     choices = [splits] if splits else [n for n in range(2, tp + 1) if tp % n == 0]
     chosen = min(choices, key=lambda n: piecewise(product, tp, n, hardware))
     return chosen, apart(product, tp, hardware) / piecewise(product, tp, chosen, hardware)
+
+
+def time_of(c: Config, role: str, direction: str, hardware: Hardware) -> tuple[float, int]:
+    """Seconds in which a resolved layer's product waits for tokens, and how often all tokens are moved beside it.
+
+    Backward, a column layer gathers its input again; where that has a side queue, something else runs meanwhile.
+    """
+    way, tp = getattr(c.overlap.tp, f"{role}_{direction}"), c.mesh.tp
+    product = product_of(c, role, direction)
+    alone = seconds(product, product.rows, hardware)
+    twice = role in COLUMNS and direction == "backward"
+    if way in ("ring", "pipeline"):
+        splits, _ = best(product, tp, hardware, c.overlap.tp.pieces)
+        return max(0.0, piecewise(product, tp, splits, hardware) - alone), 1 + twice
+    waits = apart(product, tp, hardware) - alone
+    return (2 if twice and way == "off" else 1) * waits, 1 + twice
 
 
 def splits_of(c: Config, role: str, direction: str) -> int:

@@ -16,9 +16,10 @@ from hocket.config import Config
 from hocket.engine import Engine, comm_options
 from hocket.former import flat
 from hocket.leaves import changed
+from hocket.machine import hardware_of
 from hocket.parallel.capacity import lack
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.stages import costs_of, hardware_of, layout_of, mesh_of
+from hocket.parallel.stages import costs_of, layout_of, mesh_of
 from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups

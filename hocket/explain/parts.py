@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from hocket.config import COPIED
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
+from hocket.machine import hardware_of
 from hocket.parallel.mesh import PURPOSES
-from hocket.parallel.stages import hardware_of, layout_of, mesh_of, sharding_of
+from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.resolve import Settings

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.cost import CostTable, Hardware
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
-from hocket.plan.simulate import KINDS, simulate
+from hocket.plan.simulate import simulate
 from hocket.planning import program_of
 from hocket.resolve import Settings
 from hocket.searching import steady
@@ -63,19 +64,21 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
     program, costs = program_of(shorter), costs_of(shorter, hardware)
     timeline = simulate(program, costs)
     count = len(timeline.ranks)
-    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds = dict.fromkeys(timeline.ranks[0].exposed, 0.0)
     for ops, spans in zip(program.ranks, timeline.spans, strict=True):
         for op, span in zip(ops, spans, strict=True):
+            if "tp" in seconds:
+                seconds["tp"] += costs.of(op).inner_bytes / hardware.links["tp"].bandwidth / count
             if op.lane in KIND_OF:
                 seconds[KIND_OF[op.lane]] += float(span.end - span.start) / count
-    exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in KINDS}
+    exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in seconds}
     return Step(
         program=program,
         costs=costs,
         seconds=float(timeline.makespan),
         compute=sum(float(use.busy) for use in timeline.ranks) / count,
         idle=sum(float(use.idle) for use in timeline.ranks) / count,
-        kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in KINDS if seconds[kind]},
+        kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in seconds if seconds[kind]},
         peaks=tuple(use.peak_bytes for use in timeline.ranks),
     )
 

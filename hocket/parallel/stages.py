@@ -7,10 +7,11 @@ from dataclasses import replace
 from hocket.config import Config, Purpose
 from hocket.parallel.capacity import rows_allowed, rows_evenly
 from hocket.parallel.mesh import Mesh
-from hocket.plan.cost import HARDWARE, CostTable, Hardware, Measurement, op_costs
+from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
+from hocket.tensor_costs import model_of_rank, with_tensors
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -43,21 +44,17 @@ def sharding_of(config: Config) -> Sharding:
     return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), config.overlap.dp.strategy)
 
 
-def hardware_of(config: Config, name: str = "auto") -> Hardware:
-    """The hardware to predict for: as named, or what fits the dtype of the run."""
-    if name == "auto":
-        name = "laptop" if config.train.dtype == "fp32" else "h200"
-    return HARDWARE[name]
-
-
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:
     """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
     Measured seconds take the place of modelled ones.
     """
     length = config.data.sequence_length
-    tokens, width = config.train.sequences * length, 2 if config.train.dtype == "bf16" else 4
-    costs = op_costs(config.model, layout_of(config), tokens, length, sharding_of(config), hardware, width)
+    width = 2 if config.train.dtype == "bf16" else 4
+    sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, width
+    costs = op_costs(config.model, *sizes)
+    if config.mesh.tp > 1:
+        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
     if config.overlap.ep.splits == "device" and config.mesh.ep > 1:
         costs = _with_room(costs, rows_allowed(config) / rows_evenly(config))
     if config.train.transport == "slow":

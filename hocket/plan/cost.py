@@ -88,7 +88,7 @@ H200 = Hardware(
     memory=139 * 2**30,
     copies=Link(12e-6, 300e9),
     processors=132,
-    wave_flops=800e12,
+    wave_flops=740e12,
     formulas=FUSED,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
@@ -125,6 +125,10 @@ class OpCost:
     output_bytes: int = 0
     saved_bytes: int = 0
     grad_bytes: int = 0
+    inner_seconds: Time = 0.0
+    """Of `seconds`: in which the op waits for tensor-parallel peers."""
+    inner_bytes: int = 0
+    """What it gets from them."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,9 @@ class CostTable:
 
     def seconds(self, rank: int, op: Op) -> Time:
         return self.of(op).seconds
+
+    def inner_seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).inner_seconds
 
     def output_bytes(self, rank: int, op: Op) -> int:
         return self.of(op).output_bytes

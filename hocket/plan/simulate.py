@@ -9,7 +9,7 @@ An op's start and end come from `schedule.py`; its Note says what the simulator 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import Lane, Op, Program
@@ -22,6 +22,10 @@ class Costs(Protocol):
 
     def seconds(self, rank: int, op: Op) -> Time:
         """How long the op occupies its lane; of a recv, the hop. A send's is not asked for: it takes none."""
+        ...
+
+    def inner_seconds(self, rank: int, op: Op) -> Time:
+        """In how much of that a compute op waits for tensor-parallel peers."""
         ...
 
     def output_bytes(self, rank: int, op: Op) -> int:
@@ -56,7 +60,8 @@ class Usage:
 
     `exposed[kind]` is the time in which communication of that kind runs and no compute op does. Where several kinds
     run at once the time counts for the one that ends last, for that is the one compute would still wait for; so the
-    kinds add up to `exposed_total`. In `idle` nothing runs at all: the pipeline bubble. `peak_bytes` is the most
+    kinds add up to `exposed_total`. Time in which compute ops wait for tensor-parallel peers is exposed too, of a kind
+    that is there only if there is any. In `idle` nothing runs at all: the pipeline bubble. `peak_bytes` is the most
     memory held at any moment.
     """
 
@@ -92,7 +97,7 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
         _usage(ops, row, last, costs.fixed_bytes(program, rank) + _peak_values(program, rank, row, costs))
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
-    return Timeline(tuple(spans), last, ranks)
+    return Timeline(tuple(spans), last, _with_inner(ranks, program, costs))
 
 
 def makespan(program: Program, costs: Costs) -> Time:
@@ -131,6 +136,17 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes:
         else:
             del running[lane]
     return Usage(busy, exposed, sum(exposed.values()), idle + makespan - now, peak_bytes)
+
+
+def _with_inner(ranks: tuple[Usage, ...], program: Program, costs: Costs) -> tuple[Usage, ...]:
+    """The same, with what compute ops wait inside taken from busy to exposed."""
+    waits = [sum(costs.inner_seconds(rank, op) for op in ops) for rank, ops in enumerate(program.ranks)]
+    if not any(waits):
+        return ranks
+    return tuple(
+        replace(use, busy=use.busy - w, exposed={**use.exposed, "tp": w}, exposed_total=use.exposed_total + w)
+        for use, w in zip(ranks, waits, strict=True)
+    )
 
 
 def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:

@@ -14,7 +14,7 @@ from math import floor, log10
 from typing import Any, NamedTuple
 
 from hocket.plan.ops import LANES, Lane, Op, Program
-from hocket.plan.simulate import KIND_OF, KINDS, Span, Timeline
+from hocket.plan.simulate import KIND_OF, Span, Timeline
 
 _FORWARD = {
     "embed": "I", "attn": "A", "dispatch": "D", "experts": "E", "mlp": "M", "combine": "C", "unpermute": "U",
@@ -335,10 +335,11 @@ def html_timeline(timeline: Timeline, program: Program, title: str = "Predicted 
 
 
 def _table(numbers: dict[str, Any]) -> str:
-    head = ["rank", "compute", *(f"exposed {kind}" for kind in KINDS), "idle", "merged", "peak memory"]
+    kinds = list(numbers["ranks"][0]["exposed"])
+    head = ["rank", "compute", *(f"exposed {kind}" for kind in kinds), "idle", "merged", "peak memory"]
     lines = ["".join(f"<th>{name}</th>" for name in head)]
     for rank, row in enumerate(numbers["ranks"]):
-        times = [row["busy"], *(row["exposed"][kind] for kind in KINDS), row["idle"]]
+        times = [row["busy"], *(row["exposed"][kind] for kind in kinds), row["idle"]]
         cells = [str(rank), *(f"{duration(t)} ({t / (numbers['step_seconds'] or 1):.1%})" for t in times)]
         cells += [f"{row['merged']:.0%}", f"{row['peak_bytes'] / 2**30:.2f} GiB"]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
@@ -355,7 +356,7 @@ def summary(timeline: Timeline, program: Program) -> dict[str, Any]:
         ranks.append(
             {
                 "busy": float(use.busy),
-                "exposed": {kind: float(use.exposed[kind]) for kind in KINDS},
+                "exposed": {kind: float(seconds) for kind, seconds in use.exposed.items()},
                 "exposed_total": float(use.exposed_total),
                 "idle": float(use.idle),
                 "peak_bytes": use.peak_bytes,

@@ -110,7 +110,10 @@ class Metrics:
         steps = f"{s.train.steps} steps" + (f", {self._first} of them done" if self._first else "")
         self.say(f"model    {parameters:,} parameters, {active:,} active per token")
         self.say(f"corpus   {corpus}")
-        self.say(f"ranks    {s.world} = pp {s.mesh.pp} x dp {s.mesh.dp}, ep {s.mesh.ep} inside dp, on {s.train.device}")
+        mesh, tensors = s.mesh, f" x tp {s.mesh.tp}" if s.mesh.tp > 1 else ""
+        self.say(
+            f"ranks    {s.world} = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp, on {s.train.device}"
+        )
         self.say(f"steps    {steps}, {self.tokens_per_step:,} tokens each")
         if s.train.transport == "null":
             self.say("NO COMMUNICATION: the null transport measures time. Losses mean nothing, nothing is saved.")

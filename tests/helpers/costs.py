@@ -19,9 +19,13 @@ class Table:
     saved: Mapping[tuple[str, str], int] = field(default_factory=dict)
     fixed: int = 0
     grads: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    inner: Mapping[tuple[str, str], Time] = field(default_factory=dict)
 
     def seconds(self, rank: int, op: Op) -> Time:
         return self.times.get((op.verb, op.part), 0)
+
+    def inner_seconds(self, rank: int, op: Op) -> Time:
+        return self.inner.get((op.verb, op.part), 0)
 
     def output_bytes(self, rank: int, op: Op) -> int:
         return self.output.get((op.verb, op.part), 0)

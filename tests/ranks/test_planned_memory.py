@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.values import unit_moved, unit_written
 from hocket.runtime.actions import Microbatch
 from tests.helpers.ranks import run_ranks

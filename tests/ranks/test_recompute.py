@@ -10,7 +10,8 @@ import torch
 
 from hocket.config import DataConfig
 from hocket.engine import Engine
-from hocket.parallel.stages import costs_of, hardware_of
+from hocket.machine import hardware_of
+from hocket.parallel.stages import costs_of
 from hocket.plan.simulate import simulate
 from hocket.runtime.actions import Microbatch
 from tests.helpers.live import LiveBytes

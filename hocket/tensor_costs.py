@@ -1,0 +1,56 @@
+"""What tensor parallelism adds to the costs of a plan's ops, and takes from them.
+
+An op of a tensor-parallel rank computes on its share of tokens, or on all of them with its share of the weights: either
+way on 1 / tp of the work, which is what the cost model says of so many fewer tokens. Added are gathers and sums of
+tokens, as far as they are not hidden beside products (`tensor_choice.py`). Units are those of a model whose heads, MLPs
+and vocabulary are as narrow as a rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hocket.config import Config, ModelConfig
+from hocket.plan.cost import CostTable, Hardware, OpCost
+from hocket.plan.schedule import CostKey
+from hocket.tensor_choice import Direction, Role, product_of, time_of
+
+_UNITS = ("gather", "reduce", "add", "step")
+"""Verbs whose costs go by the size of units."""
+
+
+def model_of_rank(c: Config) -> ModelConfig:
+    """A model with the weights that one tensor-parallel rank has."""
+    m, tp = c.model, c.mesh.tp
+    narrow = {name: getattr(m, name) // tp for name in ("heads", "kv_heads", "ffn", "shared_ffn", "vocab")}
+    return replace(m, **narrow)
+
+
+def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware) -> CostTable:
+    """`costs`, those of the whole model on one rank's tokens, with the units of `of_rank`, and with communication."""
+    table = {key: of_rank.table[key] if key[0] in _UNITS else cost for key, cost in costs.table.items()}
+    for key, cost in table.items():
+        waits, received = _inside(c, key, hardware)
+        if received:
+            seconds = cost.seconds + waits
+            table[key] = replace(cost, seconds=seconds, inner_seconds=waits, inner_bytes=received)
+    for key in [key for key in table if key[0] == "wgrad"]:
+        table[key] = replace(table[key], grad_bytes=of_rank.table.get(key, OpCost()).grad_bytes)
+    return replace(costs, table=table, slot_bytes=of_rank.slot_bytes, state_bytes=of_rank.state_bytes)
+
+
+def _inside(c: Config, key: CostKey, hardware: Hardware) -> tuple[float, int]:
+    """Seconds in which an op waits for tensor-parallel peers, and bytes that it gets from them."""
+    verb, part, kind = key
+    if verb not in ("fwd", "bwd", "recompute"):
+        return 0.0, 0
+    direction: Direction = "backward" if verb == "bwd" else "forward"
+    moved = product_of(c, "fc1", "forward").moved * (c.mesh.tp - 1) // c.mesh.tp
+    if part == "embed":
+        return hardware.links["tp"].seconds(moved), moved
+    roles: dict[str, tuple[Role, ...]] = {"attn": ("qkv", "proj"), "mlp": ("fc1", "fc2"), "head": ("fc1",)}
+    here = roles.get(part, ())
+    if part == "attn" and kind == "moe" and c.model.shared_ffn:
+        here += ("fc1", "fc2")
+    times = [time_of(c, role, direction, hardware) for role in here]
+    return sum(waits for waits, _ in times), sum(count for _, count in times) * moved

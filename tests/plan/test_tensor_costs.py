@@ -1,0 +1,86 @@
+"""What tensor parallelism does to costs, to predictions, and what the rule makes of shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.leaves import changed
+from hocket.model.families import llama3_8b
+from hocket.parallel.stages import costs_of
+from hocket.plan.cost import H200
+from hocket.plan.simulate import simulate
+from hocket.planning import program_of
+from hocket.resolve import Settings, resolve
+from hocket.rule import Host
+from hocket.tensor_choice import apart, best, piecewise, product_of, seconds
+
+LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)
+SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)
+
+
+def settings(model: ModelConfig, tp: int, **changes: object) -> Settings:
+    config = Config(
+        model=model,
+        mesh=MeshConfig(tp=tp),
+        data=DataConfig(sequence_length=8192),
+        train=TrainConfig(microbatches=2, dtype="bf16", device="cuda"),
+    )
+    return resolve(changed(config, {name.replace("__", "."): value for name, value in changes.items()}), Host(gpus=8))
+
+
+def of(s: Settings) -> dict[str, float]:
+    """Of a predicted step: its length, what waits for tensor-parallel peers, what computes."""
+    timeline = simulate(program_of(s), costs_of(s, H200))
+    use = timeline.ranks[0]
+    assert use.busy + use.exposed_total + use.idle == pytest.approx(timeline.makespan)
+    return {"step": float(timeline.makespan), "tp": float(use.exposed.get("tp", 0)), "busy": float(use.busy)}
+
+
+def test_pieces_hide_and_what_is_left_is_exposed() -> None:
+    alone, pieces = of(settings(LARGE, 1)), of(settings(LARGE, 4))
+    apart = of(settings(LARGE, 4, overlap__tp__method="off"))
+    assert alone["tp"] == 0
+    assert 0 < pieces["tp"] < 0.5 * apart["tp"]
+    assert pieces["step"] < apart["step"]
+    assert alone["busy"] / 4.2 < apart["busy"] < alone["busy"] / 3.8  # but for norms, and little else
+
+
+def test_memory_is_that_of_a_rank() -> None:
+    alone, parts = (costs_of(settings(LARGE, tp), H200) for tp in (1, 4))
+    assert parts.state_bytes[0] == pytest.approx(alone.state_bytes[0] / 4, rel=0.01)
+    key = "fwd", "mlp", "dense"
+    assert parts.table[key].saved_bytes == alone.table[key].saved_bytes // 4
+    assert parts.table[key].inner_bytes == 2 * 8192 * 8192 * 2 * 3 // 4  # one gather, one sum, of three parts of four
+
+
+def test_little_layers_are_not_cut() -> None:
+    choices = {d.setting: d for d in settings(SMALL, 4).decisions}
+    assert choices["overlap.tp.fc1_forward"].value == "off"
+    assert choices["overlap.tp.fc1_backward"].value == "bulk"
+    assert "compute worse than they hide" in choices["overlap.tp.proj_forward"].reason
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_the_rule_takes_what_its_model_finds_fastest(tp: int) -> None:
+    s = settings(LARGE, tp)
+    for role in ("qkv", "proj", "fc1", "fc2"):
+        for direction in ("forward", "backward"):
+            product = product_of(s, role, direction)
+            splits, gain = best(product, tp, H200)
+            chosen = piecewise(product, tp, splits, H200)
+            assert chosen == min(piecewise(product, tp, n, H200) for n in range(2, tp + 1) if tp % n == 0)
+            assert gain == pytest.approx(apart(product, tp, H200) / chosen)
+            assert chosen >= seconds(product, product.rows, H200)
+
+
+def test_one_method_goes_to_those_that_can() -> None:
+    s = settings(LARGE, 2, overlap__tp__method="ring", overlap__tp__fc1_forward="off")
+    tp = s.overlap.tp
+    assert (tp.qkv_forward, tp.proj_backward, tp.fc2_backward) == ("ring", "ring", "ring")
+    assert (tp.qkv_backward, tp.proj_forward, tp.fc1_forward) == ("off", "off", "off")
+    reasons = {d.setting: d.reason for d in s.decisions}
+    assert "off or pipeline" in reasons["overlap.tp.proj_forward"]
+    assert "overlap.tp.fc1_forward" not in reasons  # what was set is not decided
