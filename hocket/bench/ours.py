@@ -35,6 +35,10 @@ _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
 """hocket as configured, by the identity of its workload: without an optimizer, its bound can use the same weights."""
 
 
+ROOM = 2.0
+"""Rows that a rank has room for, over an even load. Routers at their first values send one of them 1.5 times as many."""
+
+
 class Planned:
     """An engine as a contender."""
 
@@ -226,7 +230,10 @@ def graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 def _placed(config: Config) -> Config:
     """A configuration whose splits are known to the devices alone."""
-    return changed(config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert"})
+    room = max(config.overlap.ep.capacity, ROOM)
+    return changed(
+        config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert", "overlap.ep.capacity": room}
+    )
 
 
 def _on(config: Config, transport: TransportName) -> Config:
