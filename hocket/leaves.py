@@ -116,7 +116,7 @@ def show(value: object) -> str:
 def is_a(value: object, hint: Any) -> bool:
     """Whether a value has the type of a setting. An int will do for a float; a bool is not a number."""
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return any(is_a(value, kind) for kind in get_args(hint))
     if get_origin(hint) is tuple:

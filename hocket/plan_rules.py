@@ -32,6 +32,11 @@ def has_pairs(c: Config) -> bool:
     return c.train.microbatches > 1 and (c.plan.chunks == 1 or groups(c.train.microbatches, group_of(c))[0] > 1)
 
 
+def shares_units(c: Config) -> bool:
+    """Whether ranks share weights and gradients: data-parallel ones all, tensor-parallel ones those of experts."""
+    return c.mesh.dp > 1 or (c.mesh.tp > 1 and "moe" in c.model.kinds())
+
+
 def separate_wgrads(c: Config) -> bool:
     """Whether the order gives weight gradients steps of their own."""
     return c.plan.order in ZERO_BUBBLE
@@ -323,21 +328,21 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("overlap.dp.strategy", "mesh.dp"),
-        lambda c, h: c.mesh.dp == 1 and c.overlap.dp.strategy != "optim_grads_params",
+        lambda c, h: not shares_units(c) and c.overlap.dp.strategy != "optim_grads_params",
         "no effect: with one data-parallel rank nothing is sharded",
         "mesh.dp = 2 or more, or leave overlap.dp.strategy out",
         only_if_set=True,
     ),
     Rule(
         ("overlap.dp.prefetch", "overlap.dp.strategy"),
-        lambda c, h: c.mesh.dp > 1 and c.overlap.dp.strategy == "no_shard",
+        lambda c, h: shares_units(c) and c.overlap.dp.strategy == "no_shard",
         "no effect: every rank has all weights, and nothing is gathered",
         "another overlap.dp.strategy, or leave overlap.dp.prefetch out",
         only_if_set=True,
     ),
     Rule(
         ("overlap.dp.prefetch", "mesh.dp"),
-        lambda c, h: c.mesh.dp == 1,
+        lambda c, h: not shares_units(c),
         "no effect: with one data-parallel rank nothing is gathered",
         "mesh.dp = 2 or more, or leave overlap.dp.prefetch out",
         only_if_set=True,

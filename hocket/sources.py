@@ -60,10 +60,9 @@ def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
     changes: dict[str, Any] = {}
     for entry in entries:
         if entry.name not in NAMES:
-            found = _check(file, entry)
-            problems += [found] if isinstance(found, str) else []
-            changes |= found if isinstance(found, dict) else {}
-            origins |= dict.fromkeys(found, f"{file}:{entry.line}") if isinstance(found, dict) else {}
+            found = _check(file, entry, problems)
+            changes |= found
+            origins |= dict.fromkeys(found, f"{file}:{entry.line}")
     if file and "run.name" not in changes:  # two files that build on one recipe are two runs
         changes["run.name"] = Path(file).stem
     return Start(config=changed(config, changes), origins=origins, problems=tuple(problems))
@@ -96,37 +95,33 @@ def _with_preset(base: Config, name: str, where: str, recipe_text: str) -> tuple
     return changed(base, changes), origins
 
 
-def _check(file: str, entry: Entry) -> dict[str, Any] | str:
-    """What a key sets, or what is wrong with it."""
+def _check(file: str, entry: Entry, problems: list[str]) -> dict[str, Any]:
+    """What a key sets; what is wrong with it is added to `problems`."""
     where, name = f"{file}:{entry.line}", entry.name
     inside = [each for each in types() if each.startswith(f"{name}.")]
-    if isinstance(entry.value, dict):
-        return _table(file, entry, inside)
+    if isinstance(entry.value, dict) and inside:
+        keys = [Entry(f"{name}.{key}", value, entry.line) for key, value in entry.value.items()]
+        return {name: value for key in keys for name, value in _check(file, key, problems).items()}
+    found = _wrong(where, entry, inside)
+    if found:
+        problems.append(found)
+    return {} if found else {name: as_setting(entry.value)}
+
+
+def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
+    """What is wrong with a key that is not a table of settings; `inside` are the settings of the table of its name."""
+    name = entry.name
     if inside:
         example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"
         return f"{name} = {entry.value} ({where}): is a table of settings; fix: {example}"
     if name not in types():
         return _unknown(name, where)
+    if isinstance(entry.value, dict):
+        return f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {_example(name)}"
     value, hint = as_setting(entry.value), types()[name]
     if is_a(value, hint):
-        return {name: value}
+        return ""
     return problem(name, value, {name: where}, f"not {describe(hint)}", _fix(value, hint))
-
-
-def _table(file: str, entry: Entry, inside: list[str]) -> dict[str, Any] | str:
-    """What a table in braces sets, or an empty one."""
-    name, where = entry.name, f"{file}:{entry.line}"
-    if name in types():
-        return f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {_example(name)}"
-    if not inside:
-        return _unknown(name, where)
-    changes: dict[str, Any] = {}
-    for key, value in entry.value.items():
-        found = _check(file, Entry(f"{name}.{key}", value, entry.line))
-        if isinstance(found, str):
-            return found
-        changes |= found
-    return changes
 
 
 def as_setting(value: Any) -> Any:

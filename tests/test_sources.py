@@ -131,6 +131,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("recipe = 3", "recipe = 3 (run.toml:1): not text"),
     ("recipe = 'tinny'", "recipe = tinny (run.toml:1): there is no such recipe; fix: did you mean tiny?"),
     ("preset = 'memroy'", "preset = memroy (run.toml:1): there is no such preset; fix: did you mean memory?"),
+    ("[plan]\nstride = 2.0", "plan.stride = 2.0 (run.toml:2): not one of 2, 3; fix: give one of 2, 3"),
     ("overlap.ep = {merge = 'no'}", "overlap.ep.merge = no (run.toml:1): not one of auto, on, off"),
 ]  # fmt: skip
 
@@ -149,6 +150,13 @@ def test_all_mistakes_of_a_file_and_of_flags_come_at_once(here: Path, capsys: An
     _, _, err = said(capsys, "train", path, "--train.seeed", "3")
     assert [line.split(":")[1] for line in err.splitlines()[1:]] == ["2)", "3)", "5)", " there is no such setting; fix"]
     assert err.startswith("hocket: 4 settings cannot work:\n")
+
+
+def test_all_mistakes_of_a_table_in_braces_come_at_once(here: Path) -> None:
+    path = write("overlap = {ep = {mergee = 1, merge = 'off'}, dp = {prefetch = 'x'}}\nplan = {merge = 'on'}\n")
+    found = begin(path)
+    assert [line.split()[0] for line in found.problems] == ["overlap.ep.mergee", "overlap.dp.prefetch", "plan.merge"]
+    assert leaf(found.config, "overlap.ep.merge") == "off"
 
 
 @pytest.mark.parametrize(("name", "words"), [("no.toml", "No such file"), (".", "Is a directory")])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hocket.explain.explanation import Axis, Overlap, State
 from hocket.leaves import leaf
 from hocket.origins import source
-from hocket.plan_rules import separate_wgrads
+from hocket.plan_rules import separate_wgrads, shares_units
 from hocket.resolve import Settings
 from hocket.rules import has_experts
 from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
@@ -71,7 +71,7 @@ def _tensor(s: Settings) -> Iterator[Overlap]:
 
 def _data(s: Settings) -> Iterator[Overlap]:
     strategy = s.overlap.dp.strategy
-    if s.mesh.dp * s.mesh.tp == 1:
+    if not shares_units(s):
         for what in (_WEIGHTS, _GRADIENTS):
             yield _row(s, "dp", what, "", "n/a", "mesh.dp", "mesh.dp is 1")
         return
