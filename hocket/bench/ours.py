@@ -36,7 +36,7 @@ _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
 
 
 ROOM = 2.0
-"""Rows that a rank has room for, over an even load. Routers at their first values send a rank 1.5 times as many."""
+"""Rows that a rank has room for, over an even load. Routers begin with values that send one of them 1.5 times that."""
 
 
 class Planned:
