@@ -30,8 +30,9 @@ WORTH = 1.03
 """By how much a way must be faster than one thing after the other to be taken."""
 CALL = 8e-6
 """Seconds that each further piece costs a GPU: a product's start and end, and a wait."""
-HOST = 30e-6
-"""Seconds in which the host issues a piece, and as much again for a layer: it must not take longer than the GPU."""
+HOST = 80e-6
+"""Seconds in which the host issues a piece, and as much again for a layer: it must not take longer than the GPU. More
+than it should take, since where it is late a way is slower than one thing after the other."""
 
 
 def possible(role: str, direction: str) -> tuple[TensorMethod, ...]:

