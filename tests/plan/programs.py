@@ -60,6 +60,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         ep=among((1, 2)),
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=pp * chunks == 1 and among((False, True)),
+        per_rank=among((False, True)),
         recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
     )
     apart = {1: ("zb_h1",), 2: ("zb_v",)}.get(chunks, ())

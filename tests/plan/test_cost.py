@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from hocket.config import MeshConfig, ModelConfig, Strategy
+from hocket.plan.copies import ranks_per_token
 from hocket.plan.cost import (
     H200,
     HARDWARE,
@@ -84,6 +85,27 @@ def test_layers_cost_the_flops_and_bytes_of_the_published_tables() -> None:
     assert moe.table["fwd", "dispatch", "moe"].wire_bytes == pytest.approx(235e6, rel=2e-3)
     assert moe.table["gather", "dense", "moe"].wire_bytes == pytest.approx(33.5e6, rel=2e-3)
     assert moe.table["gather", "experts", "moe"].wire_bytes == 0
+
+
+def test_one_copy_per_rank_sends_fewer_rows_with_labels_and_keeps_none_that_came_back() -> None:
+    mesh, t, d = MeshConfig(dp=8, ep=8), 8192, 2048
+    per_expert = table(QWEN, mesh, t, 4096).table
+    layout = replace(layout_of(QWEN, mesh), per_rank=True)
+    per_rank = op_costs(QWEN, layout, t, 4096, sharding_of(mesh), H200, 2).table
+    rows = t * ranks_per_token(QWEN, 8)
+    assert rows == pytest.approx(5.34 * t, rel=1e-3)
+    for verb in ("fwd", "bwd"):
+        out, back = per_rank[verb, "dispatch", "moe"], per_rank[verb, "combine", "moe"]
+        assert out.wire_bytes == pytest.approx(rows * (2 * d + 64) * 7 / 8, rel=1e-3)
+        assert back.wire_bytes == pytest.approx(rows * 2 * d * 7 / 8, rel=1e-3)
+    assert per_rank["bwd", "dispatch", "moe"].output_bytes == t * 8 * (2 * d + 64)  # as many rows as there can be
+    saved = {
+        part: (per_rank["fwd", part, "moe"].saved_bytes, per_expert["fwd", part, "moe"].saved_bytes)
+        for part in ("experts", "unpermute")
+    }
+    assert saved["unpermute"][0] == 0
+    assert saved["experts"][0] - saved["experts"][1] == t * 8 * 2 * d  # experts' outputs
+    assert sum(way[0] for way in saved.values()) <= sum(way[1] for way in saved.values())
 
 
 def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
