@@ -31,6 +31,7 @@ from benchmarks.contender_tables import contenders, gates, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
+from benchmarks.prediction_tables import predicted, predicted_steps
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -54,8 +55,6 @@ from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import hardware_of, predict, program_of, report
-from hocket.presets import PLAIN
-from hocket.recipes import recipe
 from hocket.trace import load
 from hocket.trace import report as trace_report
 from hocket.trace.picture import svg
@@ -70,15 +69,6 @@ PICTURES = {
 }
 """Picture of a step, predicted or measured -> the words behind `hocket` that draw it."""
 
-PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
-CONTENDERS = {
-    "sequential": f"--plan.order sequential {PLAIN_FLAGS}",
-    "interleaved": PLAIN_FLAGS,
-    "merged": "",
-    "merged, defer all": "--overlap.pp.defer_layers -1 --overlap.pp.defer_parts all",
-}
-"""Plans of benchmarks/step_time.py -> the settings that make them."""
-
 
 def step_time(result: Result) -> str:
     peak = next(hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in result["hardware"])
@@ -90,34 +80,6 @@ def step_time(result: Result) -> str:
         rows.append([*cells, *(f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in ratios)])
     head = ["plan", "step", "TFLOP/s per GPU (MFU)", "speed-up over sequential", "over interleaved", "share of bound"]
     return table(head, rows)
-
-
-def predicted(result: Result) -> str:
-    """The same steps as the simulator sees them, on the same mesh."""
-    config, found = result["config"], result["contenders"]
-    _same_work(config)
-    words = [config["run"]["name"], *(f"--mesh.{axis} {size}" for axis, size in config["mesh"].items())]
-    copies = config.get("overlap", {}).get("ep", {}).get("copies", "per_expert")  # as it was before there was a choice
-    words.append(f"--overlap.ep.copies {copies}")
-    rows = []
-    for name, changes in CONTENDERS.items():
-        _, timeline, _ = planned(" ".join([*words, changes]))
-        step, use = float(timeline.makespan), timeline.ranks[0]
-        measured = found[name]["seconds"]
-        shares = [float(use.busy) / step, float(use.exposed_total) / step, float(use.idle) / step]
-        cells = [name, f"{1e3 * step:,.0f} ms", f"{1e3 * measured:,.0f} ms", f"{measured / step:.2f}"]
-        rows.append([*cells, *(f"{share:.0%}" for share in shares)])
-    head = ["plan", "predicted", "measured", "ratio", "predicted compute", "exposed", "idle (rank 0)"]
-    return table(head, rows)
-
-
-def _same_work(config: Result) -> None:
-    """Assert that a recipe still is what was measured under its name."""
-    now = json.loads(json.dumps(dataclasses.asdict(recipe(config["run"]["name"]))))
-    changed = [name for name, value in config["model"].items() if now["model"].get(name) != value]
-    for section, name in (("train", "microbatches"), ("train", "sequences"), ("data", "sequence_length")):
-        changed += [name] if now[section][name] != config[section][name] else []
-    assert not changed, f"the recipe {config['run']['name']} has changed since it was measured: {changed}"
 
 
 def overlap_trace(result: Result) -> str:
@@ -243,6 +205,10 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "step_time": ("step_time", step_time),
     "tensor_parallel": ("tensor_parallel", tensor_tables.layers),
     "predicted": ("step_time", predicted),
+    "predicted_steps": (
+        "expert_parallel expert_parallel_long? pipeline_peers shared_expert? skinny? everything?",
+        predicted_steps,
+    ),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_trace_experts": ("overlap_trace_expert_parallel", overlap_trace),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.tables import CONTENDERS, DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
+from benchmarks.prediction_tables import CONTENDERS
+from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
 from hocket.commands.bench import Bench
 from hocket.commands.explain import Explain
