@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hocket.model.documents import IGNORED
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.capacity import rows_allowed, rows_at_most
+from hocket.parallel.capacity import rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.parallel.linears import WHOLE, Linears, SplitLinears
 from hocket.parallel.routing import balance_bias
 from hocket.parallel.slices import whole_shape
@@ -241,7 +241,17 @@ class Engine:
             finally:
                 executor.actions.room = self._room
             self._lacked = lacked
+            self._make_more_room(lacked)
         return losses
+
+    def _make_more_room(self, rows: int) -> None:
+        """After so many rows found no room: have enough of it from now on."""
+        assert self._room is not None
+        config, capacity = self.config, rows_grown(self.config, rows)
+        self.groups.a2a.make_room(max(capacity, rows_evenly(config)) * config.model.hidden * self.dtype.itemsize)
+        self._room = replace(self._room, capacity=capacity)
+        for executor in self._executors:
+            executor.actions.room = self._room
 
     def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
         """See Note: [The mean over the tokens of a step]. None where every target counts."""

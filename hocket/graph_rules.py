@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hocket.config import Config
 from hocket.rule import Host, Rule
 
@@ -12,11 +14,12 @@ def waits_for_counts(c: Config) -> bool:
 
 
 def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
-    if c.train.device != "cuda":
-        return "off", "a graph is of calls to a GPU"
-    if waits_for_counts(c):
-        return "off", "the host waits for counts in every layer (needs overlap.ep.splits = device)"
-    return "off", "only where it is asked for: it holds gradients and activations apart from other memory"
+    on = replace(c, plan=replace(c.plan, graphs="on"))
+    for against in (rule for rule in GRAPH_RULES if rule.broken(on, h)):
+        return "off", against.reason.format(mesh=c.mesh, train=c.train)
+    if c.overlap.ep.splits != "device" or c.mesh.ep == 1:
+        return "off", "only where it is asked for: a graph holds memory of its own, and most steps are issued in time"
+    return "on", "the host replays a step with one call, so that no GPU waits for it"
 
 
 def _graphed(c: Config) -> bool:

@@ -126,6 +126,7 @@ class Session:
         with self.phase("measure"), Gauge(nvml(self.device) if self.rank == 0 else None) as gauge:
             turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
             for number, blocks_of_round in enumerate(turns, 1):
+                settings.update({name: dict(contender.settings) for name, contender in contenders.items()})
                 for name, block in blocks_of_round.items():
                     blocks[name].append(block)
                 times = ", ".join(f"{name} {1e3 * block.median:.1f}" for name, block in blocks_of_round.items())

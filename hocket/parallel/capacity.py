@@ -6,6 +6,9 @@ import math
 
 from hocket.config import Config
 
+MORE = 1.25
+"""Room that is made, as a multiple of the rows that found none."""
+
 
 def rows_evenly(c: Config) -> int:
     """Rows that arrive at every rank if the load is even: as many as it sends."""
@@ -23,11 +26,15 @@ def rows_allowed(c: Config) -> int:
     return min(math.ceil(c.overlap.ep.capacity * rows_evenly(c)), rows_at_most(c))
 
 
+def rows_grown(c: Config, rows: int) -> int:
+    """Rows that a rank has room for from then on, after so many came and found none."""
+    return min(math.ceil(MORE * rows), rows_at_most(c))
+
+
 def lack(c: Config, rows: int) -> str:
     """What a user is told of a step in which so many rows came to one rank and found no room."""
-    times = rows / rows_evenly(c)
-    enough = math.ceil(11 * times) / 10
+    came, now = (count / rows_evenly(c) for count in (rows, rows_grown(c, rows)))
     return (
-        f"made twice, since {rows} rows of a layer came to one rank, {times:.2f} times those of an even load; "
-        f"overlap.ep.capacity = {enough:g} would leave room for them, overlap.ep.splits = host for any"
+        f"made twice, since {came:.2f} times the rows of an even load came to one rank in a layer; "
+        f"there is room for {now:.2f} times from now on (overlap.ep.capacity = {c.overlap.ep.capacity:g})"
     )

@@ -25,6 +25,7 @@ from hocket.runtime.blocks import Blocks
 from hocket.runtime.connect import CommOptions, TransportName, connect
 from hocket.runtime.copy_engine import CopyEngine, place, refuse
 from hocket.runtime.pretended import Link, Slow
+from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
@@ -184,6 +185,12 @@ class Group:
         row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
         self._count("all_to_all", (rows.shape[0] - table.send[self.rank]) * row)
         return self.transport.all_to_all(out, rows, table)
+
+    def make_room(self, nbytes: int) -> None:
+        """Have room for rows of `nbytes` in exchanges by `Blocks`. All ranks call this at the same point."""
+        moved_by = self.transport.inner if isinstance(self.transport, Slow) else self.transport
+        if isinstance(moved_by, PushedRows):
+            moved_by.make_room(nbytes)
 
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's `counts` (size, ...), which say what it sends to each: (size, size, ...), from rank 0 first.

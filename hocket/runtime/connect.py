@@ -88,7 +88,8 @@ def _on_gpus(
 ) -> Transport:
     """What moves the bytes of a NCCL group; `copied`: copy engines, where it can be."""
     if purpose == "a2a" and options.device_splits:
-        return PushedRows(made, ranks, device, pushes(made, options.arrival, device, options.timeout))
+        arrivals = pushes(made, options.arrival, device, options.timeout)
+        return PushedRows(made, ranks, device, options.timeout, arrivals)
     if purpose == "a2a" and copied:
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
     if purpose == "tp" and options.tokens:

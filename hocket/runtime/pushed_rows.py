@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,17 @@ class Pushes:
 class PushedRows(Nccl):
     """Exchanges rows by kernels of its own; whatever else is asked of the group runs on NCCL's kernels."""
 
+    timeout: float
+    """Seconds that a barrier may take."""
     pushes: Pushes
+    outgrown: list[Pushes] = field(default_factory=list)
+    """Buffers that recorded steps may still use."""
+
+    def make_room(self, nbytes: int) -> None:
+        """Have arrival buffers for rows of `nbytes` from now on. All ranks of the group call this."""
+        if nbytes > self.pushes.nbytes:
+            self.outgrown.append(self.pushes)
+            self.pushes = pushes(self.group, nbytes, self.device, self.timeout)
 
     def all_counts(self, counts: Tensor) -> Tensor:
         return self.pushes.all_counts(counts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.parallel.capacity import lack, rows_allowed, rows_at_most
+from hocket.parallel.capacity import lack, rows_allowed, rows_at_most, rows_grown
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.placed import place_counts
@@ -93,9 +93,13 @@ def steps(rank: int, c: Config) -> tuple[list[int], list[float], list[Tensor]]:
     numbers = [float(number) for result in results for number in (result.loss, result.grad_norm)]
     numbers.append(float(engine.evaluate(batches[0])))
     engine.assert_clean()
+    lacked.append(engine._lacked)
+    if engine._room is not None:
+        assert engine._room.capacity == rows_grown(c, max(lacked))
+        assert engine.executor.actions.room is engine._room
     loads = [load.clone() for load in results[-1].loads.values()]
     weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
-    return [*lacked, engine._lacked], numbers, [*loads, *weights]
+    return lacked, numbers, [*loads, *weights]
 
 
 @pytest.mark.parametrize("merge", ["on", "off"])
@@ -105,18 +109,23 @@ def test_a_step_whose_rows_find_no_room_is_made_again(merge: str) -> None:
     host = planned(c, splits="host")
     placed, known = run_ranks(steps, 2, c), run_ranks(steps, 2, host)
     assert placed[0][0] == placed[1][0]
-    assert all(32 < lacked <= 64 for lacked in placed[0][0]), placed[0][0]
+    room = rows_allowed(c)
+    for lacked in placed[0][0]:
+        assert not lacked or room < lacked <= 64, "there is more room from then on"
+        room = rows_grown(c, lacked) if lacked else room
+    assert placed[0][0][0]
     for (_, numbers, tensors), (lacked, wanted_numbers, wanted) in zip(placed, known, strict=True):
         assert not any(lacked)
         assert numbers == wanted_numbers
         assert all(map(torch.equal, tensors, wanted))
 
 
-def test_a_user_is_told_how_much_room_would_do() -> None:
+def test_a_user_is_told_how_much_room_there_is() -> None:
     assert lack(PLACED, 40) == (
-        "made twice, since 40 rows of a layer came to one rank, 1.25 times those of an even load; "
-        "overlap.ep.capacity = 1.4 would leave room for them, overlap.ep.splits = host for any"
+        "made twice, since 1.25 times the rows of an even load came to one rank in a layer; "
+        "there is room for 1.56 times from now on (overlap.ep.capacity = 1)"
     )
+    assert rows_grown(PLACED, 60) == rows_at_most(PLACED)
 
 
 def test_ranks_that_cannot_reach_each_other_are_refused() -> None:
