@@ -171,7 +171,8 @@ class ExpertOverlap:
     alone, which needs room of a fixed size."""
     capacity: float = 2.0
     """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
-    alone. A step that needs more is made again with splits that the host knows, and from then on there is more."""
+    alone; routers begin with values that may send one rank 1.5 times as many. A step that needs more is made again with
+    splits that the host knows, and from then on there is more."""
     copies: Literal["auto", "per_expert", "per_rank"] = "auto"
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
     them; then that rank sums their outputs. auto sends fewer bytes."""

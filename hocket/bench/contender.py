@@ -97,10 +97,7 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_device_ce": Entry(
         f"{_OURS}:device_splits_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any", model="moe"
     ),
-    "hocket_graph": Entry(f"{_OURS}:graphed", "hocket, steps as CUDA graphs", cuda=True, model="whole"),
-    "hocket_device_graph": Entry(
-        f"{_OURS}:device_splits_graphed", "splits that no host knows, steps as CUDA graphs", cuda=True, model="moe"
-    ),
+    "hocket_graph": Entry(f"{_OURS}:graphed", "hocket, splits that no host knows, steps as CUDA graphs", cuda=True),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
     "hocket_signal": Entry(
         f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True

@@ -35,10 +35,6 @@ _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
 """hocket as configured, by the identity of its workload: without an optimizer, its bound can use the same weights."""
 
 
-ROOM = 2.0
-"""Rows that a rank has room for, over an even load. Routers begin with values that send one of them 1.5 times that."""
-
-
 class Planned:
     """An engine as a contender."""
 
@@ -226,21 +222,14 @@ def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Con
 
 
 def graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, each step replayed as one CUDA graph."""
-    return Planned(workload, rank, device, changed(workload.config, {"plan.graphs": "on"}))
-
-
-def device_splits_graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The same, and no host knows how many rows travel to which experts."""
-    return Planned(workload, rank, device, changed(_placed(workload.config), {"plan.graphs": "on"}))
+    """Hocket as configured, each step replayed as one CUDA graph, in which no host knows how many rows travel."""
+    config = _placed(workload.config) if workload.config.mesh.ep > 1 else workload.config
+    return Planned(workload, rank, device, changed(config, {"plan.graphs": "on"}))
 
 
 def _placed(config: Config) -> Config:
     """A configuration whose splits are known to the devices alone."""
-    room = max(config.overlap.ep.capacity, ROOM)
-    return changed(
-        config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert", "overlap.ep.capacity": room}
-    )
+    return changed(config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert"})
 
 
 def _on(config: Config, transport: TransportName) -> Config:
