@@ -9,6 +9,7 @@ the operands it has in a planned run. Gradients are summed as `add` and `reduce`
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig, Strategy
-from hocket.model.documents import IGNORED, Documents
+from hocket.model.documents import IGNORED, PADDING, Documents, documents_of
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
+from hocket.runtime.actions import Microbatch
 
 Batch = tuple[Any, ...]
 """Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents if there are some."""
@@ -203,3 +205,31 @@ def random_batches(config: ModelConfig, steps: int, microbatches: int, dp: int, 
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     return [[[batch() for _ in range(dp)] for _ in range(microbatches)] for _ in range(steps)]
+
+
+def awkward_batches(config: ModelConfig, steps: int, microbatches: int, dp: int) -> list[list[list[Batch]]]:
+    """Batches of two sequences of eight tokens that have everything: documents of one token, masked targets, padding at
+    the end, a sequence of padding, a microbatch of which no target counts, a step of which none does.
+    """
+    chooser, generator = random.Random(0), torch.Generator().manual_seed(1)
+
+    def batch(step: int, m: int, rank: int) -> Batch:
+        ids = torch.randint(config.vocab, (2, 9), generator=generator)
+        numbers = torch.tensor([sorted(chooser.choices(range(5), k=8)) for _ in range(2)])
+        numbers[0, 5 + m % 4 :] = PADDING
+        if (m + rank) % 3 == 2:
+            numbers[1] = PADDING
+        targets = ids[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORED
+        targets[numbers == PADDING] = IGNORED
+        if (m, rank) == (1, 0) or step == steps - 1:
+            targets[:] = IGNORED
+        return ids[:, :-1].contiguous(), targets, documents_of(numbers)
+
+    return [[[batch(s, m, r) for r in range(dp)] for m in range(microbatches)] for s in range(steps)]
+
+
+def microbatch(batch: Batch) -> Microbatch:
+    """A batch as an engine takes it."""
+    ids, targets, *documents = batch
+    return Microbatch(ids, targets, documents=documents[0] if documents else None)

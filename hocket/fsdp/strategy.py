@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
+from hocket.config import Strategy
 from hocket.fsdp.residency import Budget
 from hocket.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_unit import Unit
-
-Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""What ranks share instead of each keeping it whole: nothing, the optimizer's state, also gradients, also weights."""
 
 
 @dataclass(frozen=True)

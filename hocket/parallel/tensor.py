@@ -44,11 +44,6 @@ from hocket.tensor_choice import DIRECTIONS, ROLES, splits_of
 
 Method = Literal["off", "bulk", "ring", "pipeline"]
 
-COLUMN: dict[str, tuple[Method, ...]] = {"forward": ("off", "ring"), "backward": ("off", "bulk", "pipeline")}
-"""What a column layer can do in each direction."""
-ROW: dict[str, tuple[Method, ...]] = {"forward": ("off", "pipeline"), "backward": ("off", "ring")}
-"""What a row layer can do."""
-
 
 @dataclass(frozen=True)
 class Way:

@@ -71,7 +71,7 @@ def connect(
         return None
     assert isinstance(made, dist.ProcessGroup)
     real = _on_gpus(purpose, made, ranks, device, copied, options) if on_gpu else Gloo(made, ranks)
-    if name != "slow" or purpose not in options.links or isinstance(real, CopyingNccl):
+    if name != "slow" or purpose not in options.links:
         return real
     assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
     spin = options.spin if on_gpu else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hocket.model.transformer import Chunk
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from tests.ranks.test_parity import STEPS, assert_parity, config
-from tests.reference import Batch
+from tests.reference import awkward_batches
 
 MOE = ModelConfig(
     vocab=31, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, dense_layers=(0,)
@@ -98,28 +97,6 @@ def test_the_balance_loss_and_loads_are_those_without_padding(real: list[bool], 
     assert not padded.grad[~real_T].any()
 
 
-def awkward_batches(model: ModelConfig, microbatches: int, dp: int) -> list[list[list[Batch]]]:
-    """Batches of two sequences of eight tokens that have everything: documents of one token, masked targets, padding at
-    the end, a sequence of padding, a microbatch of which no target counts, a step of which none does.
-    """
-    chooser, generator = random.Random(0), torch.Generator().manual_seed(1)
-
-    def batch(step: int, m: int, rank: int) -> Batch:
-        ids = torch.randint(model.vocab, (2, 9), generator=generator)
-        numbers = torch.tensor([sorted(chooser.choices(range(5), k=8)) for _ in range(2)])
-        numbers[0, 5 + m % 4 :] = PADDING
-        if (m + rank) % 3 == 2:
-            numbers[1] = PADDING
-        targets = ids[:, 1:].clone()
-        targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORED
-        targets[numbers == PADDING] = IGNORED
-        if (m, rank) == (1, 0) or step == STEPS - 1:
-            targets[:] = IGNORED
-        return ids[:, :-1].contiguous(), targets, documents_of(numbers)
-
-    return [[[batch(s, m, r) for r in range(dp)] for m in range(microbatches)] for s in range(STEPS)]
-
-
 BALANCED: dict[str, Any] = dict(aux_loss=0.05, bias_rate=0.01)
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "one rank": (dict(layers=2, dense_layers=(0,), **BALANCED), {}, dict(merge="off")),
@@ -141,4 +118,4 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_planned_step_equals_the_plain_one(case: str, dtype: str) -> None:
     c = changed(config(*CASES[case], 4, dtype), {"data.packing": "on"})
-    assert_parity(c, awkward_batches(c.model, 4, c.mesh.dp))
+    assert_parity(c, awkward_batches(c.model, STEPS, 4, c.mesh.dp))

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.engine import DTYPES, Engine
+from hocket.leaves import changed
 from hocket.plan.zero_bubble import ZERO_BUBBLE
-from hocket.runtime.actions import Microbatch
 from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
-from tests.reference import Batch, Reference, Result, random_batches
+from tests.reference import Batch, Reference, Result, awkward_batches, microbatch, random_batches
 
 STEPS = 3
 LR = 1e-2
@@ -59,10 +59,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     for microbatches in steps:
-        mine = [batches[engine.where.dp] for batches in microbatches]
-        documents = [batch[2] if len(batch) == 3 else None for batch in mine]
-        inputs = [Microbatch(batch[0], batch[1], documents=d) for batch, d in zip(mine, documents, strict=True)]
-        result = engine.train_step(inputs, LR)
+        result = engine.train_step([microbatch(batches[engine.where.dp]) for batches in microbatches], LR)
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
@@ -98,13 +95,20 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
-    batches = batches or random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+    batches = batches or batches_of(c)
     dtype, strategy = DTYPES[c.train.dtype], c.overlap.dp.strategy
     per_rank = c.overlap.ep.copies == "per_rank"
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)
+
+
+def batches_of(c: Config, steps: int = STEPS) -> list[list[list[Batch]]]:
+    """What to train on: text, or all that there is where documents share sequences."""
+    if c.data.packing == "on":
+        return awkward_batches(c.model, steps, c.train.microbatches, c.mesh.dp)
+    return random_batches(c.model, steps, c.train.microbatches, c.mesh.dp, (2, 8))
 
 
 def compare(reference: Result, ranks: list[dict[str, Any]]) -> None:
@@ -152,8 +156,11 @@ VALUES: dict[str, list[Any]] = {
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v"],
     "recompute": [(), ("attn",), ("experts", "mlp")],
+    "capacity": [1.0, 2.0],
+    "documents": ["off", "on"],
 }
-"""What the matrix varies. Uneven stages have odd numbers of layers: forward and backward meet in the middle one."""
+"""What the matrix varies. With a capacity of 1 steps are made again. Uneven stages have odd numbers of layers: forward
+and backward meet in the middle one."""
 
 
 def legal(case: dict[str, Any]) -> bool:
@@ -182,12 +189,13 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    others = ("dtype", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches")
+    others = ("dtype", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents")
     plan = {name: value for name, value in case.items() if name not in others}
-    plan["layers_per_stage"], plan["capacity"] = tuple(counts), 2.0
+    plan["layers_per_stage"] = tuple(counts)
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    return config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    return changed(whole, {"data.packing": case["documents"]})
 
 
 def name_of(case: dict[str, Any]) -> str:

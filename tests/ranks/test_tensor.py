@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.tensor import COLUMN, ROW, Tensors, Way, column_linear, pieces, row_linear
+from hocket.parallel.tensor import Method, Tensors, Way, column_linear, pieces, row_linear
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
+from hocket.tensor_choice import DIRECTIONS, ROLES, possible
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -110,5 +113,5 @@ def test_pieces_are_every_rank_once_and_ones_own_first() -> None:
 
 
 def test_every_way_has_a_layer_that_can_do_it() -> None:
-    column, row = (({m for methods in layer.values() for m in methods}) for layer in (COLUMN, ROW))
-    assert column | row == {"off", "bulk", "ring", "pipeline"}
+    ways = {way for role in ROLES for direction in DIRECTIONS for way in possible(role, direction)}
+    assert ways == set(get_args(Method))

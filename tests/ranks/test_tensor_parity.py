@@ -12,11 +12,10 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import DTYPES, Engine
 from hocket.leaves import changed
-from hocket.runtime.actions import Microbatch
+from tests.helpers.pairwise import pairwise
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_documents import awkward_batches
-from tests.ranks.test_parity import LR, STEPS, adamw, config
-from tests.reference import Batch, Reference, random_batches
+from tests.ranks.test_parity import LR, STEPS, adamw, batches_of, config
+from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
 """Name, whole shape, first and end element in the part of a rank, that part, values."""
@@ -37,22 +36,17 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
         return finish(lr)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
-    inputs = [[microbatch(batches[engine.where.dp]) for batches in microbatches] for microbatches in steps]
-    for microbatches in inputs:
-        result = engine.train_step(microbatches, LR)
+    for microbatches in steps:
+        result = engine.train_step([microbatch(batches[engine.where.dp]) for batches in microbatches], LR)
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
     out["agreed"] = engine.agree(result.loss)[0]
-    out["validation"] = engine.evaluate(inputs[0]).item()
+    out["validation"] = engine.evaluate([microbatch(batches[engine.where.dp]) for batches in steps[0]]).item()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
     engine.close()
     return out
-
-
-def microbatch(batch: Batch) -> Microbatch:
-    return Microbatch(batch[0], batch[1], documents=batch[2] if len(batch) == 3 else None)
 
 
 def whole(pieces: list[Piece]) -> dict[str, Tensor]:
@@ -82,9 +76,9 @@ def close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
     assert worst <= tolerance * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
 
 
-def assert_close(c: Config, tolerance: float, packed: list[Any] | None = None) -> list[dict[str, Any]]:
+def assert_close(c: Config, tolerance: float, steps: int = STEPS) -> list[dict[str, Any]]:
     """Losses, gradients, norms and weights of a run are those of the plain step, within `tolerance` of the largest."""
-    batches = packed or random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))
+    batches = batches_of(c)[:steps]
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.world, c, batches)
@@ -100,9 +94,9 @@ def assert_close(c: Config, tolerance: float, packed: list[Any] | None = None) -
         close(grads[name], grad, 10 * tolerance, f"gradient of {name}")
     for r in ranks:
         assert r["norms"] == pytest.approx(reference.norms, rel=10 * tolerance)
-        assert packed or r["agreed"] == pytest.approx(
-            sum(sum(m) / len(m) for m in wanted) / len(wanted), rel=10 * tolerance
-        )
+        if c.data.packing == "off":
+            agreed = sum(sum(m) / len(m) for m in wanted) / len(wanted)
+            assert r["agreed"] == pytest.approx(agreed, rel=10 * tolerance)
     weights = whole([piece for r in ranks for piece in r["weights"]])
     for name, weight in reference.weights.items():
         close(weights[name], weight, 100 * tolerance, f"{name} after {STEPS} steps")
@@ -123,7 +117,6 @@ OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
-EP = dict(dp=2, ep=2)
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
     "one after the other": of(MIXED, {}, {}, **OFF),
@@ -131,19 +124,53 @@ CASES: dict[str, Config] = {
     "pipeline, heads normed, attention once more": of(
         dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
     ),
-    "experts on two ranks, merged": of(dict(layers=2, shared_ffn=16), EP, dict(merge="on", defer_wgrad="on")),
-    "nothing sharded": of(dict(layers=1), dict(dp=2), dict(strategy="no_shard")),
-    "reduced once": of(dict(layers=1), dict(dp=2), dict(strategy="optim")),
-    "shards of gradients, tied head": of(
-        dict(layers=2, dense_layers=(0,), tied=True), dict(dp=2), dict(strategy="optim_grads")
-    ),
 }
 MORE: dict[str, Config] = {
-    "zb_v": of(dict(layers=4), dict(pp=2), dict(order="zb_v", chunks=2, merge="off", defer_wgrad="on")),
-    "splits that no host knows": of(dict(layers=2), EP, dict(merge="on", splits="device", capacity=2.0)),
-    "sharded three ways": of(MIXED, dict(pp=2, **EP), dict(merge="on")),
-    "balance bias": of({**MIXED, "bias_rate": 0.01}, EP, {}),
+    "sharded three ways, balanced": of({**MIXED, "bias_rate": 0.01}, dict(pp=2, dp=2, ep=2), dict(merge="on")),
 }
+
+
+VALUES: dict[str, list[Any]] = {
+    "ways": ["off", "pieces"],
+    "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    "merge": ["off", "on"],
+    "defer_wgrad": ["off", "on"],
+    "dp": [1, 2],
+    "ep": [1, 2],
+    "pp": [1, 2],
+    "order": ["auto", "zb_v"],
+    "kinds": ["dense", "moe", "mixed"],
+    "splits": ["host", "device"],
+    "copies": ["per_expert", "per_rank"],
+    "recompute": [(), ("attn", "mlp"), ("experts",)],
+    "documents": ["off", "on"],
+    "tied": [False, True],
+}
+"""What stands beside two tensor-parallel ranks, on four ranks at most."""
+
+
+def legal(case: dict[str, Any]) -> bool:
+    if case["dp"] * case["pp"] > 2 or case["ep"] > case["dp"] or (case["tied"] and case["pp"] > 1):
+        return False
+    moved = case["ep"] > 1 and case["kinds"] != "dense"
+    others = (case["ep"] > 1, case["splits"] == "device", case["copies"] == "per_rank")
+    if (any(others) and not moved) or all(others):
+        return False
+    apart = case["merge"] == "off" and case["defer_wgrad"] == "on"
+    return case["order"] == "auto" or (case["pp"] == 2 and apart)
+
+
+@pytest.mark.parametrize("case", pairwise(VALUES, legal), ids=lambda case: "-".join(map(str, case.values())))
+def test_every_pair_of_features(case: dict[str, Any]) -> None:
+    chunks = 2 if case["order"] == "zb_v" else 1
+    layers = max(2, case["pp"] * chunks)
+    dense = {"dense": range(layers), "moe": (), "mixed": (1,)}[case["kinds"]]
+    model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"])
+    others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied")
+    plan = {name: value for name, value in case.items() if name not in others}
+    mesh = {name: case[name] for name in ("pp", "dp", "ep")}
+    c = of(model, mesh, {**plan, "chunks": chunks}, **(OFF if case["ways"] == "off" else {}))
+    assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,11 +183,6 @@ def test_a_step_is_the_plain_one(case: str) -> None:
 @pytest.mark.parametrize("case", MORE)
 def test_a_step_with_more_is_the_plain_one(case: str) -> None:
     assert_close(MORE[case], 1e-5)
-
-
-def test_documents_masked_targets_and_padding() -> None:
-    c = changed(of(MIXED, dict(dp=2), {}), {"data.packing": "on"})
-    assert_close(c, 1e-5, awkward_batches(c.model, c.train.microbatches, c.mesh.dp))
 
 
 def test_a_step_in_bf16() -> None:
