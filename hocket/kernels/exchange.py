@@ -23,7 +23,7 @@ WARPS = 8
 PUSHING = 32
 """Programs that store into peers, all peers together: as few as fill the links, since products run beside them."""
 TAKING = 132
-"""Programs that copy what has arrived: it stays on the chip, and takes a third of the time that the way here took."""
+"""Programs that copy what has arrived: it stays on the chip, and takes a quarter of the time that the way here took."""
 
 
 @triton.jit(do_not_specialize=["rank"])

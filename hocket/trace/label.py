@@ -21,7 +21,7 @@ _MODULE_LAYER = re.compile(r"(?:(?:^|[^a-z])(?:layers?|blocks?|h)[._/]|^FSDP::\w
 _TRANSFER = re.compile(
     r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"
     r"|(^|[^a-z])(barrier|(put|wait)_signal|(one|two)_shot_all_\w+)_kernel|all_?to_?all|all_?reduce_kernel"
-    r"|Memcpy (PtoP|P2P)",
+    r"|Memcpy (PtoP|P2P)|^_push_(rows|counts)",
     re.IGNORECASE,
 )
 _ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")
@@ -70,7 +70,8 @@ _OP_CLASS = _patterns(
 """Torch op -> class; the first that fits."""
 
 _NAME_CLASS = _patterns(
-    ("copy", r"^Mem(cpy|set)"),
+    ("copy", r"^Mem(cpy|set)|^_take_rows"),
+    ("indexing", r"^_lay_out_blocks"),
     ("optimizer", r"fused_?adam|multi_tensor_apply"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape"),
     ("attention", r"flash|fmha|attention|sdpa"),
@@ -199,7 +200,8 @@ def is_stand_in(name: str, launcher: str, op: str) -> bool:
     The copy of an exchange's counts to the host is none: a run that communicates makes it, too.
     """
     moves_rows = bool(op) and lane_of(op) not in ("compute", "gather", "reduce")
-    return moves_rows and launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
+    copied = launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
+    return moves_rows and (copied or name.startswith("_take_rows"))
 
 
 def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[int, ...]) -> float:

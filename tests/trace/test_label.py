@@ -28,12 +28,15 @@ TRANSFERS = [
     ("exchangeSplitAndOffset_2d<true>(long*, long*)", "symm_mem::all_to_all_vdev_2d"),
     ("void deep_ep::intranode::dispatch<8, 768, 8192>(int4*, float*)", ""),
     ("Memcpy PtoP (Device -> Device)", "aten::copy_"),
+    ("_push_rows", ""),
+    ("_push_counts", ""),
     ("Memcpy DtoD (Device -> Device)", "nccl:_all_gather_base"),
 ]
 COMPUTE = [
     ("Memcpy DtoD (Device -> Device)", "aten::copy_"),
     ("Memcpy HtoD (Pinned -> Device)", "aten::copy_"),
     ("Memset (Device)", "aten::mm"),
+    ("_take_rows", ""),
     ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "aten::mm"),
     ("triton_poi_fused_all_gather_into_tensor_wait_tensor_3", ""),
     ("triton_red_fused_reduce_scatter_tensor_all_reduce_kernel_1", ""),
