@@ -33,7 +33,7 @@ SKINNY = (
     "--against bound,exchanges,ep_sync,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
 )
 """Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
-COPIES = "--against hocket,hocket_per_expert,hocket_ce,hocket_per_expert_ce,hocket_null"
+COPIES = "--overlap.ep.copies per_expert --against hocket,hocket_per_rank,hocket_ce,hocket_per_rank_ce,hocket_null"
 """A copy of a token for each rank that has some of its experts, or for each expert."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
 SHARDED = (

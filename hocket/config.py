@@ -175,7 +175,7 @@ class ExpertOverlap:
     splits that the host knows, and from then on there is more."""
     copies: Literal["auto", "per_expert", "per_rank"] = "auto"
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
-    them; then that rank sums their outputs. auto sends fewer bytes."""
+    them; then that rank sums their outputs. auto sends fewer bytes where compute does not hide them."""
 
 
 TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]

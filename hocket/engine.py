@@ -56,15 +56,19 @@ class StepResult:
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
 
 
+_SLACK = 1.25
+"""Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
+
+
 def comm_options(config: Config, device: torch.device) -> CommOptions:
     """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
     train, model, size = config.train, config.model, DTYPES[config.train.dtype].itemsize
     copies = copies_of(model, config.mesh.ep, layout_of(config).per_rank, size)
-    rows, width = math.ceil(config.tokens * copies.count), model.hidden * size
+    rows, width = math.ceil(_SLACK * config.tokens * copies.count), model.hidden * size
     device_splits = _knows_no_host(config)
     if device_splits:
         rows = max(rows, rows_allowed(config))
-    arrival = rows * (width + copies.label * size)  # of one microbatch, when all experts get as much
+    arrival = rows * (width + copies.label * size)  # of one microbatch, in one round
     timeout = train.hang_timeout + MARGIN
     piecewise = any(way.piecewise for way in ways_of(config).values())
     tokens = train.sequences * config.data.sequence_length * width if piecewise else 0

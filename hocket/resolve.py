@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
+from hocket.copies_choice import choose_copies
 from hocket.decision import Decision
 from hocket.effects import effect_of
 from hocket.ends_choice import choose_ends
@@ -21,16 +22,12 @@ from hocket.leaves import changed, impossible, leaf, show, types
 from hocket.machine import hardware_of
 from hocket.origins import DEFAULTS, Implied, source
 from hocket.parallel.stages import costs_of
-from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan_rules import merges, separate_wgrads, stages
 from hocket.recompute_choice import choose_recompute
 from hocket.rule import Rule
-from hocket.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text, width
+from hocket.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.tensor_choice import choose_tensor
-
-_FEWER = 0.97
-"""Share of the bytes to which one copy per rank must bring them to be worth its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +81,7 @@ def resolve(
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _add(settled, decisions, choose_tensor(settled, host))
+    settled = _add(settled, decisions, choose_copies(settled, price))
     settled = _add(settled, decisions, choose_recompute(settled, price))
     costs = price(settled)
     for choose_by_costs in (choose_ends, choose_hops):
@@ -255,22 +253,6 @@ def choose_splits(c: Config, h: Host) -> tuple[str, str]:
     return "host", "room for as many rows as come; that the device alone knows has not been shown to be faster"
 
 
-def choose_copies(c: Config, h: Host) -> tuple[str, str]:
-    m, ep = c.model, c.mesh.ep
-    if not has_experts(c) or ep == 1:
-        return "per_expert", "all experts are on every rank, so nothing is sent"
-    if c.overlap.ep.splits == "device":
-        return "per_expert", "overlap.ep.splits = device places every choice's row"
-    if m.experts % ep or m.top_k > m.experts:
-        return "per_expert", "experts cannot be spread like this"
-    per_expert, per_rank = (copies_of(m, ep, way, width(c)) for way in (False, True))
-    before, after = elements_sent(m, per_expert), elements_sent(m, per_rank)
-    where = f"a token's {m.top_k} experts are on {per_rank.count:.1f} of {ep} ranks on average"
-    if after > _FEWER * before:
-        return "per_expert", f"{where}, and what rows must say about them eats up what is saved"
-    return "per_rank", f"{where}: one copy for each is {1 - after / before:.0%} fewer bytes"
-
-
 def choose_folder(c: Config, h: Host) -> tuple[str, str]:
     if c.train.transport == "null":
         return f"runs/{c.run.name}-null", "what is no training stays away from the run of that name"
@@ -285,7 +267,6 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("plan.order", choose_order),
     ("overlap.defer_wgrad", choose_defer),
     ("overlap.ep.splits", choose_splits),
-    ("overlap.ep.copies", choose_copies),
     ("plan.graphs", choose_graphs),
     ("run.folder", choose_folder),
 )

@@ -89,9 +89,9 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
     "hocket_ce": Entry(f"{_OURS}:copy_engine", "hocket, gathers and reduces on copy engines", cuda=True, pp="any"),
     "hocket_ce_gather": Entry(f"{_OURS}:copy_engine_gathers", "hocket, gathers on copy engines", cuda=True, pp="any"),
-    "hocket_per_expert": Entry(f"{_OURS}:per_expert", "hocket, a copy for each expert", pp="any", model="moe"),
-    "hocket_per_expert_ce": Entry(
-        f"{_OURS}:per_expert_ce", "hocket, a copy for each expert, on copy engines", cuda=True, pp="any", model="moe"
+    "hocket_per_rank": Entry(f"{_OURS}:per_rank", "hocket, a copy for each rank", pp="any", model="moe"),
+    "hocket_per_rank_ce": Entry(
+        f"{_OURS}:per_rank_ce", "hocket, a copy for each rank, on copy engines", cuda=True, pp="any", model="moe"
     ),
     "hocket_device": Entry(f"{_OURS}:device_splits", "hocket, splits that no host knows", pp="any", model="moe"),
     "hocket_device_ce": Entry(

@@ -200,14 +200,14 @@ def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> 
     return Planned(workload, rank, device, _on(workload.config, "copy_engine_gathers"))
 
 
-def per_expert(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, with a copy of a token for each of its experts."""
-    return Planned(workload, rank, device, changed(workload.config, {"overlap.ep.copies": "per_expert"}))
+def per_rank(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, with a copy of a token for each rank that has some of its experts."""
+    return Planned(workload, rank, device, changed(workload.config, {"overlap.ep.copies": "per_rank"}))
 
 
-def per_expert_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
+def per_rank_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
     """The same, with gathers and reduces on copy engines."""
-    config = changed(workload.config, {"overlap.ep.copies": "per_expert"})
+    config = changed(workload.config, {"overlap.ep.copies": "per_rank"})
     return Planned(workload, rank, device, _on(config, "copy_engine"))
 
 

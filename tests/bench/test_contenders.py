@@ -29,7 +29,7 @@ CASES = {
         [
             "hocket",
             "hocket_sequential",
-            "hocket_per_expert",
+            "hocket_per_rank",
             "hocket_device",
             "ep_sync",
             "fsdp2_tuned_fp32",
