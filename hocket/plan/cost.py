@@ -173,12 +173,19 @@ class CostTable:
     def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
         """The same table with measured seconds in place of modelled ones.
 
-        A recomputation that was not measured takes as long as the forward that was.
+        A recomputation that was not measured takes as long as the forward that was. Of what tensor-parallel ranks
+        measured, the modelled share waits for peers.
         """
         again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
         seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
-        changed = {key: replace(self.table.get(key, _FREE), seconds=value) for key, value in seconds.items()}
+        changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
         return replace(self, table={**self.table, **changed})
+
+
+def _lasting(cost: OpCost, seconds: Time) -> OpCost:
+    """An op's cost if it takes so long."""
+    inner = cost.inner_seconds and seconds * cost.inner_seconds / cost.seconds
+    return replace(cost, seconds=seconds, inner_seconds=inner)
 
 
 _FREE = OpCost()

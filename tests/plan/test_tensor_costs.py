@@ -56,6 +56,15 @@ def test_memory_is_that_of_a_rank() -> None:
     assert parts.table[key].inner_bytes == 2 * 8192 * 8192 * 2 * 3 // 4  # one gather, one sum, of three parts of four
 
 
+def test_of_a_measured_op_the_same_share_waits() -> None:
+    s = settings(LARGE, 4, overlap__tp__method="off")
+    costs = costs_of(s, H200)
+    shorter = costs.measured({key: cost.seconds / 100 for key, cost in costs.table.items()})
+    modelled, measured = (simulate(program_of(s), table).ranks[0] for table in (costs, shorter))
+    assert float(measured.busy) == pytest.approx(float(modelled.busy) / 100)
+    assert float(measured.exposed["tp"]) == pytest.approx(float(modelled.exposed["tp"]) / 100)
+
+
 def test_little_layers_are_not_cut() -> None:
     choices = {d.setting: d for d in settings(SMALL, 4).decisions}
     assert choices["overlap.tp.fc1_forward"].value == "off"
