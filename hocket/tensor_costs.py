@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config, ModelConfig
-from hocket.plan.cost import CostTable, Hardware, OpCost
+from hocket.plan.cost import CostTable, Hardware, Link, OpCost
 from hocket.plan.schedule import CostKey
 from hocket.tensor_choice import Direction, Role, product_of, time_of
 
@@ -29,6 +29,7 @@ def model_of_rank(c: Config) -> ModelConfig:
 def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware) -> CostTable:
     """`costs`, those of the whole model on one rank's tokens, with the units of `of_rank`, and with communication."""
     table = {key: of_rank.table[key] if key[0] in _UNITS else cost for key, cost in costs.table.items()}
+    hardware = _imitated(c, hardware)
     for key, cost in table.items():
         waits, received = _inside(c, key, hardware)
         if received:
@@ -37,6 +38,20 @@ def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hard
     for key in [key for key in table if key[0] == "wgrad"]:
         table[key] = replace(table[key], grad_bytes=of_rank.table.get(key, OpCost()).grad_bytes)
     return replace(costs, table=table, slot_bytes=of_rank.slot_bytes, state_bytes=of_rank.state_bytes)
+
+
+def _imitated(c: Config, hardware: Hardware) -> Hardware:
+    """The hardware with what an imitated network adds to the transfers of tokens."""
+    if c.train.transport != "slow" or "tp" not in c.train.slow_links():
+        return hardware
+    latency, bandwidth = c.train.slow_links()["tp"]
+
+    def slower(link: Link) -> Link:
+        return Link(link.latency + latency, 1 / (1 / link.bandwidth + 1 / bandwidth))
+
+    return replace(
+        hardware, links={**hardware.links, "tp": slower(hardware.links["tp"])}, copies=slower(hardware.copies)
+    )
 
 
 def _inside(c: Config, key: CostKey, hardware: Hardware) -> tuple[float, int]:

@@ -65,6 +65,15 @@ def test_of_a_measured_op_the_same_share_waits() -> None:
     assert float(measured.exposed["tp"]) == pytest.approx(float(modelled.exposed["tp"]) / 100)
 
 
+def test_an_imitated_network_between_tensor_parallel_ranks_is_predicted() -> None:
+    off = {"overlap__tp__method": "off"}
+    slow = {"train__transport": "slow", "train__slow_groups": ("tp",), "train__slow_latency": (0.5,)}
+    fast, late = of(settings(LARGE, 4, **off)), of(settings(LARGE, 4, **off, **slow))
+    moves = 2 * (2 * (2 * 2 + 2 * 3) + 2 + 3)  # 2 microbatches, 2 layers: two parts forward and backward; embed; head
+    assert late["tp"] - fast["tp"] == pytest.approx(moves * 0.5, rel=0.01)
+    assert late["busy"] == pytest.approx(fast["busy"])
+
+
 def test_little_layers_are_not_cut() -> None:
     choices = {d.setting: d for d in settings(SMALL, 4).decisions}
     assert choices["overlap.tp.fc1_forward"].value == "off"
