@@ -195,7 +195,18 @@ def test_units_groups_and_memory_are_those_of_the_run() -> None:
     assert not explained("moe_8gpu", train__sequences=512).memory[0].fits
 
 
+def test_units_of_tensor_parallel_ranks_are_parts() -> None:
+    whole, part = (explained("llama3_8b", mesh__dp=2, mesh__tp=tp) for tp in (1, 4))
+    (mine,) = [unit for unit in part.units if unit.unit == "layer of one tp rank"]
+    (all_of_it,) = [unit for unit in whole.units if unit.unit == "layer"]
+    assert mine.elements == pytest.approx(all_of_it.elements / 4, rel=1e-3)
+    moved = {group.purpose: group.moved_by for group in part.groups}
+    assert moved["tp"].startswith("copy engines, piece by piece")
+
+
 def test_groups_know_what_moves_them() -> None:
+    placed = explained("moe_8gpu", overlap__ep__splits="device", overlap__ep__copies="per_expert")
+    assert {group.purpose: group.moved_by for group in placed.groups}["a2a"].startswith("kernels that store")
     moved = {group.purpose: group.moved_by for group in explained("moe_8gpu", train__transport="copy_engine").groups}
     assert moved["gather_dense"] == moved["a2a"] == "copy engines, no SM"
     assert moved["pp_fwd"] == f"NCCL, at most {P2P_CTAS} SMs"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hocket.config import COPIED
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
+from hocket.leaves import leaf
 from hocket.machine import hardware_of
 from hocket.parallel.mesh import PURPOSES
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
@@ -15,6 +16,8 @@ from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.resolve import Settings
 from hocket.rules import has_experts, width
+from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
+from hocket.tensor_costs import model_of_rank
 
 ALIGN = 64
 """Elements at whose multiples shards end: see fsdp/layout.py, which imports torch."""
@@ -32,7 +35,7 @@ CTAS, P2P_CTAS = 16, 4
 
 def units(settings: Settings) -> tuple[UnitRow, ...]:
     """All kinds of units."""
-    layout, sharding = layout_of(settings), sharding_of(settings)
+    layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
     kinds: Counter[tuple[Unit, str]] = Counter()
     kinds["embed", ""] += 1
     for kind in layout.kinds:
@@ -43,12 +46,13 @@ def units(settings: Settings) -> tuple[UnitRow, ...]:
         kinds["head", ""] += 1
     rows = []
     for unit, kind in sorted(kinds, key=lambda key: (UNITS.index(key[0]), key[1])):
-        elements, members = unit_weights(settings.model, unit, kind, settings.mesh.ep), sharding.size(unit)
+        elements, members = unit_weights(model, unit, kind, mesh.ep), sharding.size(unit)
         padded = -(-elements // (members * ALIGN)) * members * ALIGN
         name = {("dense", "moe"): "layer, all but its experts", ("dense", "dense"): "layer"}.get((unit, kind), unit)
+        axis = "ep" if unit == "experts" else "tp"
         rows.append(
             UnitRow(
-                unit=f"{name} of one ep rank" if unit == "experts" and settings.mesh.ep > 1 else name,
+                unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
                 count=kinds[unit, kind],
                 elements=elements,
                 padding=1 - elements / padded if members > 1 else 0.0,
@@ -78,12 +82,21 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
 
 
 def _moved_by(settings: Settings, purpose: str) -> str:
-    transport = settings.train.transport
+    transport, on_gpu = settings.train.transport, settings.train.device == "cuda"
+    if purpose == "a2a" and settings.overlap.ep.splits == "device" and on_gpu and transport != "null":
+        return "kernels that store into the peers' memory"
+    if purpose == "tp" and _by_pieces(settings) and on_gpu and transport != "null":
+        return f"copy engines, piece by piece; else NCCL, at most {CTAS} SMs"
     if purpose in COPIED.get(transport, ()):
         return "copy engines, no SM"
-    if transport == "nccl" or transport in COPIED or (transport == "slow" and settings.train.device == "cuda"):
+    if transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu):
         return f"NCCL, at most {P2P_CTAS if purpose.startswith('pp_') else CTAS} SMs"
     return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
+
+
+def _by_pieces(settings: Settings) -> bool:
+    """Whether some layer moves tokens piece by piece."""
+    return any(leaf(settings, setting_of(r, d)) in ("ring", "pipeline") for r in ROLES for d in DIRECTIONS)
 
 
 def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
