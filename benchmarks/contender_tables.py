@@ -96,11 +96,6 @@ def _close(one: Result, other: Result) -> bool:
     return one.keys() == other.keys() and sum(one[key] != other[key] for key in one) <= 2
 
 
-def gates(*results: Result) -> str:
-    """What the gates of results saw, where the settings are those of another one."""
-    return block(_gates(workloads(results)))
-
-
 def _gates(found: Sequence[Result]) -> list[str]:
     """Lengths of one run share a gate, which is shown once."""
     return list(dict.fromkeys(_gate(one["gate"]) for one in found))

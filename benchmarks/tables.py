@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
-from benchmarks.contender_tables import contenders, gates, host_cost, settings
+from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.kernel_tables import layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
@@ -206,7 +206,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "tensor_parallel": ("tensor_parallel", tensor_tables.layers),
     "predicted": ("step_time", predicted),
     "predicted_steps": (
-        "expert_parallel expert_parallel_long? pipeline_peers shared_expert? skinny? everything?",
+        "expert_parallel expert_parallel_issued? pipeline_peers shared_expert? skinny? everything?",
         predicted_steps,
     ),
     "overlap_trace": ("overlap_trace", overlap_trace),
@@ -257,18 +257,17 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "row_exchange": ("row_exchange", row_exchange),
     "expert_parallel": ("expert_parallel", contenders),
     "expert_parallel_settings": ("expert_parallel", settings),
-    "expert_parallel_long": ("expert_parallel_long", contenders),
+    "expert_parallel_issued": ("expert_parallel_issued", contenders),
     "expert_parallel_2": ("expert_parallel_2", contenders),
-    "expert_parallel_long_gate": ("expert_parallel_long", gates),
     "expert_parallel_host": ("expert_parallel_host", host_cost),
     "shared_expert": ("shared_expert", contenders),
     "skinny": ("skinny", contenders),
-    "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16", contenders),
+    "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16?", contenders),
     "everything": ("everything", contenders),
     "everything_settings": ("everything", settings),
     "copies": ("copies", contenders),
     "expert_aims": (
-        "expert_parallel shared_expert? skinny? pipeline_dense_8? pipeline_dense_16? everything?",
+        "expert_parallel expert_parallel_issued shared_expert? skinny? pipeline_dense_8? everything?",
         expert_aims,
     ),
     "pipeline_peers": ("pipeline_peers", contenders),
