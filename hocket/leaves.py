@@ -84,15 +84,38 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for setting, hint in types().items():
         value = leaf(config, setting)
-        low, high = BOUNDS.get(setting, (-ANY, ANY))
         if not is_a(value, hint):
             lines[setting] = line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}")
-            continue
-        numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
-        if not all(low <= x <= high for x in numbers):
-            most = f" and at most {high:g}" if high != ANY else ""
-            lines[setting] = line(config, origins, setting, "out of range", f"at least {low:g}{most}")
+        elif bounds := beyond(setting, value):
+            lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
+
+
+def beyond(setting: str, value: object) -> str:
+    """What a setting's numbers have to be if one of these is not; empty if all are."""
+    low, high = BOUNDS.get(setting, (-ANY, ANY))
+    numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
+    if all(low <= x <= high and x != ANY for x in numbers):
+        return ""
+    most = f" and at most {high:g}" if high != ANY else ", and no infinity" if ANY in numbers else ""
+    return f"at least {low:g}{most}"
+
+
+def ill_typed(config: Config, origins: Mapping[str, str]) -> list[str]:
+    """One line per section or setting that has a wrong type, as only a configuration made in Python can have."""
+    return list(_ill_typed(Config, config, "", origins))
+
+
+def _ill_typed(kind: type[Any], section: Any, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(hint):
+            if isinstance(value, hint):
+                yield from _ill_typed(hint, value, f"{prefix}{name}.", origins)
+            else:
+                yield problem(prefix + name, value, origins, f"not a {hint.__name__}", f"give a {hint.__name__}")
+        elif not is_a(value, hint):
+            yield problem(prefix + name, value, origins, f"not {describe(hint)}", f"give {describe(hint)}")
 
 
 def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, fix: str) -> str:

@@ -21,6 +21,7 @@ from hocket.config import (
     RunConfig,
     TrainConfig,
 )
+from hocket.leaves import ill_typed
 from hocket.model import families
 
 
@@ -130,8 +131,11 @@ def _from_function(name: str, origin: str) -> Config:
     sys.path.insert(0, "")
     try:
         loaded = importlib.import_module(module)
-    except ImportError as error:
-        refuse(f"{module} cannot be imported: {error}", "module:function, as Python would import it from here")
+    except (Exception, SystemExit) as error:  # what runs is the user's, and may fail in any way
+        refuse(
+            f"{module or 'nothing'} cannot be imported: {said(error)}",
+            "module:function, as Python would import it from here",
+        )
     finally:
         sys.path.remove("")
     make = getattr(loaded, function, None)
@@ -141,9 +145,19 @@ def _from_function(name: str, origin: str) -> Config:
         refuse(f"{module} has no function {function}", f"did you mean {close[0]}?" if close else "name one that it has")
     try:
         config = make()
-    except (TypeError, ValueError) as error:
-        refuse(f"it fails: {error}", "a function without arguments that returns a hocket.config.Config")
+    except (Exception, SystemExit) as error:
+        refuse(f"it fails: {said(error)}", "a function without arguments that returns a hocket.config.Config")
     if not isinstance(config, Config):
         refuse(f"it returns {type(config).__name__}", "a function that returns a hocket.config.Config")
+    if wrong := ill_typed(config, {"": f"recipe {name}"}):
+        raise ValueError("\n".join(wrong))
     named = config.run.name != RunConfig().name
     return config if named else replace(config, run=replace(config.run, name=function))
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, with its kind if its text alone is not enough."""
+    text = " ".join(str(error).split())
+    return (
+        text if isinstance(error, ImportError | TypeError | ValueError) and text else f"{type(error).__name__} {text}"
+    )

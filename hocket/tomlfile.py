@@ -16,6 +16,7 @@ from typing import Any
 _WORD = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _NAME = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
 _TABLE = re.compile(rf"\s*\[\s*({_NAME})\s*\]")
+_ARRAY = re.compile(rf"\s*\[\[\s*({_NAME})\s*\]\]")
 _KEY = re.compile(rf"\s*({_NAME})\s*=")
 _QUOTES = ('"""', "'''", '"', "'")
 
@@ -35,19 +36,24 @@ class Entry:
 def read(path: str) -> list[Entry]:
     """The keys of a file in their order. Raises ValueError for a file that cannot be read, with all double keys."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         reason = error.strerror or "cannot be read"
         raise ValueError(f"{path} (command line): {reason}; fix: name a TOML file that is there") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} (command line): not text; fix: a TOML file, in UTF-8") from None
     lines = list(keys(text))
+    if odd := _no_names(path, lines):
+        raise ValueError("\n".join(odd))
     if double := _double(path, lines):
         raise ValueError("\n".join(double))
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(_not_toml(path, str(error))) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        reason = "brackets are too deep" if isinstance(error, RecursionError) else "a number is too long"
+        raise ValueError(f"{path} (command line): {reason}; fix: a TOML file of settings") from None
     return [
         Entry(name, _value(tree, name), line) for name, line in lines if not _has_keys(_value(tree, name), name, lines)
     ]
@@ -59,13 +65,16 @@ def _has_keys(value: Any, name: str, lines: list[tuple[str, int]]) -> bool:
 
 
 def keys(text: str) -> Iterator[tuple[str, int]]:
-    """Name and line of every table and key, in their order; keys inside braces are not looked for."""
+    """Name and line of every table and key, in their order; keys inside braces are not looked for.
+
+    The name of an array of tables is in brackets, and what has a dot inside of quotes keeps these.
+    """
     table, depth, quote = "", 0, ""
     for number, line in enumerate(text.splitlines(), start=1):
         start = 0
         if not depth and not quote:
-            if found := _TABLE.match(line):
-                table = _plain(found[1])
+            if found := _TABLE.match(line) or _ARRAY.match(line):
+                table = _plain(found[1]) if line.lstrip()[:2] != "[[" else f"[{_plain(found[1])}]"
                 yield table, number
                 continue
             found = _KEY.match(line)
@@ -98,8 +107,18 @@ def _scan(line: str, at: int, depth: int, quote: str) -> tuple[int, str]:
 
 
 def _plain(name: str) -> str:
-    """A key without quotes and spaces."""
-    return ".".join(part.strip("\"'") for part in re.findall(_WORD, name))
+    """A key without spaces, and without quotes where it says the same without."""
+    return ".".join(part if "." in part else part.strip("\"'") for part in re.findall(_WORD, name))
+
+
+def _no_names(path: str, lines: list[tuple[str, int]]) -> list[str]:
+    """A line for each name that no setting has because of how it is written."""
+    tables = [(name, line) for name, line in lines if re.fullmatch(r"\[.*\]", name)]
+    quoted = [(name, line) for name, line in lines if "[" not in name and ('"' in name or "'" in name)]
+    return [
+        *(f"[{name}] ({path}:{line}): there are no lists of tables; fix: {name}" for name, line in tables),
+        *(f"{name} ({path}:{line}): in quotes a dot is part of a name; fix: without quotes" for name, line in quoted),
+    ]
 
 
 def _value(tree: Any, name: str) -> Any:

@@ -309,6 +309,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
     (TINY, {"train__lr": float("nan")}, "train.lr", "out of range"),
     (TINY, {"train__hang_timeout": float("inf")}, "train.hang_timeout", "out of range"),
+    (TINY, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),
     (TINY, {"train__betas": (0.9, 1.0)}, "train.betas", "out of range"),
     (TINY, {"model__hidden": "wide"}, "model.hidden", "not a whole number"),
     (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),

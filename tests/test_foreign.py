@@ -147,7 +147,13 @@ def test_keys_and_files_are_read_with_their_sections(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read"), ("{", "a file of the format"), ("[1]", "holds no settings"), ("{'a': 1}", "fix: ")],
+    [
+        (None, "cannot be read"),
+        ("{", "a file of the format"),
+        ("[1]", "holds no settings"),
+        ("{'a': 1}", "fix: "),
+        ("[" * 100_000, "fix: "),
+    ],
 )
 def test_a_file_that_says_nothing_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "ds.json"
@@ -182,6 +188,15 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
         "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard",
     }  # fmt: skip
+
+
+def test_numbers_that_no_setting_can_have_are_not_there() -> None:
+    text = "--tensor-model-parallel-size 0 --pipeline-model-parallel-size 2 --clip-grad nan"
+    found = translate(MEGATRON, read.flags(text), 8)
+    words = {row.name: row.answer.words for row in found.of("not there")}
+    assert words["--tensor-model-parallel-size"] == "mesh.tp is at least 1, not 0"
+    assert words["--clip-grad"] == "train.clip is at least 0, not nan"
+    assert "cannot be split into 0" in words["(--gpus)"]
 
 
 def test_what_does_not_divide_is_said_and_not_rounded() -> None:
@@ -398,6 +413,7 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
             "--from-bridge (command line): --from-megatron is given, too",
         ),
         (["--from-megatron", "--bf16", "--gpus", "all"], "gpus = all (command line, --gpus): not a whole number"),
+        (["--from-megatron", "--bf16", "--gpus", "²"], "gpus = ² (command line, --gpus): not a whole number"),
         (["--from-megatron", "--bf16 'x"], "No closing quotation"),
         (["--from-megatron", "--bf16", "--from-megatron", "--fp16"], "given twice"),
     ],

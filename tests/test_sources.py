@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("recipe = 'tinny'", "recipe = tinny (run.toml:1): there is no such recipe; fix: did you mean tiny?"),
     ("preset = 'memroy'", "preset = memroy (run.toml:1): there is no such preset; fix: did you mean memory?"),
     ("[plan]\nstride = 2.0", "plan.stride = 2.0 (run.toml:2): not one of 2, 3; fix: give one of 2, 3"),
+    ("'train.steps' = 3", "'train.steps' (run.toml:1): in quotes a dot is part of a name; fix: without quotes"),
+    ("[mesh]\ndp = 2\n[[train]]\nsteps = 3", "[[train]] (run.toml:3): there are no lists of tables; fix: [train]"),
+    (f"train.steps = {'9' * 5000}", "run.toml (command line): a number is too long"),
+    (f"data.paths = {'[' * 3000}{']' * 3000}", "run.toml (command line): brackets are too deep"),
     ("overlap.ep = {merge = 'no'}", "overlap.ep.merge = no (run.toml:1): not one of auto, on, off"),
 ]  # fmt: skip
 
@@ -180,6 +185,8 @@ def mine(): return Config(train=TrainConfig(steps=7))
 def merged(): return changed(Config(), {"overlap.ep.merge": "on"})
 def number(): return 3
 def fails(): raise ValueError("no data")
+def breaks(): return {}["x"]
+def leaves(): raise SystemExit(3)
 """
 
 
@@ -198,16 +205,51 @@ def test_a_function_of_ones_own_is_a_recipe(here: Path) -> None:
         ("my_recipes_b:min", "my_recipes_b has no function min; fix: did you mean mine?"),
         ("my_recipes_b:number", "it returns int"),
         ("my_recipes_b:fails", "it fails: no data"),
+        ("my_recipes_b:breaks", "it fails: KeyError 'x'; fix: "),
+        ("my_recipes_b:leaves", "it fails: SystemExit 3; fix: "),
         ("my_recipes_c:mine", "my_recipes_c cannot be imported: No module named"),
+        ("my_recipes_wrong:mine", "my_recipes_wrong cannot be imported: SyntaxError "),
+        ("my_recipes_b.py:mine", "my_recipes_b.py cannot be imported: "),
+        (":mine", "nothing cannot be imported: "),
     ],
 )
 def test_a_function_that_is_none_is_one_line(here: Path, name: str, words: str) -> None:
     write(MODULE, "my_recipes_b.py")
+    write("def (", "my_recipes_wrong.py")
     with pytest.raises(ValueError) as caught:
         made(name)
     assert f"recipe = {name} (command line): {words}" in str(caught.value)
     with pytest.raises(ValueError, match=r"run.toml:1"):
         made(write(f'recipe = "{name}"'))
+
+
+@pytest.mark.parametrize(
+    ("made_in_python", "line"),
+    [
+        ("train=None", "train = None (recipe my_recipes_e:mine): not a TrainConfig; fix: give a TrainConfig"),
+        ("train=TrainConfig(steps='5')", "train.steps = 5 (recipe my_recipes_e:mine): not a whole number; fix: give"),
+    ],
+)
+def test_wrong_types_of_a_recipe_are_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, made_in_python: str, line: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "my_recipes_e", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text = f"from hocket.config import *\ndef mine(): return Config({made_in_python})\n"
+    write(text, "my_recipes_e.py")
+    with pytest.raises(ValueError) as caught:
+        made("my_recipes_e:mine")
+    assert str(caught.value).startswith(line)
+
+
+def test_an_empty_recipe_is_none() -> None:
+    with pytest.raises(ValueError, match="the recipe is missing"):
+        made("--recipe", "")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(here: Path) -> None:
+    Path("run.toml").write_bytes(b'\xef\xbb\xbfrecipe = "tiny"')
+    assert made("run.toml")[1][""] == "recipe tiny"
 
 
 def test_two_recipes_are_one_too_many() -> None:

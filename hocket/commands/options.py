@@ -43,7 +43,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
         words = ["tiny", *words]
     name, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("", words)
     early = {flag: values[0] for flag, values in split(flags, []) if flag in ("--recipe", "--preset") and values}
-    if not name and "--recipe" not in early:
+    if not name and not early.get("--recipe"):
         fix = f"hocket {command} tiny, hocket {command} run.toml, or see hocket recipes"
         raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
     start = begin(name, early.get("--recipe", ""), early.get("--preset", ""))

@@ -50,6 +50,6 @@ def run(words: list[str]) -> int:
 
 
 def _gpus(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f"gpus = {text} (command line, --gpus): not a whole number; fix: the number of ranks")
     return int(text)

@@ -84,11 +84,11 @@ def flags_or_file(text: str) -> Pairs:
 def file(path: str) -> Pairs:
     """All leaves of a TOML or JSON file, with dotted names. Raises ValueError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         found = tomllib.loads(text) if path.endswith(".toml") else json.loads(text)
     except OSError as error:
         raise ValueError(f"{path} (command line): cannot be read ({error.strerror}); fix: name a file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} (command line): {error}; fix: a file of the format that its name says") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} (command line): holds no settings; fix: an object of names and values")

@@ -21,7 +21,7 @@ def ranks(given: Given, sizes: tuple[str, ...]) -> Answer | None:
     other = 1
     for name in sizes:
         other *= given.number(name)
-    if given.gpus % other:
+    if other < 1 or given.gpus % other:
         return Answer(
             "not there", words=f"{given.gpus} ranks cannot be split into {other}, the product of the other axes"
         )
