@@ -355,3 +355,8 @@ class Config:
     def tokens(self) -> int:
         """Tokens of a microbatch that one rank has between layers."""
         return self.train.sequences * self.data.sequence_length // self.mesh.tp
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype, which must not be `auto`."""
+        return 2 if self.train.dtype == "bf16" else 4

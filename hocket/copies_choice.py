@@ -13,7 +13,7 @@ from hocket.leaves import changed
 from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
-from hocket.rules import has_experts, width
+from hocket.rules import has_experts
 
 _SETTING = "overlap.ep.copies"
 _FEWER = 0.97
@@ -34,7 +34,7 @@ def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[str, str]:
         return "per_expert", "all experts are on every rank, so nothing is sent"
     if c.overlap.ep.splits == "device":
         return "per_expert", "overlap.ep.splits = device places every choice's row"
-    per_expert, per_rank = (copies_of(c.model, c.mesh.ep, way, width(c)) for way in (False, True))
+    per_expert, per_rank = (copies_of(c.model, c.mesh.ep, way, c.element_bytes) for way in (False, True))
     before, after = elements_sent(c.model, per_expert), elements_sent(c.model, per_rank)
     where = f"a token's {c.model.top_k} experts are on {per_rank.count:.1f} of {c.mesh.ep} ranks on average"
     if after > _FEWER * before:

@@ -11,7 +11,7 @@ from hocket.variables import Finding
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a run finds where it starts. Values, not probes: `hocket.launch.probe` fills it in."""
+    """What a run finds where it starts. Values, not probes: `hocket.environment.probe` fills it in."""
 
     gpus: int = 0
     """GPUs of this host that torch can use."""

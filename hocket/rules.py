@@ -24,11 +24,6 @@ def has_experts(c: Config) -> bool:
     return "moe" in c.model.kinds()
 
 
-def width(c: Config) -> int:
-    """Bytes of one element of the compute dtype."""
-    return 2 if c.train.dtype == "bf16" else 4
-
-
 RULES: tuple[Rule, ...] = (
     # Model
     Rule(
@@ -52,7 +47,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             (setting, "train.dtype"),
-            lambda c, h, name=name: has_experts(c) and getattr(c.model, name) * width(c) % 16 != 0,
+            lambda c, h, name=name: has_experts(c) and getattr(c.model, name) * c.element_bytes % 16 != 0,
             "products of experts need rows of a multiple of 16 bytes, and {train.dtype} has {width} per element",
             "a multiple of {unit}",
         )
@@ -256,8 +251,8 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         tensors=f" x mesh.tp = {config.mesh.tp}" if config.mesh.tp > 1 else "",
         local_world=host.local_workers or world,
         stages=stages(config),
-        width=width(config),
-        unit=16 // width(config),
+        width=config.element_bytes,
+        unit=16 // config.element_bytes,
         last_layer=config.model.layers - 1,
         order=order_problem(config.plan.layer_order),
         slowed=len(config.train.slow_groups) or "none",

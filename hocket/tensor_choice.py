@@ -66,14 +66,14 @@ class Product:
 
 def product_of(c: Config, role: str, direction: str) -> Product:
     """The product beside which tokens are moved: forward, or of the input gradient."""
-    m, tp, width = c.model, c.mesh.tp, 2 if c.train.dtype == "bf16" else 4
+    m, tp = c.model, c.mesh.tp
     rows = c.train.sequences * c.data.sequence_length
     heads = m.heads * m.head_dim
     spread = {"qkv": heads + 2 * m.kv_heads * m.head_dim, "proj": heads, "fc1": 2 * m.ffn, "fc2": m.ffn}[role] // tp
     inner, columns = m.hidden, spread
     if (role in COLUMNS) != (direction == "forward"):
         inner, columns = columns, inner
-    return Product(rows, inner, columns, rows * m.hidden * width)
+    return Product(rows, inner, columns, rows * m.hidden * c.element_bytes)
 
 
 def seconds(product: Product, rows: int, hardware: Hardware) -> float:

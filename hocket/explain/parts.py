@@ -15,7 +15,7 @@ from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.resolve import Settings
-from hocket.rules import has_experts, width
+from hocket.rules import has_experts
 from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
 from hocket.tensor_costs import model_of_rank
 
@@ -57,7 +57,7 @@ def units(settings: Settings) -> tuple[UnitRow, ...]:
                 elements=elements,
                 padding=1 - elements / padded if members > 1 else 0.0,
                 members=members,
-                nbytes=elements * width(settings),
+                nbytes=elements * settings.element_bytes,
             )
         )
     return tuple(rows)

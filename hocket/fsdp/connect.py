@@ -118,7 +118,10 @@ def connect(placement: Placement, strategy: str, options: Wiring, device: torch.
     key = (world, inner, outer, alike, options.outer, divide, transport, options.unified, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
-        made = (_make_alike if alike else _make)(inner, outer, options, transport, device)
+        if alike:
+            made = _make_alike(inner, outer, transport, device)
+        else:
+            made = _make(inner, outer, options, transport, device)
         _made[key] = replace(made, part=placement.part, divide=divide)
     return _made[key]
 
@@ -188,9 +191,7 @@ def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName,
     return ShardGroups(gather, reduce, around, back, 1.0, shards)
 
 
-def _make_alike(
-    inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device
-) -> ShardGroups:
+def _make_alike(inner: Ranks, outer: Ranks, transport: TransportName, device: torch.device) -> ShardGroups:
     """The same where nothing is sharded: gradients are reduced over all ranks, which gather nothing."""
     alone = _one("gather_dense", _all_lists(inner), inner, device, transport)
     everybody = _one("reduce_dense", _all_lists(outer), outer, device, transport)

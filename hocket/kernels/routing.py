@@ -159,7 +159,7 @@ def _route_index(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route_softmax_backward(
+def _route_backward(
     logits,
     chosen,
     counts,
@@ -311,7 +311,7 @@ def _logits_gradient(ctx: Any, g_TK: Tensor) -> Tensor:
     block, sizes, flags = _shape(ctx.config)
     g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
     given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
-    _route_softmax_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
+    _route_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
     return g_TE
 
 

@@ -25,7 +25,7 @@ def new_weight(*shape: int) -> nn.Parameter:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions over packed sequences, without norm and residual."""
+    """Causal grouped-query attention with rotary positions, without norm and residual."""
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()

@@ -74,7 +74,6 @@ class Chunk(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.ep_rank = ep.rank
         self.first_expert = ep.rank * (config.experts // ep.size)
         self.embed = Embed(config, linears) if first else None
         kinds = config.kinds()

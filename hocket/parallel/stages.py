@@ -50,8 +50,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     Measured seconds take the place of modelled ones.
     """
     length = config.data.sequence_length
-    width = 2 if config.train.dtype == "bf16" else 4
-    sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, width
+    sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
     costs = op_costs(config.model, *sizes)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)

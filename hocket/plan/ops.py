@@ -228,7 +228,7 @@ def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
 class Program:
     """One optimizer step of every pipeline rank.
 
-    All data-parallel and expert-parallel ranks of a pipeline stage run the same list. `weight_slots` and
+    All data-, expert- and tensor-parallel ranks of a pipeline stage run the same list. `weight_slots` and
     `grad_slots` give the number of slots each class of units has on every rank; a class that is missing in
     `weight_slots` is never gathered: each rank holds its weights whole.
     `in_flight` is the largest number of chunk activations each rank may hold at once. `notes` are remarks

@@ -1,1 +1,1 @@
-"""Sharded parameters as a plan drives them: slots by number, leases, an optimizer. Their bytes are `ParamGroup`s."""
+"""Sharded parameters as a plan drives them: slots by number, an optimizer. Their bytes are `ParamGroup`s."""

@@ -20,7 +20,6 @@ from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName
 from hocket.runtime.comm import Group, Groups, Window
 from hocket.runtime.transports import Local, local_sum
-from hocket.runtime.weights import Weight
 
 
 def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
@@ -98,7 +97,6 @@ class PlannedModel:
                 slots = self.weight_slots.get(kind), self.grad_slots[kind]
                 made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp))
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
-        self._owners = {weight: unit for unit in self.units.values() for weight in unit.weights}
 
     def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
         """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
@@ -130,10 +128,6 @@ class PlannedModel:
     def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> PlannedUnit:
         """The unit of a class in a chunk; embed and head have layer -1."""
         return self.units[kind, chunk, layer]
-
-    def owner(self, weight: Weight) -> PlannedUnit:
-        """The unit that holds a weight."""
-        return self._owners[weight]
 
     def load(self, source: Callable[[str], Tensor] | Mapping[str, Tensor]) -> None:
         """Take the initial weights by name, one parameter at a time; see `PlannedUnit.load`."""

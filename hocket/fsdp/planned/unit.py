@@ -1,9 +1,9 @@
 """A unit under a plan: which slots hold its full weights and gradients, and who still reads them.
 
-Its bytes are a `ParamGroup`, as without a plan. What a plan adds is here: slots by number, leases, `Weight`s that point
+Its bytes are a `ParamGroup`, as without a plan. What a plan adds is here: slots by number, `Weight`s that point
 to where values lie at this moment, and views by slot for weight gradients to be written to. There are no phases: the
-state of a unit is how many leases readers hold on its gathered weights, at which version they were gathered, and which
-gradient slots it writes. So any number of microbatches may be inside, and weights of before the last optimizer step
+state of a unit is the slot that holds its gathered weights, at which version they were gathered, and which gradient
+slots it writes. So any number of microbatches may be inside, and weights of before the last optimizer step
 cannot be read by mistake.
 
 Note: [Gradients at rest belong to the compute lane]
@@ -88,8 +88,6 @@ class PlannedUnit:
         self._weight_slots, self._grad_slots = weight_slots, grad_slots
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
-        self.leases = 0
-        """Claims on the gathered weights. The slot is free when the last one is given back."""
         self.version = 0
         """Grows with every optimizer step."""
         self.gathered_version = -1
@@ -136,7 +134,7 @@ class PlannedUnit:
         self.version += 1
 
     def gather(self, slot: int) -> Pending:
-        """Gather the weights into a slot and take the first lease. The values may be read after the wait."""
+        """Gather the weights into a slot. The values may be read after the wait, until `release`."""
         slots = self._weight_slots
         assert slots is not None, f"{self} is held whole and never gathered"
         assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
@@ -145,29 +143,21 @@ class PlannedUnit:
             self._weight_views[slot] = self.group.layout.views(slots.buffers[slot])
         self.gathering = self.group.gather(slots.buffers[slot])
         self._show(self._weight_views[slot])
-        self.slot, self.leases, self.gathered_version = slot, 1, self.version
+        self.slot, self.gathered_version = slot, self.version
         return self.gathering
-
-    def acquire(self) -> None:
-        """Take one more lease on weights that are already gathered: they stay until it is given back too."""
-        self.assert_readable()
-        self.leases += 1
 
     def assert_readable(self) -> None:
         """Assert that the weights are here, and not those of before the last optimizer step."""
         if self.whole:
             return
-        assert self.leases > 0, f"{self} is read while it is not gathered"
+        assert self.slot >= 0, f"{self} is read while it is not gathered"
         assert self.gathered_version == self.version, (
             f"{self} is read at version {self.gathered_version}, but the weights are at version {self.version}"
         )
 
     def release(self) -> None:
-        """Give a lease back. With the last one the slot is free and the values are gone."""
-        assert self.leases > 0, f"{self} is released but not gathered"
-        self.leases -= 1
-        if self.leases:
-            return
+        """Nobody reads them any more: the slot is free and the values are gone."""
+        assert self.slot >= 0, f"{self} is released but not gathered"
         assert self._weight_slots is not None
         self._weight_slots.free(self.slot)
         self.slot = -1
@@ -264,7 +254,6 @@ class PlannedUnit:
         """Forget gathered weights and gradients of an interrupted step."""
         self.gathering = Pending()
         self.reducing.clear()
-        if self.leases:
-            self.leases = 1
+        if self.slot >= 0:
             self.release()
         self.forget_grads()
