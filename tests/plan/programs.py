@@ -63,6 +63,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         per_rank=among((False, True)),
         recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
     )
+    layout = replace(layout, placed=not layout.per_rank and among((False, True)))
     apart = {1: ("zb_h1",), 2: ("zb_v",)}.get(chunks, ())
     order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))
     layout = replace(layout, turning=order == "zb_v")
