@@ -1,4 +1,4 @@
-"""Packed sequences in a random order that only the seed fixes, at a position that survives any change of ranks.
+"""Sequences in a random order that only the seed fixes, at a position that survives any change of ranks.
 
 The tokens of a split are cut into sequences of equal length, without regard to where documents end (a separator token
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
