@@ -18,7 +18,7 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
     for against in (rule for rule in GRAPH_RULES if rule.broken(on, h)):
         return "off", against.reason.format(mesh=c.mesh, train=c.train)
     if c.overlap.ep.splits != "device" or c.mesh.ep == 1:
-        return "off", "only where it is asked for: a graph holds memory of its own, and pays only where the host is late"
+        return "off", "only where it is asked for: a graph holds memory of its own, and pays where the host is late"
     return "on", "the host replays a step with one call, so that no GPU waits for it"
 
 
