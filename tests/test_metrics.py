@@ -54,6 +54,13 @@ def test_every_step_is_a_line_of_json_and_a_line_of_text(tmp_path):
     assert "\x1b" not in text
 
 
+def test_some_steps_are_printed_and_all_are_kept(tmp_path):
+    settings = changed(settings_in(tmp_path), {"train.log_every": 3, "train.steps": 8})
+    printed = [line.split()[1] for line in report(settings, range(1, 9)).splitlines() if "tok/s" in line]
+    assert printed == ["3", "6", "8"]
+    assert [record["step"] for record in records(tmp_path) if "loss" in record] == list(range(1, 9))
+
+
 def test_a_terminal_gets_a_live_line_and_only_validations_stay(tmp_path):
     text = report(settings_in(tmp_path), range(1, 4), terminal=True)
     assert "\x1b" in text
