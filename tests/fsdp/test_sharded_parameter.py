@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hocket.fsdp.connect import Placement, connect
-from hocket.fsdp.param_group import Member, ParamGroup
+from hocket import ShardOptions, fully_shard
 from hocket.fsdp.precision import Precision
-from tests.fsdp.grouped import BF16, CPU, SHAPES, Case, Options, build, gather, grad_of, reduce, values
+from tests.fsdp.grouped import BF16, SHAPES, Case, build, gather, grad_of, reduce, values
 
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -104,20 +103,19 @@ def test_bound_parameters_take_any_dtype_and_storage_and_keep_their_identity():
     assert torch.equal(grad_of(w), torch.full_like(w, 6))
 
 
-def test_parameters_on_the_meta_device_become_real_ones():
+def test_a_model_on_the_meta_device_gets_values_and_trains():
     with torch.device("meta"):
-        module = nn.Linear(5, 3)
-    originals = list(module.parameters())
-    groups = connect(Placement(None, None), "optim", Options(), CPU)
-    members = [Member(name, param, [(module, name)]) for name, param in module.named_parameters()]
-    group = ParamGroup(members, groups, Precision(), "element", CPU)
-    assert not group.main.any()
-    group.load(0, torch.ones(3, 5))
-    group.bind(group.weight)
-    assert all(a is b for a, b in zip(module.parameters(), originals, strict=True))
-    group.refresh()
-    assert torch.equal(module(torch.ones(1, 5)), torch.full((1, 3), 5.0))
-    assert all(param.is_leaf and param.requires_grad for param in originals)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    fill = ShardOptions(device="cpu", init=lambda module: [nn.init.ones_(param) for param in module.parameters(False)])
+    fully_shard(model, units=nn.Linear, options=fill)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss = model(torch.ones(1, 5)).sum()
+    assert loss.item() == 3 * (5 + 1) + 1
+    loss.backward()
+    optimizer.step()
+    values = [torch.full((3, 5), 0.5), torch.full((3,), 0.5), torch.full((1, 3), 1 - 0.5 * 6), torch.full((1,), 0.5)]
+    for shard, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(shard.detach().view(value.shape), value)
 
 
 def test_a_copy_of_a_shard_is_an_ordinary_parameter():
