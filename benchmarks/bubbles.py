@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
-from hocket.leaves import changed
 from hocket.model.families import llama3_8b
 from hocket.plan.cost import H200
 from hocket.plan.lower import build_program
@@ -29,7 +28,8 @@ from hocket.plan.simulate import simulate
 from hocket.plan.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.planning import predict, program_of
 from hocket.resolve import resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 
 CHUNKS: dict[str, Any] = {"plan.order": "interleaved", "plan.chunks": 2}
 ORDERS: dict[str, dict[str, Any]] = {

@@ -38,7 +38,6 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
-from hocket.leaves import changed
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import mesh_of
 from hocket.plan.cost import CostTable, Measurement
@@ -46,10 +45,11 @@ from hocket.planning import costs_as_json, hardware_of, predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
 from hocket.searching import Task, search
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from hocket.trace.align import align
 from hocket.trace.calibrate import calibrate
 from hocket.trace.compare import compare

@@ -30,7 +30,7 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.leaves import changed
+from hocket.settings.leaves import changed
 
 STEPS, ROUNDS = 5, 6
 

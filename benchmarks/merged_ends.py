@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks.record import write
 from hocket.config import Config, MeshConfig, Switch
-from hocket.leaves import changed
 from hocket.plan.cost import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 
 MODELS = ("qwen3_30b_a3b", "moonlight_16b", "mixtral_8x7b")
 ENDS: tuple[Switch, ...] = ("off", "on")

@@ -34,12 +34,12 @@ from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.leaves import changed
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.rules import Host
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import no_collection
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.compare import compare

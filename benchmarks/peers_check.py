@@ -39,8 +39,8 @@ from hocket.bench.workload import Workload, batches
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
 from hocket.environment import MULTICAST_OFF
 from hocket.launch import die_with
-from hocket.leaves import changed
 from hocket.presets import PLAIN
+from hocket.settings.leaves import changed
 
 STEPS, GRACE = 6, 5.0
 """Steps of each model; seconds in which other ranks may fail too once one has."""

@@ -12,7 +12,6 @@ from benchmarks.markdown import Result, table
 from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
-from hocket.leaves import changed
 from hocket.parallel.stages import costs_of
 from hocket.plan.formulas import STOCK
 from hocket.plan.simulate import simulate
@@ -20,7 +19,8 @@ from hocket.planning import hardware_of, predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {

@@ -36,15 +36,15 @@ from hocket.config import (
     PlanConfig,
     Switch,
 )
-from hocket.leaves import changed
 from hocket.machine import hardware_of
 from hocket.parallel.stages import costs_of
 from hocket.plan.hops import Parts
 from hocket.plan.simulate import simulate
 from hocket.resolve import resolve
-from hocket.rules import Host
 from hocket.runtime.collection import no_collection
 from hocket.runtime.pretended import Link
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 
 LAYERS = 2
 """Of one chunk."""

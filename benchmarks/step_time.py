@@ -26,9 +26,9 @@ from hocket.bench.ours import Planned
 from hocket.bench.stats import ratio
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
+from hocket.settings.leaves import changed
 
 
 def contenders(config: Config) -> dict[str, Config]:

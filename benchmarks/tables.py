@@ -45,7 +45,7 @@ from benchmarks.sharding_tables import (
     row_exchange,
     weight_grads,
 )
-from hocket import reference, searching
+from hocket import searching
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
@@ -55,6 +55,7 @@ from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import hardware_of, predict, program_of, report
+from hocket.settings import reference
 from hocket.trace import load
 from hocket.trace import report as trace_report
 from hocket.trace.picture import svg

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
-from hocket.rules import Host
+from hocket.settings.rules import Host
 from hocket.train.tokenizer import tokenizer_vocab
 from hocket.variables import WANTED, Finding, Moment, Policy, apply
 

@@ -33,10 +33,10 @@ from hocket.children import Child, explain, explain_hang
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
 from hocket.explain.record import record
-from hocket.leaves import problem
 from hocket.ports import find_port
 from hocket.resolve import Settings, resolve
 from hocket.runtime.recorder import HANG_EXIT_CODE
+from hocket.settings.leaves import problem
 from hocket.variables import passed, survey
 
 GRACE = 2.5

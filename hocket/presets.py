@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.suggest import meant
+from hocket.settings.suggest import meant
 
 PLAIN: dict[str, Any] = {"overlap.ep.merge": "off", "overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}
 """Nothing merged and nothing deferred: every microbatch alone, and weight gradients where autograd would have them."""

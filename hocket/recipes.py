@@ -21,8 +21,8 @@ from hocket.config import (
     RunConfig,
     TrainConfig,
 )
-from hocket.leaves import ill_typed
 from hocket.model import families
+from hocket.settings.leaves import ill_typed
 
 
 def tiny() -> Config:

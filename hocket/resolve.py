@@ -12,22 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
-from hocket.copies_choice import choose_copies
-from hocket.decision import Decision
-from hocket.effects import effect_of
-from hocket.ends_choice import choose_ends
-from hocket.graph_rules import choose_graphs
-from hocket.hop_choice import choose_hops, stride_remark
-from hocket.leaves import changed, impossible, leaf, show, types
 from hocket.machine import hardware_of
-from hocket.origins import DEFAULTS, Implied, source
 from hocket.parallel.stages import costs_of
 from hocket.plan.cost import CostTable
-from hocket.plan_rules import merges, separate_wgrads, stages
-from hocket.recompute_choice import choose_recompute
-from hocket.rule import Rule
-from hocket.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
-from hocket.tensor_choice import choose_tensor
+from hocket.settings.copies_choice import choose_copies
+from hocket.settings.decision import Decision
+from hocket.settings.effects import effect_of
+from hocket.settings.ends_choice import choose_ends
+from hocket.settings.graph_rules import choose_graphs
+from hocket.settings.hop_choice import choose_hops, stride_remark
+from hocket.settings.leaves import changed, impossible, leaf, show, types
+from hocket.settings.origins import DEFAULTS, Implied, source
+from hocket.settings.plan_rules import merges, separate_wgrads, stages
+from hocket.settings.recompute_choice import choose_recompute
+from hocket.settings.rule import Rule
+from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.tensor_choice import choose_tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.leaves import changed, leaf, show, types
-from hocket.origins import begun_with
 from hocket.parallel.stages import layout_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Hardware, Measurement
@@ -20,7 +18,9 @@ from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
 from hocket.resolve import Settings, model_costs
-from hocket.sizes import parse_bytes
+from hocket.settings.leaves import changed, leaf, show, types
+from hocket.settings.origins import begun_with
+from hocket.settings.sizes import parse_bytes
 
 DOUBT = 0.07
 """Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""

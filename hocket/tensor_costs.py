@@ -13,7 +13,7 @@ from dataclasses import replace
 from hocket.config import Config, ModelConfig
 from hocket.plan.cost import CostTable, Hardware, Link, OpCost
 from hocket.plan.schedule import CostKey
-from hocket.tensor_choice import Direction, Role, product_of, time_of
+from hocket.settings.tensor_choice import Direction, Role, product_of, time_of
 
 _UNITS = ("gather", "reduce", "add", "step")
 """Verbs whose costs go by the size of units."""

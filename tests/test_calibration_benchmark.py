@@ -12,12 +12,12 @@ from typing import cast
 import pytest
 
 from benchmarks import calibration, prediction, tables
-from hocket.leaves import changed
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from hocket.trace.align import load
 from tests.trace.simulated import settings_for, traces_of
 

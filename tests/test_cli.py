@@ -19,10 +19,10 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
 from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
-from hocket.leaves import leaf, types
-from hocket.overrides import given
 from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, recipe
+from hocket.settings.leaves import leaf, types
+from hocket.settings.overrides import given
 from hocket.train.signals import StopRequest
 from tests.helpers.command import ALONE, SMALL, alive, children_of, end_all, finish, hocket, start, text_in, wait_for
 

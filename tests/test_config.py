@@ -20,14 +20,14 @@ from hocket.config import (
     Purpose,
     TrainConfig,
 )
-from hocket.leaves import BOUNDS, leaf, types
-from hocket.leaves import changed as replaced
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES, recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import RULES, Host
+from hocket.settings.leaves import BOUNDS, leaf, types
+from hocket.settings.leaves import changed as replaced
+from hocket.settings.rules import RULES, Host
 from tests.helpers.plans import NAMES
 
 

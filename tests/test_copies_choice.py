@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hocket.leaves import changed
 from hocket.recipes import recipe
 from hocket.resolve import resolve
+from hocket.settings.leaves import changed
 
 APART = {"overlap.ep.merge": "off"}
 SLOW = {"train.transport": "slow", "train.slow_bandwidth": (1e7,), "train.slow_latency": (0.0,)}

@@ -24,10 +24,10 @@ from hocket.commands.plan import Plan
 from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
-from hocket.leaves import types
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
-from hocket.sources import begin
+from hocket.settings.leaves import types
+from hocket.settings.sources import begin
 from hocket.trace import load, report
 from tests.helpers.ranks import run_ranks
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hocket import cli
-from hocket.decision import Decision
 from hocket.explain.build import explain
 from hocket.explain.explanation import (
     Explanation,
@@ -29,12 +28,13 @@ from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
 from hocket.fsdp import layout
-from hocket.leaves import changed
 from hocket.planning import hardware_of, predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
 from hocket.runtime.comm import CommOptions
+from hocket.settings.decision import Decision
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from hocket.variables import survey
 from tests.helpers.golden import assert_golden
 

@@ -18,7 +18,7 @@ from hocket.foreign.entry import Given
 from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
-from hocket.leaves import is_a, types
+from hocket.settings.leaves import is_a, types
 from hocket.variables import WANTED
 from tests.helpers.golden import assert_golden
 

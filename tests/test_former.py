@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 
 from hocket.config import Config
-from hocket.former import FORMER, flat, put, renamed
-from hocket.leaves import types
+from hocket.settings.former import FORMER, flat, put, renamed
+from hocket.settings.leaves import types
 
 
 def test_a_former_name_is_no_setting_and_its_new_one_is() -> None:

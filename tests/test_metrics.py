@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from hocket.config import TrainConfig
-from hocket.leaves import changed
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from hocket.train.metrics import Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config
-from hocket.decision import Decision
 from hocket.explain.overlaps import overlaps
-from hocket.leaves import changed, leaf, types
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.rules import Host
+from hocket.settings.decision import Decision
+from hocket.settings.leaves import changed, leaf, types
+from hocket.settings.rules import Host
 from hocket.variables import survey
 from tests.overlap_cases import CASES, CONNECTIONS, MESHES, Case
 

@@ -14,8 +14,6 @@ from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine, comm_options
-from hocket.former import flat
-from hocket.leaves import changed
 from hocket.machine import hardware_of
 from hocket.parallel.capacity import lack
 from hocket.parallel.mesh import Mesh
@@ -25,6 +23,8 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null, Signal
 from hocket.runtime.transports import Transport
+from hocket.settings.former import flat
+from hocket.settings.leaves import changed
 
 _groups: dict[tuple[Mesh, str, str, str], Groups] = {}
 """Groups of this process by mesh, transport, who knows splits and copies: contenders of one kind take turns on them, as

@@ -21,9 +21,9 @@ from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.record import provenance
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
-from hocket.leaves import changed
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
+from hocket.settings.leaves import changed
 
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""

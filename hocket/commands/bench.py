@@ -10,8 +10,8 @@ from typing import Literal
 from hocket.bench.contender import CONTENDERS, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import Config
-from hocket.leaves import changed, problem
 from hocket.resolve import Settings, stop_if
+from hocket.settings.leaves import changed, problem
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from hocket.explain.beside import beside, hardware_for, in_traces, request
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
 from hocket.explain.text import to_text
-from hocket.leaves import changed
 from hocket.probing import start
 from hocket.resolve import Settings
+from hocket.settings.leaves import changed
 from hocket.trace import load, report
 from hocket.variables import passed, survey
 

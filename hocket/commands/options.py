@@ -10,10 +10,10 @@ from typing import Annotated, TypeVar, get_type_hints
 import tyro
 
 from hocket.config import Config
-from hocket.leaves import changed, problem
-from hocket.overrides import given, split
 from hocket.resolve import stop_if
-from hocket.sources import begin
+from hocket.settings.leaves import changed, problem
+from hocket.settings.overrides import given, split
+from hocket.settings.sources import begin
 
 
 @dataclass(frozen=True)

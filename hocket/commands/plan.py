@@ -17,7 +17,7 @@ from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, model_costs, resolve
-from hocket.rules import Host
+from hocket.settings.rules import Host
 
 if TYPE_CHECKING:
     from hocket.trace.data import RankTrace

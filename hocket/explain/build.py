@@ -8,8 +8,8 @@ from hocket.explain.explanation import Explanation, digest
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
-from hocket.origins import begun_with
 from hocket.resolve import Settings
+from hocket.settings.origins import begun_with
 from hocket.variables import Finding
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hocket.config import Config
-from hocket.decision import Decision
-from hocket.leaves import leaf, types
+from hocket.settings.decision import Decision
+from hocket.settings.leaves import leaf, types
 from hocket.variables import Finding
 
 Axis = Literal["tp", "dp", "pp", "ep"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.explain.explanation import Axis, Overlap, State
-from hocket.leaves import leaf
-from hocket.origins import source
-from hocket.plan_rules import separate_wgrads, shares_units
 from hocket.resolve import Settings
-from hocket.rules import has_experts
-from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
+from hocket.settings.leaves import leaf
+from hocket.settings.origins import source
+from hocket.settings.plan_rules import separate_wgrads, shares_units
+from hocket.settings.rules import has_experts
+from hocket.settings.tensor_choice import DIRECTIONS, ROLES, setting_of
 
 ALWAYS = "always"
 """The source of what no setting decides."""

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from hocket.config import COPIED
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
-from hocket.leaves import leaf
 from hocket.machine import hardware_of
 from hocket.parallel.mesh import PURPOSES
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.resolve import Settings
-from hocket.rules import has_experts
-from hocket.tensor_choice import DIRECTIONS, ROLES, setting_of
+from hocket.settings.leaves import leaf
+from hocket.settings.rules import has_experts
+from hocket.settings.tensor_choice import DIRECTIONS, ROLES, setting_of
 from hocket.tensor_costs import model_of_rank
 
 ALIGN = 64

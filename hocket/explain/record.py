@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from hocket.explain.build import explain
-from hocket.leaves import problem
 from hocket.resolve import Settings
+from hocket.settings.leaves import problem
 
 FILE = "explanation.json"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hocket.foreign.entry import Answer, Entry, Given, State
 from hocket.foreign.read import Pairs
-from hocket.leaves import beyond, describe, is_a, types
+from hocket.settings.leaves import beyond, describe, is_a, types
 
 Default = tuple[str, Callable[[Given], Answer | None]]
 """What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""

@@ -40,7 +40,7 @@ from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
-from hocket.tensor_choice import DIRECTIONS, ROLES, splits_of
+from hocket.settings.tensor_choice import DIRECTIONS, ROLES, splits_of
 
 Method = Literal["off", "bulk", "ring", "pipeline"]
 

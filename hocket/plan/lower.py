@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.plan.connect import connect
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -27,6 +26,7 @@ from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one
 from hocket.plan.shard import Sharding, shard
 from hocket.plan.values import reads
 from hocket.plan.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
+from hocket.settings.leaves import changed
 
 StepOps = list[Op]
 """The ops of one step, in host order."""

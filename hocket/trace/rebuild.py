@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from hocket.config import Config
-from hocket.former import flat, put, renamed
-from hocket.leaves import leaf, out_of_bounds, types
-from hocket.origins import DEFAULTS
 from hocket.plan.ops import Op, Program
 from hocket.planning import program_of
 from hocket.resolve import Settings
-from hocket.rules import Host, broken_rules
+from hocket.settings.former import flat, put, renamed
+from hocket.settings.leaves import leaf, out_of_bounds, types
+from hocket.settings.origins import DEFAULTS
+from hocket.settings.rules import Host, broken_rules
 from hocket.trace.data import RankTrace
 
 VERSION = 1

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
 from hocket.explain.explanation import digest
-from hocket.former import flat, renamed
 from hocket.fsdp.dcp import sync_names
 from hocket.fsdp.flat_tensor import FlatTensor
-from hocket.leaves import problem
 from hocket.resolve import Settings
+from hocket.settings.former import flat, renamed
+from hocket.settings.leaves import problem
 from hocket.train.pieces import Piece
 
 T = TypeVar("T")

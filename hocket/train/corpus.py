@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from hocket.config import DataConfig
-from hocket.leaves import problem
+from hocket.settings.leaves import problem
 from hocket.train.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 3

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hocket.leaves import problem
+from hocket.settings.leaves import problem
 
 BYTES = "bytes"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")

@@ -14,7 +14,6 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.explain.record import FILE
 from hocket.fsdp.planned.adamw import PieceState
-from hocket.leaves import problem
 from hocket.model.documents import documents_of
 from hocket.model.transformer import parameter_counts
 from hocket.parallel.capacity import lack
@@ -22,6 +21,7 @@ from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
+from hocket.settings.leaves import problem
 from hocket.train.checkpoint import restore, save
 from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams

@@ -106,8 +106,12 @@ def test_bound_parameters_take_any_dtype_and_storage_and_keep_their_identity():
 def test_a_model_on_the_meta_device_gets_values_and_trains():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
-    fill = ShardOptions(device="cpu", init=lambda module: [nn.init.ones_(param) for param in module.parameters(False)])
-    fully_shard(model, units=nn.Linear, options=fill)
+
+    def ones(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.ones_(param)
+
+    fully_shard(model, units=nn.Linear, options=ShardOptions(device="cpu", init=ones))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = model(torch.ones(1, 5)).sum()
     assert loss.item() == 3 * (5 + 1) + 1

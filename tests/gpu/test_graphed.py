@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.leaves import changed
+from hocket.settings.leaves import changed
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks

@@ -27,9 +27,9 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.leaves import changed
 from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
+from hocket.settings.leaves import changed
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks
 

@@ -23,10 +23,10 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.leaves import changed
 from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.lanes import CudaLanes
+from hocket.settings.leaves import changed
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 

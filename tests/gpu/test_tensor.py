@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.leaves import changed
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
+from hocket.settings.leaves import changed
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

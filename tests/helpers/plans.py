@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hocket.config import Config
-from hocket.leaves import changed, types
+from hocket.settings.leaves import changed, types
 
 NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("plan.", "overlap."))}
 """Last part of a name -> the name. Where two end alike, only dotted names will do."""

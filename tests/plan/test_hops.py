@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 
-from hocket.leaves import changed
 from hocket.parallel.stages import costs_of
 from hocket.plan.check import check
 from hocket.plan.connect import clocks
@@ -23,6 +22,7 @@ from hocket.plan.simulate import simulate
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
 from tests.helpers.plans import planned
 
 DENSE = Layout(("dense",) * 8, pp=2, chunks=2)

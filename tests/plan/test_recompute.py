@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.model.families import tiny
 from hocket.plan.check import check
 from hocket.plan.cost import H200, Measurement, op_costs
@@ -18,7 +17,8 @@ from hocket.plan.simulate import simulate
 from hocket.plan.text import from_json, from_text, to_json, to_text
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
-from hocket.rules import Host
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from hocket.leaves import changed
 from hocket.model.families import llama3_8b
 from hocket.parallel.stages import costs_of
 from hocket.plan.cost import H200
 from hocket.plan.simulate import simulate
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
-from hocket.rule import Host
-from hocket.tensor_choice import apart, best, piecewise, product_of, seconds
+from hocket.settings.leaves import changed
+from hocket.settings.rule import Host
+from hocket.settings.tensor_choice import apart, best, piecewise, product_of, seconds
 
 LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)
 SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.leaves import changed
 from hocket.model.documents import IGNORED, PADDING, attend, documents_of
 from hocket.model.init import init_chunk
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
+from hocket.settings.leaves import changed
 from tests.ranks.test_parity import STEPS, assert_parity, config
 from tests.reference import awkward_batches
 

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.leaves import changed
 from hocket.plan.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.actions import Actions, Microbatch
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.comm import RowTable
+from hocket.settings.leaves import changed
 from tests.helpers.ranks import run_ranks
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")

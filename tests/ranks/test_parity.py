@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.engine import DTYPES, Engine
-from hocket.leaves import changed
 from hocket.plan.zero_bubble import ZERO_BUBBLE
+from hocket.settings.leaves import changed
 from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks

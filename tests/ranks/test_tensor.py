@@ -13,7 +13,7 @@ from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Method, Tensors, Way, column_linear, pieces, row_linear
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
-from hocket.tensor_choice import DIRECTIONS, ROLES, possible
+from hocket.settings.tensor_choice import DIRECTIONS, ROLES, possible
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

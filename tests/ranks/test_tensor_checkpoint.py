@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.fsdp.flat_tensor import Part
-from hocket.leaves import changed
 from hocket.parallel.slices import part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
 from hocket.train.checkpoint import restore, save
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks

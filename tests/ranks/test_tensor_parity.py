@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import DTYPES, Engine
-from hocket.leaves import changed
+from hocket.settings.leaves import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import LR, STEPS, adamw, batches_of, config

@@ -11,11 +11,11 @@ import pytest
 from hocket.commands.explain import run
 from hocket.commands.plan import resolve_for_plan
 from hocket.explain.beside import CPU_BYTES, beside, request
-from hocket.leaves import changed
 from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
 from hocket.probing.request import Measured, Request
 from hocket.recipes import recipe
+from hocket.settings.leaves import changed
 from tests.trace.simulated import traces_of
 
 

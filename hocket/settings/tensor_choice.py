@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from hocket.config import Config, TensorMethod
 from hocket.machine import hardware_of
 from hocket.plan.cost import Hardware, Link
-from hocket.rule import Host
+from hocket.settings.rule import Host
 
 Role = Literal["qkv", "proj", "fc1", "fc2"]
 Direction = Literal["forward", "backward"]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
-from hocket.rules import has_experts
+from hocket.settings.leaves import changed
+from hocket.settings.rules import has_experts
 
 _SETTING = "overlap.ep.copies"
 _FEWER = 0.97

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from hocket.former import FORMER
+from hocket.settings.former import FORMER
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from hocket.config import COPIED, ExpertOverlap, Purpose
-from hocket.rule import Rule
+from hocket.settings.rule import Rule
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
     Rule(

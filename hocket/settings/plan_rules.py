@@ -9,7 +9,7 @@ from hocket.parallel.stages import layout_of
 from hocket.plan.layer import MERGED, at_once, merged_order, order_problem
 from hocket.plan.pipeline import groups, smallest_group, warmup
 from hocket.plan.zero_bubble import ZERO_BUBBLE
-from hocket.rule import Rule
+from hocket.settings.rule import Rule
 
 
 def stages(c: Config) -> int:

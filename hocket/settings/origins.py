@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import Config
-from hocket.leaves import leaf
+from hocket.settings.leaves import leaf
 
 DEFAULTS = Config()
 

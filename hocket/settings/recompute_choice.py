@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.machine import hardware_of
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Recomputable, recomputable
 from hocket.plan.simulate import simulate
-from hocket.plan_rules import group_of
+from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import group_of
 
 _USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config, Switch
-from hocket.leaves import changed
 from hocket.machine import hardware_of
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.lower import build_program
 from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.timeline import duration
-from hocket.plan_rules import group_of, has_pairs
-from hocket.rules import has_experts
+from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import group_of, has_pairs
+from hocket.settings.rules import has_experts
 
 _BOTH: tuple[Switch, ...] = ("off", "on")
 _GROUPS = 3

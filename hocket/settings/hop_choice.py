@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config
-from hocket.leaves import changed
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
@@ -21,7 +20,8 @@ from hocket.plan.lower import build_program
 from hocket.plan.pipeline import smallest_group
 from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
-from hocket.plan_rules import lane_matters, separate_wgrads
+from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import lane_matters, separate_wgrads
 
 Choice = tuple[str, object, str]
 """Setting, value, reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config
-from hocket.rule import Host, Rule
+from hocket.settings.rule import Host, Rule
 
 
 def waits_for_counts(c: Config) -> bool:

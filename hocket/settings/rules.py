@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
-from hocket.graph_rules import GRAPH_RULES
-from hocket.leaves import line
-from hocket.origins import asked
 from hocket.plan.layer import order_problem
-from hocket.plan_rules import PLAN_RULES, stages
-from hocket.rule import Host, Rule
-from hocket.tensor_choice import no_pieces
-from hocket.tensor_rules import TENSOR_RULES
-from hocket.transport_rules import TRANSPORT_RULES
+from hocket.settings.graph_rules import GRAPH_RULES
+from hocket.settings.leaves import line
+from hocket.settings.origins import asked
+from hocket.settings.plan_rules import PLAN_RULES, stages
+from hocket.settings.rule import Host, Rule
+from hocket.settings.tensor_choice import no_pieces
+from hocket.settings.tensor_rules import TENSOR_RULES
+from hocket.settings.transport_rules import TRANSPORT_RULES
 
 
 def has_experts(c: Config) -> bool:

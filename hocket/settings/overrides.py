@@ -12,9 +12,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
-from hocket.former import FORMER
-from hocket.leaves import describe, leaf, types
-from hocket.suggest import meant_setting
+from hocket.settings.former import FORMER
+from hocket.settings.leaves import describe, leaf, types
+from hocket.settings.suggest import meant_setting
 
 
 def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

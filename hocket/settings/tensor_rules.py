@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.rule import Rule
-from hocket.tensor_choice import DIRECTIONS, ROLES, no_pieces, possible
+from hocket.settings.rule import Rule
+from hocket.settings.tensor_choice import DIRECTIONS, ROLES, no_pieces, possible
 
 
 def _asked(c: Config, role: str, direction: str) -> str:

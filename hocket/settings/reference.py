@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hocket import config as config_module
 from hocket.config import Config
-from hocket.leaves import BOUNDS, describe, leaf, show, types
-from hocket.origins import DEFAULTS
 from hocket.presets import PRESETS
+from hocket.settings.leaves import BOUNDS, describe, leaf, show, types
+from hocket.settings.origins import DEFAULTS
 
 
 @cache

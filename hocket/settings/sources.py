@@ -12,13 +12,13 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from hocket.config import Config
-from hocket.former import FORMER
-from hocket.leaves import changed, describe, is_a, leaf, problem, types
-from hocket.origins import DEFAULTS, Implied
 from hocket.presets import preset
 from hocket.recipes import recipe
-from hocket.suggest import meant, meant_setting
-from hocket.tomlfile import Entry, read
+from hocket.settings.former import FORMER
+from hocket.settings.leaves import changed, describe, is_a, leaf, problem, types
+from hocket.settings.origins import DEFAULTS, Implied
+from hocket.settings.suggest import meant, meant_setting
+from hocket.settings.tomlfile import Entry, read
 
 NAMES = ("recipe", "preset")
 """Keys of a file that are not settings: what it builds on."""
