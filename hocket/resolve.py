@@ -250,7 +250,12 @@ def choose_defer(c: Config, h: Host) -> tuple[str, str]:
 def choose_splits(c: Config, h: Host) -> tuple[str, str]:
     if not has_experts(c) or c.mesh.ep == 1:
         return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
-    return "host", "room for as many rows as come; that the device alone knows has not been shown to be faster"
+    if c.plan.graphs == "on":
+        return "device", "a step that is replayed as one graph waits for no counts"
+    return (
+        "host",
+        "room for as many rows as come; splits that the device alone knows pay in replayed steps, plan.graphs",
+    )
 
 
 def choose_folder(c: Config, h: Host) -> tuple[str, str]:

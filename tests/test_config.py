@@ -152,6 +152,8 @@ CHOICES = [
     (changed(DENSE, mesh__dp=4), Host(gpus=4), "plan.graphs", "off"),
     (changed(ONE_STAGE, splits="device"), Host(gpus=2), "plan.graphs", "on"),
     (changed(TINY, splits="device"), Host(gpus=4), "plan.graphs", "off"),
+    (changed(ONE_STAGE, graphs="on"), Host(gpus=2), "overlap.ep.splits", "device"),
+    (ONE_STAGE, Host(gpus=2), "overlap.ep.splits", "host"),
     (changed(TINY, mesh__ep=1), Host(), "overlap.ep.splits", "host"),
     (DENSE, Host(), "run.folder", "runs/run"),
 ]
@@ -262,7 +264,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "not deferred"),
     (changed(TINY, mesh__ep=1, merge="off"), {"splits": "device"}, "overlap.ep.splits", "no rows travel"),
     (TINY, {"graphs": "on"}, "plan.graphs", "ranks compute on CPUs"),
-    (TINY, {"graphs": "on"}, "plan.graphs", "the host waits for the counts"),
+    (TINY, {"graphs": "on", "splits": "host"}, "plan.graphs", "the host waits for the counts"),
     (TINY, {"graphs": "on"}, "plan.graphs", "steps of a pipeline"),
     (TINY, {"graphs": "on", "data__packing": "on"}, "plan.graphs", "packed documents have not"),
     (TINY, {"graphs": "on", "train__transport": "copy_engine"}, "plan.graphs", "steps on copy_engine"),
