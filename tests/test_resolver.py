@@ -42,11 +42,6 @@ def decided(found: Settings, setting: str) -> Decision:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_the_cases_of_the_field(case: Case) -> None:
-    named = {*case.given, *case.asked, *case.settings}
-    if "mesh.tp" in case.given and "overlap.tp.method" not in types():
-        pytest.skip("layers are not spread over ranks yet")
-    if missing := named - set(types()):
-        pytest.skip(f"no setting {', '.join(sorted(missing))} yet")
     config = changed(Config(), {**case.given, **case.asked})
     origins = flags(case.asked)
     before = repr((config, origins))
