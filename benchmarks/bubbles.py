@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import write
-from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
 from hocket.plan.cost import H200
 from hocket.plan.lower import build_program
@@ -95,11 +95,12 @@ def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:
 def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[str, Any]]:
     """The same orders with the costs of Llama-3 8B on 8 GPUs."""
     model = replace(llama3_8b(), vocab=8192)
-    train = TrainConfig(microbatches=microbatches, dtype="bf16")
+    train, precision = TrainConfig(microbatches=microbatches), PrecisionConfig(compute="bf16")
     for name, settings in ORDERS.items():
         config = config_of(settings)
         data, mesh = DataConfig(sequence_length=4096), MeshConfig(pp=pp, dp=dp)
-        chosen = resolve(replace(config, model=model, mesh=mesh, data=data, train=train), Host(gpus=pp * dp))
+        changes = dict(model=model, mesh=mesh, precision=precision, data=data, train=train)
+        chosen = resolve(replace(config, **changes), Host(gpus=pp * dp))
         timeline = predict(chosen, program_of(chosen), H200)
         step = float(timeline.makespan)
         yield {

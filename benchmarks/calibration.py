@@ -134,7 +134,8 @@ def tiny(shape: Shape) -> Shape:
         c,
         model=replace(c.model, **SMALL, layers=4, experts=experts, shared_ffn=0),
         data=replace(c.data, sequence_length=64),
-        train=replace(c.train, sequences=2, dtype="fp32"),
+        precision=replace(c.precision, compute="fp32"),
+        train=replace(c.train, sequences=2),
     )
     return replace(shape, config=config)
 

@@ -27,6 +27,7 @@ from hocket.config import (
     ModelConfig,
     OverlapConfig,
     PlanConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hocket.engine import Engine
@@ -46,7 +47,8 @@ def config(tokens: int, world: int) -> Config:
         plan=PlanConfig(order="1f1b"),
         overlap=OverlapConfig(ep=ep, defer_wgrad="on"),
         data=DataConfig(sequence_length=tokens),
-        train=TrainConfig(microbatches=2, dtype="bf16", transport="nccl", hang_timeout=60.0),
+        precision=PrecisionConfig(compute="bf16"),
+        train=TrainConfig(microbatches=2, transport="nccl", hang_timeout=60.0),
     )
 
 

@@ -69,7 +69,7 @@ def chosen(options: argparse.Namespace, world: int) -> tuple[Config, bool]:
         config, update = for_bench(measured, origins), measured.optimizer == "on"
         config = changed(config, {"data.sequence_length": measured.lengths[0]})
         config = resolve(config, Host(gpus=world))
-    return changed(config, {"train.transport": options.transport, "train.dtype": "bf16"}), update
+    return changed(config, {"train.transport": options.transport, "precision.compute": "bf16"}), update
 
 
 def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path) -> None:

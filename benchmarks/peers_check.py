@@ -36,7 +36,7 @@ import torch.distributed as dist
 from hocket.bench import gate
 from hocket.bench.contender import CONTENDERS, load, why_not
 from hocket.bench.workload import Workload, batches
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, PrecisionConfig, TrainConfig
 from hocket.environment import MULTICAST_OFF
 from hocket.launch import die_with
 from hocket.presets import PLAIN
@@ -69,7 +69,7 @@ def meshes(world: int) -> dict[str, MeshConfig]:
 def workloads(name: str, world: int, gpu: bool, compiled: bool) -> dict[str, Workload]:
     """What one contender can run, by name. Experts stay on one rank only if it cannot spread them."""
     train = TrainConfig(
-        microbatches=MICROBATCHES, sequences=2, dtype="bf16" if gpu else "fp32", device="cuda" if gpu else "cpu",
+        microbatches=MICROBATCHES, sequences=2, device="cuda" if gpu else "cpu",
         transport="nccl" if gpu else "gloo", clip=0.0,
     )  # fmt: skip
     plan = PlanConfig(chunks=2, order="interleaved")
@@ -82,6 +82,7 @@ def workloads(name: str, world: int, gpu: bool, compiled: bool) -> dict[str, Wor
                 model=sizes,
                 mesh=mesh,
                 plan=plan if mesh.pp > 1 else dataclasses.replace(plan, chunks=1, order="sequential"),
+                precision=PrecisionConfig(compute="bf16" if gpu else "fp32"),
                 data=DataConfig(sequence_length=256 if gpu else 8),
                 train=train,
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.bench.measure import Timer, slowest
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.parallel.stages import sharding_of
 from hocket.plan.check import assert_valid
@@ -69,12 +69,14 @@ def finish(name: str, result: dict[str, Any] | None, options: argparse.Namespace
 def sized(options: argparse.Namespace, ranks: int, layers: int, microbatches: int, config: Config) -> Config:
     """A configuration with a dense model of so many layers per rank, resolved."""
     train = TrainConfig(
-        microbatches=microbatches, sequences=1, dtype="fp32" if options.cpu else "bf16",
+        microbatches=microbatches, sequences=1,
         device="cpu" if options.cpu else "cuda", transport="gloo" if options.cpu else "nccl", hang_timeout=60.0,
     )  # fmt: skip
     model = replace(SMALL if options.cpu else LLAMA, layers=ranks * layers)
     data, mesh = DataConfig(sequence_length=64 if options.cpu else options.tokens), MeshConfig(pp=ranks)
-    return resolve(replace(config, model=model, mesh=mesh, data=data, train=train), Host(gpus=ranks))
+    precision = PrecisionConfig(compute="fp32" if options.cpu else "bf16")
+    changes = dict(model=model, mesh=mesh, precision=precision, data=data, train=train)
+    return resolve(replace(config, **changes), Host(gpus=ranks))
 
 
 @dataclass

@@ -56,8 +56,8 @@ def main() -> None:
     rank, device = join()
     config = for_world(recipe(options.recipe), dist.get_world_size())
     changes = {name: getattr(options, name) for name in ("microbatches", "sequences") if getattr(options, name)}
-    train = dataclasses.replace(config.train, transport="nccl", dtype="bf16", **changes)
-    workload = Workload(dataclasses.replace(config, train=train))
+    train = dataclasses.replace(config.train, transport="nccl", **changes)
+    workload = Workload(changed(dataclasses.replace(config, train=train), {"precision.compute": "bf16"}))
     plans = contenders(workload.config)
     engines = {name: Planned(workload, rank, device, settings) for name, settings in plans.items()}
     losses = {name: curve(planned, workload, rank, device, 3) for name, planned in engines.items()}  # also warms up

@@ -231,6 +231,15 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats. Main weights, gradients at rest, the optimizer's state, the router and the loss are fp32."""
+
+    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    """What layers compute in, and what they send: activations, gathered weights, gradients on their way. auto is bf16
+    on GPUs and fp32 on CPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text to train on."""
 
@@ -279,8 +288,6 @@ class TrainConfig:
     """Seed of the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute and wire dtype; auto is bf16 on GPUs and fp32 on CPUs. Main weights and optimizer state are fp32."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
     """How collectives move bytes; with copy_engine gathers, reduces and experts' all-to-alls take no SM from compute,
     with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a network.
@@ -344,6 +351,8 @@ class Config:
     """Order of one step."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     """What hides communication."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
     data: DataConfig = field(default_factory=DataConfig)
     """Text."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -359,4 +368,4 @@ class Config:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype, which must not be `auto`."""
-        return 2 if self.train.dtype == "bf16" else 4
+        return 2 if self.precision.compute == "bf16" else 4

@@ -62,7 +62,7 @@ _SLACK = 1.25
 
 def comm_options(config: Config, device: torch.device) -> CommOptions:
     """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
-    train, model, size = config.train, config.model, DTYPES[config.train.dtype].itemsize
+    train, model, size = config.train, config.model, DTYPES[config.precision.compute].itemsize
     copies = copies_of(model, config.mesh.ep, layout_of(config).per_rank, size)
     rows, width = math.ceil(_SLACK * config.tokens * copies.count), model.hidden * size
     device_splits = _knows_no_host(config)
@@ -105,7 +105,7 @@ class Engine:
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
         self.layout: Layout = layout_of(config)
-        self.dtype = DTYPES[config.train.dtype]
+        self.dtype = DTYPES[config.precision.compute]
         self.program = build_program(self.layout, config.train.microbatches, config, sharding_of(config))
         assert_valid(self.program)
         transport = config.train.transport

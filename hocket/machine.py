@@ -9,5 +9,5 @@ from hocket.plan.cost import HARDWARE, Hardware
 def hardware_of(config: Config, name: str = "auto") -> Hardware:
     """The hardware to predict for: as named, or what fits the dtype of the run."""
     if name == "auto":
-        name = "laptop" if config.train.dtype == "fp32" else "h200"
+        name = "laptop" if config.precision.compute == "fp32" else "h200"
     return HARDWARE[name]

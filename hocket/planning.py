@@ -39,7 +39,8 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
     parts = [
         *_heading(settings, program),
         "",
-        f"PREDICTED STEP  on {hardware.name}, {settings.train.dtype}{', with measured costs' if measured else ''}",
+        f"PREDICTED STEP  on {hardware.name}, {settings.precision.compute}"
+        + (", with measured costs" if measured else ""),
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),

@@ -18,6 +18,7 @@ from hocket.config import (
     MeshConfig,
     ModelConfig,
     PlanConfig,
+    PrecisionConfig,
     RunConfig,
     TrainConfig,
 )
@@ -59,7 +60,8 @@ def moe_8gpu() -> Config:
         mesh=MeshConfig(pp=2, dp=4, ep=4),
         plan=PlanConfig(chunks=2),
         data=DataConfig(sequence_length=2048),
-        train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20, dtype="bf16"),
+        precision=PrecisionConfig(compute="bf16"),
+        train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20),
         run=RunConfig(name="moe_8gpu"),
     )
 
@@ -91,7 +93,8 @@ def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, len
         mesh=mesh,
         plan=plan,
         data=DataConfig(sequence_length=length),
-        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, dtype="bf16", save_every=500),
+        precision=PrecisionConfig(compute="bf16"),
+        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, save_every=500),
         run=RunConfig(name=name),
     )
 

@@ -266,7 +266,7 @@ def choose_folder(c: Config, h: Host) -> tuple[str, str]:
 
 CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("train.device", choose_device),
-    ("train.dtype", choose_dtype),
+    ("precision.compute", choose_dtype),
     ("train.transport", choose_transport),
     ("overlap.ep.merge", choose_merge),
     ("plan.order", choose_order),

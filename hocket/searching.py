@@ -181,7 +181,7 @@ def report(task: Task, result: Result) -> str:
     settings = task.settled({})
     return "\n".join(
         [
-            f"SEARCH  {settings.run.name} on {task.hardware.name}, {settings.train.dtype}, {costs}{cap}",
+            f"SEARCH  {settings.run.name} on {task.hardware.name}, {settings.precision.compute}, {costs}{cap}",
             f"{result.tried} plans tried" + (f" in {result.seconds:.1f} s" if result.seconds else ""),
             "",
             *_table(found.path, task.cap),

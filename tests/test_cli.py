@@ -332,7 +332,9 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     assert "nothing to do" in again.out
 
 
-@pytest.mark.parametrize("more", [[], ["--train.dtype", "bf16", "--model.bias_rate", "0.05"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more", [[], ["--precision.compute", "bf16", "--model.bias_rate", "0.05"]], ids=["fp32", "bf16"]
+)
 def test_a_run_continues_with_identical_losses_on_another_mesh(tmp_path, more):
     words = [*SMALL, *more, "--data.paths", text_in(tmp_path), "--train.steps", "6", "--train.save_every", "3"]
     whole = hocket(tmp_path, "train", *words, *ALONE, "--run.name", "whole")

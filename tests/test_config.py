@@ -45,6 +45,7 @@ SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
 ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
 ONE_STAGE = changed(TINY, mesh__pp=1, plan__chunks=1)
+LARGE_BATCH = changed(ONE_STAGE, precision__compute="bf16", train__sequences=30_000)
 ZB = changed(TINY, plan__order="zb_v", merge="off")
 
 
@@ -113,8 +114,8 @@ CHOICES = [
     (DENSE, Host(gpus=1), "train.device", "cuda"),
     (changed(DENSE, mesh__dp=4), Host(gpus=2), "train.device", "cpu"),
     (changed(DENSE, mesh__dp=16), Host(gpus=8, workers=16, local_workers=8), "train.device", "cuda"),
-    (DENSE, Host(gpus=1), "train.dtype", "bf16"),
-    (DENSE, Host(), "train.dtype", "fp32"),
+    (DENSE, Host(gpus=1), "precision.compute", "bf16"),
+    (DENSE, Host(), "precision.compute", "fp32"),
     (DENSE, Host(gpus=1), "train.transport", "nccl"),
     (DENSE, Host(), "train.transport", "gloo"),
     (DENSE, Host(), "overlap.ep.merge", "off"),
@@ -145,7 +146,7 @@ CHOICES = [
     (changed(ONE_STAGE, mesh__pp=2, train__microbatches=8), Host(), "overlap.ep.merge_ends", "off"),
     (changed(TINY, mesh__pp=1), Host(), "overlap.ep.merge_ends", "off"),
     (changed(TINY, plan__group=4, plan__chunks=4, train__microbatches=8), Host(), "overlap.ep.merge_ends", "on"),
-    (changed(ONE_STAGE, train__dtype="bf16", train__sequences=30_000), Host(gpus=2), "overlap.ep.merge_ends", "off"),
+    (LARGE_BATCH, Host(gpus=2), "overlap.ep.merge_ends", "off"),
     (changed(TINY, defer_wgrad="auto", mesh__pp=1), Host(), "overlap.defer_wgrad", "on"),
     (TINY, Host(), "overlap.ep.splits", "host"),
     (TINY, Host(), "plan.graphs", "off"),
@@ -200,7 +201,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"model__head_dim": 31}, "model.head_dim", "rotary"),
     (TINY, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),
     (TINY, {"model__hidden": 34}, "model.hidden", "of 16 bytes, and fp32 has 4 per element; fix: a multiple of 4"),
-    (changed(TINY, train__dtype="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
+    (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
     (TINY, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
@@ -347,7 +348,7 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
     (
         TINY,
         Host(gpus=4),
-        {"train__dtype": "fp32", "splits": "device"},
+        {"precision__compute": "fp32", "splits": "device"},
         "overlap.ep.splits",
         "products of experts in fp32",
     ),

@@ -41,7 +41,7 @@ from tests.helpers.golden import assert_golden
 
 def settled(name: str = "tiny", **changes: Any) -> Settings:
     config = changed(recipe(name), {key.replace("__", "."): value for key, value in changes.items()})
-    gpus = config.mesh.world if config.train.dtype == "bf16" else 0
+    gpus = config.mesh.world if config.precision.compute == "bf16" else 0
     return resolve(config, Host(gpus=gpus), {"": f"recipe {name}", **dict.fromkeys(_dotted(changes), "run.toml:6")})
 
 

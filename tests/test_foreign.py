@@ -284,7 +284,7 @@ def test_unknown_names_are_reported_with_a_suggestion_and_nothing_else_is_lost()
         ("--overlap-grad-reduc", "did you mean --overlap-grad-reduce?"),
         ("--tensorboard-dir", "nothing about parallelism, overlap, precision or recomputation"),
     ]
-    assert found.settings["train.dtype"] == "bf16"
+    assert found.settings["precision.compute"] == "bf16"
     assert not found.complete
 
 

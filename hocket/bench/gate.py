@@ -14,7 +14,7 @@ The model has few layers, which is quicker and gives each of them more weight. I
 another order of sums does, and an error of 5 % in the gradients of one layer, or of all experts, or of embedding or
 head, is caught. In bf16, where rounding makes close routing choices flip, it catches what is off by a factor (means
 that are sums, a lost rank or microbatch) in all gradients, or in those of embedding, head or all layers. It cannot
-tell a few per cent, nor anything in experts alone: `--train.dtype fp32` can.
+tell a few per cent, nor anything in experts alone: `--precision.compute fp32` can.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def curve(contender: Contender, workload: Workload, rank: int, device: torch.dev
 def judge(curves: Mapping[str, Sequence[float]], workload: Workload) -> Verdict:
     """Compare curves. Raises NumericsError if they differ by more than the tolerance of the dtype, or show nothing."""
     config = workload.config
-    dtype = config.train.dtype
+    dtype = config.precision.compute
     tolerance, length = TOLERANCE[dtype], config.data.sequence_length
     verdict = Verdict(curves, tolerance, 0.0, 0.0, config.model.layers, "what was learnt", length)
     if not curves:

@@ -55,7 +55,7 @@ class Planned:
             "transport": transport,
             "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
-            "reduce": f"{config.train.dtype}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
+            "reduce": f"{config.precision.compute}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
             "optimizer": "AdamW (foreach) on what is fp32" if workload.optimizer else "none",
         }
 

@@ -68,7 +68,7 @@ class Measured:
     def mfu(self, name: str) -> float | None:
         """Share of the peak; None where that is not known."""
         peak = next((hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in self.hardware.upper()), None)
-        known = peak is not None and self.workload.config.train.dtype == "bf16"
+        known = peak is not None and self.workload.config.precision.compute == "bf16"
         return 1e12 * self.tflops(name) / peak if known and peak else None
 
     def peak(self, name: str) -> int:
@@ -97,7 +97,7 @@ def workload_text(workload: Workload) -> str:
     return (
         f"WORKLOAD {c.run.name}: {c.model.layers} layers, pp {mesh.pp} x dp {mesh.dp} (ep {mesh.ep}), "
         f"{c.train.microbatches} x {workload.tokens_per_microbatch:,} tokens per rank and step in sequences of "
-        f"{c.data.sequence_length:,}, {c.train.dtype}, {step}, no clipping, "
+        f"{c.data.sequence_length:,}, {c.precision.compute}, {step}, no clipping, "
         f"plain stack {'compiled' if workload.compile else 'eager'}{slow}"
     )
 

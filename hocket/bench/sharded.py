@@ -157,7 +157,7 @@ class Sharded:
         return list(dict.fromkeys(every))
 
     def _settings(self, options: hocket.ShardOptions, device: torch.device) -> dict[str, str]:
-        dtype, how, mesh = self.workload.config.train.dtype, self.how, self.workload.mesh
+        dtype, how, mesh = self.workload.config.precision.compute, self.how, self.workload.mesh
         late = how.strategy in ("no_shard", "optim")
         slots = f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic"
         found = {

@@ -33,7 +33,7 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """What computes. Main weights and optimizer state are fp32."""
-        return DTYPES[self.config.train.dtype]
+        return DTYPES[self.config.precision.compute]
 
     @property
     def tokens_per_microbatch(self) -> int:

@@ -142,5 +142,5 @@ def resolve_for_plan(
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
     """
-    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.train.dtype == "bf16")
+    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
     return resolve(config, Host(gpus=config.mesh.world if wants_gpus else 0), origins, price)

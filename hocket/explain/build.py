@@ -36,7 +36,7 @@ def heading(settings: Settings) -> str:
     mesh, t = settings.mesh, settings.train
     tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
     ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
-    return f"{ranks}, {t.device}, {t.dtype}, {t.transport}"
+    return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 
 
 def _check(settings: Settings) -> tuple[str, ...]:

@@ -58,9 +58,9 @@ OWN: tuple[Entry, ...] = (
         str,
         choice(
             {
-                "bf16_mixed": Answer("becomes", {"train.dtype": "bf16"}),
-                "bf16-mixed": Answer("becomes", {"train.dtype": "bf16"}),
-                "32": Answer("becomes", {"train.dtype": "fp32"}),
+                "bf16_mixed": Answer("becomes", {"precision.compute": "bf16"}),
+                "bf16-mixed": Answer("becomes", {"precision.compute": "bf16"}),
+                "32": Answer("becomes", {"precision.compute": "fp32"}),
                 "16-mixed": to(missing="fp32 and bf16 alone: bf16 needs no loss scale"),
                 "fp16_mixed": to(missing="fp32 and bf16 alone: bf16 needs no loss scale"),
             },

@@ -109,7 +109,7 @@ WIRE = (
 GRAPH = "the whole step is one graph, not parts of it"
 
 PRECISION: tuple[Entry, ...] = (
-    entry("--bf16", bool, when({"train.dtype": "bf16"})),
+    entry("--bf16", bool, when({"precision.compute": "bf16"})),
     entry("--fp16", bool, never("fp32 and bf16 alone: bf16 needs no loss scale")),
     entry("--fp8-format --fp8", str, never("no fp8")),
     entry("--fp8-recipe", str, never("no fp8")),

@@ -164,8 +164,8 @@ TRAINING: tuple[Entry, ...] = (
         str,
         choice(
             {
-                "bfloat16": Answer("becomes", {"train.dtype": "bf16"}),
-                "float32": Answer("becomes", {"train.dtype": "fp32"}),
+                "bfloat16": Answer("becomes", {"precision.compute": "bf16"}),
+                "float32": Answer("becomes", {"precision.compute": "fp32"}),
             },
             "fp32 and bf16 alone",
         ),

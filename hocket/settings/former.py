@@ -14,6 +14,7 @@ FORMER: dict[str, str] = {
     "plan.p2p_defer_parts": "overlap.pp.defer_parts",
     "plan.strategy": "overlap.dp.strategy",
     "plan.prefetch": "overlap.dp.prefetch",
+    "train.dtype": "precision.compute",
 }
 """Former name of a setting -> its name now. Only that is accepted: this is for messages, and for stored settings."""
 

@@ -46,9 +46,9 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            (setting, "train.dtype"),
+            (setting, "precision.compute"),
             lambda c, h, name=name: has_experts(c) and getattr(c.model, name) * c.element_bytes % 16 != 0,
-            "products of experts need rows of a multiple of 16 bytes, and {train.dtype} has {width} per element",
+            "products of experts need rows of a multiple of 16 bytes, and {precision.compute} has {width} per element",
             "a multiple of {unit}",
         )
         for setting, name in (("model.hidden", "hidden"), ("model.expert_ffn", "expert_ffn"))

@@ -53,10 +53,10 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.ep.splits", "train.dtype"),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.train.dtype != "bf16",
-        "on GPUs products of experts in {train.dtype} need a host that knows where each expert's rows end",
-        "train.dtype = bf16, or overlap.ep.splits = host",
+        ("overlap.ep.splits", "precision.compute"),
+        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.precision.compute != "bf16",
+        "on GPUs products of experts in {precision.compute} need a host that knows where each expert's rows end",
+        "precision.compute = bf16, or overlap.ep.splits = host",
     ),
     Rule(
         ("overlap.ep.splits", "mesh.ep"),

@@ -79,7 +79,7 @@ def rebuilt(trace: RankTrace) -> tuple[Settings, Program]:
     return settings, program_of(settings)
 
 
-_WORK = ("model", "mesh", "train.sequences", "train.dtype", "data.sequence_length")
+_WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_length")
 """Settings, or whole sections of them, that say what one op of a plan has to do."""
 
 

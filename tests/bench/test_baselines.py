@@ -25,7 +25,7 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     names = chosen(options.against, settings)
     check(tuple(name for name in names if not CONTENDERS[name].package), settings, origins)
     assert settings.world == gpus
-    assert settings.train.dtype == "bf16"
+    assert settings.precision.compute == "bf16"
     assert settings.train.clip == 0
     assert any(CONTENDERS[name].ours and not CONTENDERS[name].bound for name in names)
     assert set(BOUNDS) & set(names)

@@ -13,13 +13,13 @@ from hocket.bench.gate import NumericsError
 from hocket.bench.peers.bound import WholeWeights, bound
 from hocket.bench.plain import MainWeights
 from hocket.bench.workload import Workload, batches
+from hocket.settings.leaves import changed
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 
 
 def in_bf16(work: Workload) -> Workload:
-    train = dataclasses.replace(work.config.train, dtype="bf16")
-    return dataclasses.replace(work, config=dataclasses.replace(work.config, train=train))
+    return dataclasses.replace(work, config=changed(work.config, {"precision.compute": "bf16"}))
 
 
 def test_agreement_is_reported_with_its_figures():

@@ -11,7 +11,7 @@ from hocket.bench.contender import CONTENDERS, load
 from hocket.bench.peers.deepspeed import options
 from hocket.bench.plain import plain_model
 from hocket.bench.workload import Workload
-from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 
 MOE = ModelConfig(layers=3, experts=4, dense_layers=(0,))
 
@@ -29,7 +29,9 @@ def test_deepspeed_refuses_experts_on_other_ranks() -> None:
 
 
 def test_deepspeed_buckets_hold_the_largest_layer() -> None:
-    work = Workload(Config(model=MOE, train=TrainConfig(dtype="bf16", sequences=3, microbatches=5)))
+    work = Workload(
+        Config(model=MOE, precision=PrecisionConfig(compute="bf16"), train=TrainConfig(sequences=3, microbatches=5))
+    )
     model = plain_model(work, 0)
     config = options(model, work)
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in model.layers.values())

@@ -10,7 +10,7 @@ import torch
 from hocket.bench.contender import load
 from hocket.bench.peers.pipelining import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, Order, layout
 from hocket.bench.workload import Workload, batches
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, PrecisionConfig, TrainConfig
 from tests.helpers.ranks import run_ranks
 from tests.reference import Reference
 
@@ -24,11 +24,11 @@ MOE = ModelConfig(**SIZES, experts=4, top_k=2, shared_ffn=16, dense_layers=(0,),
 
 def workload(model: ModelConfig, mesh: MeshConfig, microbatches: int = 4, chunks: int = 2) -> Workload:
     train = TrainConfig(
-        microbatches=microbatches, sequences=2, dtype="fp32", transport="gloo", device="cpu", lr=LR,
+        microbatches=microbatches, sequences=2, transport="gloo", device="cpu", lr=LR,
         betas=(0.9, 0.95), eps=EPS, weight_decay=0.0, clip=0.0,
     )  # fmt: skip
-    plan = PlanConfig(chunks=chunks)
-    return Workload(Config(model=model, mesh=mesh, plan=plan, data=DataConfig(sequence_length=8), train=train))
+    plan, precision, data = PlanConfig(chunks=chunks), PrecisionConfig(compute="fp32"), DataConfig(sequence_length=8)
+    return Workload(Config(model=model, mesh=mesh, plan=plan, precision=precision, data=data, train=train))
 
 
 def losses(rank: int, name: str, work: Workload) -> list[float]:

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.command import end_all, finish, start
 
 WORDS = [
-    "tiny", "--mesh.pp", "1", "--plan.chunks", "1", "--train.dtype", "bf16", "--model.hidden", "512",
+    "tiny", "--mesh.pp", "1", "--plan.chunks", "1", "--precision.compute", "bf16", "--model.hidden", "512",
     "--model.vocab", "1024", "--data.sequence_length", "256", "--blocks", "2", "--steps", "2", "--out", "x.json",
 ]  # fmt: skip
 DENSE = ["--model.experts", "0", "--model.dense_layers", "--overlap.ep.merge", "off"]

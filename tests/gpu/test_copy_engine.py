@@ -24,6 +24,7 @@ from hocket.config import (
     ModelConfig,
     OverlapConfig,
     PlanConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hocket.engine import Engine
@@ -156,7 +157,8 @@ DENSE = Config(
     plan=PlanConfig(order="sequential"),
     overlap=OverlapConfig(ep=ExpertOverlap(merge="off"), defer_wgrad="off"),
     data=DataConfig(sequence_length=256),
-    train=TrainConfig(microbatches=4, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
+    precision=PrecisionConfig(compute="bf16"),
+    train=TrainConfig(microbatches=4, device="cuda", transport="nccl", hang_timeout=60.0),
 )
 MOE = dataclasses.replace(
     DENSE,

@@ -24,6 +24,7 @@ from hocket.config import (
     ModelConfig,
     OverlapConfig,
     PlanConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hocket.engine import Engine
@@ -44,7 +45,8 @@ DENSE = Config(
     model=ModelConfig(vocab=512, hidden=4096, layers=6, heads=32, kv_heads=8, head_dim=128, ffn=14336),
     mesh=MeshConfig(dp=2),
     data=DataConfig(sequence_length=4096),
-    train=TrainConfig(microbatches=2, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
+    precision=PrecisionConfig(compute="bf16"),
+    train=TrainConfig(microbatches=2, device="cuda", transport="nccl", hang_timeout=60.0),
     plan=PlanConfig(order="sequential"),
     overlap=OverlapConfig(ep=ExpertOverlap(merge="off"), defer_wgrad="off"),
 )
@@ -57,7 +59,8 @@ MOE = Config(
     ),
     mesh=MeshConfig(dp=4, ep=4),
     data=DataConfig(sequence_length=2048),
-    train=TrainConfig(microbatches=6, sequences=4, device="cuda", dtype="bf16", transport="nccl", hang_timeout=60.0),
+    precision=PrecisionConfig(compute="bf16"),
+    train=TrainConfig(microbatches=6, sequences=4, device="cuda", transport="nccl", hang_timeout=60.0),
     plan=PlanConfig(order="1f1b"),
     overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from hocket.config import (
     OverlapConfig,
     PipelineOverlap,
     PlanConfig,
+    PrecisionConfig,
     Strategy,
     TrainConfig,
 )
@@ -44,7 +45,8 @@ BASE = Config(
         pp=PipelineOverlap(defer_layers=2, defer_parts="all"), ep=ExpertOverlap(merge="on"), defer_wgrad="on"
     ),
     data=DataConfig(sequence_length=256),
-    train=TrainConfig(microbatches=6, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0),
+    precision=PrecisionConfig(compute="bf16"),
+    train=TrainConfig(microbatches=6, sequences=2, transport="nccl", hang_timeout=60.0),
 )  # fmt: skip
 APART = dataclasses.replace(BASE, overlap=OverlapConfig(ep=ExpertOverlap(merge="off")))
 OTHERS: dict[str, Config] = {

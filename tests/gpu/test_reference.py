@@ -60,9 +60,11 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_are_those_of_the_plain_step(dtype: Any) -> None:
     torch.set_num_threads(8)
-    train = dataclasses.replace(BASE.train, dtype=dtype, microbatches=3)
+    train = dataclasses.replace(BASE.train, microbatches=3)
     data = dataclasses.replace(BASE.data, sequence_length=64)
-    config = dataclasses.replace(BASE, mesh=dataclasses.replace(BASE.mesh, dp=2), train=train, data=data)
+    precision = dataclasses.replace(BASE.precision, compute=dtype)
+    mesh = dataclasses.replace(BASE.mesh, dp=2)
+    config = dataclasses.replace(BASE, mesh=mesh, precision=precision, train=train, data=data)
     batches = random_batches(config.model, 1, 3, 2, (config.train.sequences, 64))
     reference = Reference(config.model, 2, 2, DTYPES["fp32"], 0, 1.0, adamw).run(batches)
     ranks = run_ranks(gradients, 4, config, batches[0], backend="nccl", timeout=150)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
@@ -73,9 +73,8 @@ BASE = Config(
     ),
     mesh=MeshConfig(tp=2),
     data=DataConfig(sequence_length=256),
-    train=TrainConfig(
-        microbatches=4, sequences=2, dtype="bf16", transport="nccl", hang_timeout=60.0, device="cuda"
-    ),
+    precision=PrecisionConfig(compute="bf16"),
+    train=TrainConfig(microbatches=4, sequences=2, transport="nccl", hang_timeout=60.0, device="cuda"),
 )  # fmt: skip
 ROLES = [f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")]
 PIECES = ("ring", "pipeline", "pipeline", "ring") * 2

@@ -109,5 +109,5 @@ def test_auto_recomputes_only_what_does_not_fit() -> None:
         assert "of 139 GiB" in decision.reason
     assert found[1] == ()
     assert found[6], "what does not fit is not left as it is"
-    laptop = resolve(changed(config, {"train.dtype": "fp32", "train.transport": "gloo", "train.device": "cpu"}))
+    laptop = resolve(changed(config, {"precision.compute": "fp32", "train.transport": "gloo", "train.device": "cpu"}))
     assert laptop.plan.recompute == ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
 from hocket.parallel.stages import costs_of
 from hocket.plan.cost import H200
@@ -26,7 +26,8 @@ def settings(model: ModelConfig, tp: int, **changes: object) -> Settings:
         model=model,
         mesh=MeshConfig(tp=tp),
         data=DataConfig(sequence_length=8192),
-        train=TrainConfig(microbatches=2, dtype="bf16", device="cuda"),
+        precision=PrecisionConfig(compute="bf16"),
+        train=TrainConfig(microbatches=2, device="cuda"),
     )
     return resolve(changed(config, {name.replace("__", "."): value for name, value in changes.items()}), Host(gpus=8))
 

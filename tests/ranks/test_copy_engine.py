@@ -21,6 +21,7 @@ from hocket.config import (
     ModelConfig,
     OverlapConfig,
     PlanConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from hocket.engine import Engine
@@ -176,7 +177,8 @@ CONFIG = Config(
     plan=PlanConfig(order="1f1b"),
     overlap=OverlapConfig(ep=ExpertOverlap(merge="on"), defer_wgrad="on"),
     data=DataConfig(sequence_length=16),
-    train=TrainConfig(microbatches=3, dtype="fp32", device="cpu", transport="gloo"),
+    precision=PrecisionConfig(compute="fp32"),
+    train=TrainConfig(microbatches=3, device="cpu", transport="gloo"),
 )  # fmt: skip
 
 

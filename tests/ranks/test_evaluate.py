@@ -56,7 +56,7 @@ def run(rank: int, c: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
 def test_validation_between_steps(name: str) -> None:
     c = CASES[name]
     steps = random_batches(c.model, 3, c.train.microbatches, c.mesh.dp, (2, 8))
-    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw)
+    reference = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.precision.compute], 0, c.train.clip, adamw)
     expected: list[list[float]] = reference.run(steps[:2]).losses[1]
     trained: dict[str, Tensor] = reference.run([steps[0], steps[2]]).weights
     ranks = run_ranks(run, c.mesh.pp * c.mesh.dp, c, steps)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import DTYPES, Engine
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.settings.leaves import changed
@@ -35,9 +35,10 @@ def config(
     whole = Config(
         model=ModelConfig(**{**sizes, **model}),
         mesh=MeshConfig(**mesh),
+        precision=PrecisionConfig(compute=dtype),
         data=DataConfig(sequence_length=8),
         train=TrainConfig(
-            microbatches=microbatches, sequences=2, dtype=dtype, transport="gloo", lane_seed=lane_seed,
+            microbatches=microbatches, sequences=2, transport="gloo", lane_seed=lane_seed,
             betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5,
         ),
     )  # fmt: skip
@@ -96,7 +97,7 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 
 def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
     batches = batches or batches_of(c)
-    dtype, strategy = DTYPES[c.train.dtype], c.overlap.dp.strategy
+    dtype, strategy = DTYPES[c.precision.compute], c.overlap.dp.strategy
     per_rank = c.overlap.ep.copies == "per_rank"
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank)
     reference = plain.run(batches)

@@ -79,7 +79,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
 def assert_close(c: Config, tolerance: float, steps: int = STEPS) -> list[dict[str, Any]]:
     """Losses, gradients, norms and weights of a run are those of the plain step, within `tolerance` of the largest."""
     batches = batches_of(c)[:steps]
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.train.dtype], 0, c.train.clip, adamw)
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.precision.compute], 0, c.train.clip, adamw)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.world, c, batches)
     last = [r for r in ranks if r["losses"][0]]

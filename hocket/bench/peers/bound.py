@@ -27,7 +27,7 @@ def bound(workload: Workload, rank: int, device: torch.device) -> Contender:
             if params:
                 optimizers.append(MainWeights(params, workload, rank, split=split))
     settings = {
-        "weights": f"whole on every rank, {workload.config.train.dtype}; gradients are neither cast nor copied",
+        "weights": f"whole on every rank, {workload.config.precision.compute}; gradients are neither cast nor copied",
         "communication": "none; experts work on the rows that this rank would have sent" if mesh.ep > 1 else "none",
         "optimizer": "AdamW (foreach) on this rank's fp32 shard" if workload.optimizer else "none",
         "compile": "each layer" if workload.compile else "off",

@@ -34,7 +34,7 @@ class Ddp:
 
     def __init__(self, model: DistributedDataParallel, optimizer: MainWeights | None, workload: Workload) -> None:
         self.model, self.optimizer = model, optimizer
-        dtype = workload.config.train.dtype
+        dtype = workload.config.precision.compute
         self.settings = {
             "ddp": ", ".join(f"{name} = {value}" for name, value in _OPTIONS.items()),
             "weights": f"whole on every rank, {dtype}",

@@ -30,7 +30,7 @@ def deepspeed(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 def options(model: PlainModel, workload: Workload) -> dict[str, Any]:
     """DeepSpeed's configuration."""
-    train = workload.config.train
+    train, dtype = workload.config.train, workload.config.precision.compute
     layer = max(sum(param.numel() for param in layer.parameters()) for layer in model.layers.values())
     zero = dict(
         stage=3,
@@ -45,8 +45,8 @@ def options(model: PlainModel, workload: Workload) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": train.sequences,
         "gradient_accumulation_steps": train.microbatches,
         "gradient_clipping": 0.0,
-        "bf16": {"enabled": train.dtype == "bf16"},
-        "communication_data_type": train.dtype,
+        "bf16": {"enabled": dtype == "bf16"},
+        "communication_data_type": dtype,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -83,7 +83,7 @@ class DeepSpeed:
         self.settings: Mapping[str, str] = {
             "zero_optimization": zero,
             "leaf modules": "each layer, head",
-            "reduce": f"{workload.config.train.dtype}, after every microbatch, summed in fp32",
+            "reduce": f"{workload.config.precision.compute}, after every microbatch, summed in fp32",
             "optimizer": "torch AdamW (foreach) on fp32 partitions" if self.update else "none",
             "compile": "each layer" if workload.compile else "off",
         }

@@ -138,7 +138,7 @@ class Fsdp2:
             prefetch(model)
 
     def _settings(self) -> dict[str, str]:
-        dtype, tuned, mesh = self.workload.config.train.dtype, self.options.tuned, self.workload.mesh
+        dtype, tuned, mesh = self.workload.config.precision.compute, self.options.tuned, self.workload.mesh
         ahead = f"{PREFETCH} layers ahead, explicit, in forward and backward"
         late = "once a step" if self.late_reduce else "after every microbatch"
         kept = "none: reshard_after_forward=False" if self.options.kept else ""

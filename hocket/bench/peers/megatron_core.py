@@ -220,7 +220,7 @@ class MegatronCore:
 
     def _settings(self) -> dict[str, str]:
         w, mesh, c = self.workload, self.workload.mesh, self.workload.config
-        wire = "fp32" if self.options.fp32 else c.train.dtype
+        wire = "fp32" if self.options.fp32 else c.precision.compute
         sums = "fp32" if self.ddp_config.param_name_patterns_for_fp32_local_accumulation else wire
         schedule = (
             "none" if mesh.pp == 1 else ("1F1B" if len(self.chunks) == 1 else f"interleaved 1F1B x {len(self.chunks)}")

@@ -191,7 +191,7 @@ class Experimental:
         self.settings: Mapping[str, str] = {
             "megatron_fsdp.experimental": "placements = Flat, use_symm_mem = False",
             "units": "embedding, each layer, experts of other ranks, head",
-            "precision": f"fp32 main weights and gradients, gradients sent in {workload.config.train.dtype}",
+            "precision": f"fp32 main weights and gradients, gradients sent in {workload.config.precision.compute}",
             "prefetch": "the library's: the next unit",
             "optimizer": "AdamW (foreach) on the library's fp32 shards" if workload.optimizer else "none",
             "compile": "each layer" if workload.compile else "off",

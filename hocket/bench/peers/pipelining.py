@@ -250,7 +250,7 @@ class Pipelining:
 
     def _settings(self, order: Order) -> dict[str, str]:
         workload, mesh = self.workload, self.workload.mesh
-        dtype = workload.config.train.dtype
+        dtype = workload.config.precision.compute
         sharded = f"fully_shard over {mesh.dp} ranks, gathered once a step, {dtype} reduce once a step"
         found = {
             "schedule": f"{order.schedule}, {self.layout.chunks} stages per rank, layers from {self.layout.bounds}",

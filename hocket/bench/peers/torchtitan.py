@@ -203,7 +203,7 @@ class Torchtitan:
             "units": "apply_fsdp: each layer, embedding, norm and output, experts if on other ranks",
             "reshard after forward": keeps,
             "prefetch": "explicit, one layer ahead" if self.mesh.ep > 1 else "default (implicit)",
-            "reduce": f"{'fp32' if self.options.fp32 else c.train.dtype}, "
+            "reduce": f"{'fp32' if self.options.fp32 else c.precision.compute}, "
             + ("once a step" if self.schedule_name else "after every microbatch"),
             "optimizer": "AdamW (foreach) on fp32 shards" if w.optimizer else "none",
             "compile": "each layer" if w.compile and not self.overlap else "off",
