@@ -23,7 +23,7 @@ from hocket.explain.explanation import (
     UnitRow,
     digest,
 )
-from hocket.explain.parts import ALIGN, CTAS, P2P_CTAS
+from hocket.explain.parts import ALIGN, CTAS, P2P_CTAS, TP_CTAS
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
@@ -215,7 +215,8 @@ def test_groups_know_what_moves_them() -> None:
 
 def test_figures_that_are_written_twice_agree() -> None:
     assert layout.ALIGN == ALIGN
-    assert (CommOptions().max_ctas, CommOptions().p2p_ctas) == (CTAS, P2P_CTAS)
+    options = CommOptions()
+    assert (options.max_ctas, options.tp_ctas, options.p2p_ctas) == (CTAS, TP_CTAS, P2P_CTAS)
 
 
 def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:

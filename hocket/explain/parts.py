@@ -29,7 +29,7 @@ LANES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Purpose of a group -> lanes of the plan that use it."""
 
-CTAS, P2P_CTAS = 16, 4
+CTAS, TP_CTAS, P2P_CTAS = 16, 24, 4
 """SMs of one NCCL collective, and of one send or receive: `CommOptions` of runtime/comm.py, which imports torch."""
 
 
@@ -86,11 +86,12 @@ def _moved_by(settings: Settings, purpose: str) -> str:
     if purpose == "a2a" and settings.overlap.ep.splits == "device" and on_gpu and transport != "null":
         return "kernels that store into the peers' memory"
     if purpose == "tp" and _by_pieces(settings) and on_gpu and transport != "null":
-        return f"copy engines, piece by piece; else NCCL, at most {CTAS} SMs"
+        return f"copy engines, piece by piece; else NCCL, at most {TP_CTAS} SMs"
     if purpose in COPIED.get(transport, ()):
         return "copy engines, no SM"
     if transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu):
-        return f"NCCL, at most {P2P_CTAS if purpose.startswith('pp_') else CTAS} SMs"
+        ctas = P2P_CTAS if purpose.startswith("pp_") else TP_CTAS if purpose == "tp" else CTAS
+        return f"NCCL, at most {ctas} SMs"
     return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
 
 

@@ -20,12 +20,19 @@ How the two halves of a cell are put beside each other is a `Way`:
 
 Weight gradients are values (`runtime/weights.py`): gathered x or g is kept until they are computed.
 
+Note: [Pieces take turns on two queues]
+A product is done in waves of tiles, as many at a time as the GPU has processors, and the last wave of a piece is rarely
+full. On one queue the next piece begins when that wave has ended. So every other piece is on a queue of its own: its
+first tiles run where the last wave of the piece before leaves processors free. What moves a piece is ordered behind its
+own product alone, and both queues are one again before anybody reads results, or memory is given back.
+
 Shapes: P ranks, S tokens of this rank, T = P * S, D input width, F output width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -98,12 +105,15 @@ class Tensors:
     """Where communication runs that a product runs beside."""
     tokens: Tokens | None = None
     """How pieces are moved. Without it nothing can be done piece by piece."""
+    twin: Side | None = None
+    """Where every other piece's product runs: see Note: [Pieces take turns on two queues]."""
 
     @classmethod
     def of(cls, group: Group, device: torch.device) -> Tensors:
         """What a group can do."""
         tokens = group.tokens()
-        return cls(group, tokens.side if isinstance(tokens, CopiedTokens) else Side(device), tokens)
+        side = tokens.side if isinstance(tokens, CopiedTokens) else Side(device)
+        return cls(group, side, tokens, Side(device, priority=0) if tokens is not None else None)
 
     @property
     def size(self) -> int:
@@ -112,6 +122,17 @@ class Tensors:
     @property
     def rank(self) -> int:
         return self.group.rank
+
+    @contextmanager
+    def turns(self) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+        """Inside, gives the queue of every piece, by number. See Note: [Pieces take turns on two queues]."""
+        twin = self.twin
+        if twin is None:
+            yield lambda number: nullcontext()
+            return
+        twin.fork()
+        yield lambda number: twin.on() if number % 2 else nullcontext()
+        twin.mark()()
 
     def gather(self, x_SD: Tensor) -> Tensor:
         """The tokens of all ranks: [T, D]."""
@@ -211,13 +232,15 @@ def gathered_products(
     outs = [x_SD.new_empty(tensors.size * tokens, b.shape[1]) for b in others]
     spread: Spread = tensors.tokens.spread(x_SD)
     order = pieces(tensors.rank, tensors.size, splits)
+    whole = x_SD.new_empty(tensors.size * tokens, x_SD.shape[1]) if keep else None
     kept = None
-    for i, (low, high) in enumerate(order):
-        a = spread.take(low, high) if i else x_SD
-        if keep and i == len(order) - 1:  # everything is here: the copy runs beside the last product
-            whole = x_SD.new_empty(tensors.size * tokens, x_SD.shape[1])
-            kept = Arriving(whole, (spread.whole(whole),), spread)
-        _products(a, others, [outs[k][low * tokens : high * tokens] for k in range(width)])
+    with tensors.turns() as queue_of:
+        for i, (low, high) in enumerate(order):
+            with queue_of(i):
+                a = spread.take(low, high) if i else x_SD
+                if whole is not None and i == len(order) - 1:  # all is here: the copy runs beside the last product
+                    kept = Arriving(whole, (spread.whole(whole),), spread)
+                _products(a, others, [outs[k][low * tokens : high * tokens] for k in range(width)])
     spread.end()
     return outs, kept
 
@@ -229,11 +252,14 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, sp
     tokens = first_TF.shape[0] // tensors.size
     out_SD = first_TF.new_empty(tokens, first_FD.shape[1])
     collect = tensors.tokens.collect(out_SD)
-    for low, high in reversed(pieces(tensors.rank, tensors.size, splits)):  # its own last: the others' travel meanwhile
-        rows = slice(low * tokens, high * tokens)
-        place, here = collect.place(low, high), [(a[rows], b) for a, b in pairs]
-        _sum_of_products(here, place)
-        collect.send(low, high)
+    order = pieces(tensors.rank, tensors.size, splits)[::-1]  # its own last: the others' travel meanwhile
+    with tensors.turns() as queue_of:
+        for i, (low, high) in enumerate(order):
+            rows = slice(low * tokens, high * tokens)
+            with queue_of(i):
+                place, here = collect.place(low, high), [(a[rows], b) for a, b in pairs]
+                _sum_of_products(here, place)
+                collect.send(low, high)
     collect.sum(out_SD)
     return out_SD
 

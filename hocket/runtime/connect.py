@@ -30,6 +30,8 @@ class CommOptions:
     timeout: float = 300.0
     max_ctas: int = 16
     """SMs of one collective on NCCL."""
+    tp_ctas: int = 24
+    """SMs of a collective of tensor-parallel ranks: nothing computes beside most of these."""
     p2p_ctas: int = 4
     """SMs of one pipeline send or receive on NCCL."""
     arrival: int = 64 << 20
@@ -62,7 +64,8 @@ def connect(
     copied = purpose in COPIED.get(name, ())
     timeout = timedelta(seconds=options.timeout)
     if on_gpu:
-        ctas = options.p2p_ctas if purpose in ("pp_fwd", "pp_bwd") else options.max_ctas
+        of_purpose = {"pp_fwd": options.p2p_ctas, "pp_bwd": options.p2p_ctas, "tp": options.tp_ctas}
+        ctas = of_purpose.get(purpose, options.max_ctas)
         pg_options = (copy_engine_options if copied and purpose != "a2a" else nccl_options)(ctas, timeout)
         made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     else:

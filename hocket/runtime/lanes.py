@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
 from typing import Protocol
 
@@ -54,9 +54,10 @@ class Side:
     are `Pending`s.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = -1) -> None:
+        """Communication goes before what computes; a queue for more products, of priority 0, does not."""
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         if self._stream is not None:
             # Making events takes the host longer than using them. A wait is for what an event stood for when the wait
             # was issued; so one serves all forks, and a mark that is asked for late stands for a later point.
@@ -83,8 +84,12 @@ class Side:
             yield
             return
         self.fork()
-        with torch.cuda.stream(self._stream):
+        with self.on():
             yield
+
+    def on(self) -> AbstractContextManager[object]:
+        """Inside, work is issued on the side, behind what is there and nothing else."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
         """A call that orders the then current queue behind all that is on the side now."""

@@ -124,14 +124,14 @@ class _CopiedSpread:
             tokens.push(side, self._turn, peer, x_SD.data_ptr(), x_SD.nbytes)
         self._sent = tokens.side.mark()
 
-    def _wait(self, stream: int, sources: Sequence[int]) -> None:
-        for source in sources:
-            if source in self._missing:
-                self._tokens.wait(stream, self._turn, source)
-                self._missing.discard(source)
+    def _wait(self, stream: int, source: int) -> None:
+        self._tokens.wait(stream, self._turn, source)
+        self._missing.discard(source)
 
     def take(self, low: int, high: int) -> Tensor:
-        self._wait(self._tokens.side.current(), range(low, high))
+        stream = self._tokens.side.current()
+        for source in range(low, high):
+            self._wait(stream, source)
         return self._arrived_PSD[low:high].view(-1, self._x_SD.shape[-1])
 
     def whole(self, out_TD: Tensor) -> Callable[[], None]:
@@ -141,7 +141,7 @@ class _CopiedSpread:
         arrived, out = self._arrived_PSD.data_ptr(), out_TD.data_ptr()
         tokens.driver.copy(side, out + tokens.rank * nbytes, self._x_SD.data_ptr(), nbytes)
         for source in tokens.others:
-            self._wait(side, (source,))
+            self._wait(side, source)  # whatever another queue has waited for
             tokens.driver.copy(side, out + source * nbytes, arrived + source * nbytes, nbytes)
         return tokens.side.mark()
 
