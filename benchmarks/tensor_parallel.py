@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.ranks import join
 from benchmarks.record import write
 from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, shapes, tried
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
 from hocket.parallel.tensor import Way, ways_of
 from hocket.resolve import resolve
@@ -84,6 +84,7 @@ def chosen(model: ModelConfig, size: int, tokens: int) -> dict[str, Way]:
         mesh=MeshConfig(tp=size),
         data=DataConfig(sequence_length=tokens),
         train=TrainConfig(microbatches=1, transport="nccl", device="cuda"),
+        precision=PrecisionConfig(compute="bf16"),
     )
     return ways_of(resolve(config, Host(gpus=size)))
 

@@ -30,7 +30,8 @@ LANES: dict[str, tuple[str, ...]] = {
 """Purpose of a group -> lanes of the plan that use it."""
 
 CTAS, TP_CTAS, P2P_CTAS = 16, 24, 4
-"""SMs of one NCCL collective, and of one send or receive: `CommOptions` of runtime/comm.py, which imports torch."""
+"""SMs of one NCCL collective, of one of tensor-parallel ranks, and of one send or receive: `CommOptions` of
+runtime/comm.py, which imports torch."""
 
 
 def units(settings: Settings) -> tuple[UnitRow, ...]:
