@@ -38,7 +38,7 @@ STEPS, ROUNDS = 5, 6
 
 def config(tokens: int, world: int) -> Config:
     """Sixteen narrow layers on `world` ranks, experts on all of them; `tokens` in each of two microbatches."""
-    ep = ExpertOverlap(merge="on", splits="device", copies="per_expert", capacity=float(world))
+    ep = ExpertOverlap(merge="on", splits="device", copies="per_expert", room=float(world))
     return Config(
         model=ModelConfig(
             vocab=4096, hidden=1024, layers=16, heads=8, kv_heads=4, head_dim=128, experts=32, top_k=4, expert_ffn=512

@@ -169,7 +169,7 @@ class ExpertOverlap:
     splits: Literal["auto", "host", "device"] = "auto"
     """Who knows how many rows travel to which experts: the host, which waits for it in every layer, or the device
     alone, which needs room of a fixed size."""
-    capacity: float = 2.0
+    room: float = 2.0
     """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
     alone; routers begin with values that may send one rank 1.5 times as many. A step that needs more is made again with
     splits that the host knows, and from then on there is more."""

@@ -269,7 +269,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"graphs": "on"}, "plan.graphs", "steps of a pipeline"),
     (TINY, {"graphs": "on", "data__packing": "on"}, "plan.graphs", "packed documents have not"),
     (TINY, {"graphs": "on", "train__transport": "copy_engine"}, "plan.graphs", "steps on copy_engine"),
-    (TINY, {"capacity": 3.0}, "overlap.ep.capacity", "room for as many rows as come"),
+    (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
     (changed(TINY, merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
     (changed(TINY, merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
     (changed(TINY, plan__order="zb_v"), {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),

@@ -22,8 +22,8 @@ def rows_at_most(c: Config) -> int:
 
 
 def rows_allowed(c: Config) -> int:
-    """Rows that a rank has room for: `overlap.ep.capacity` times those of an even load, and never more than needed."""
-    return min(math.ceil(c.overlap.ep.capacity * rows_evenly(c)), rows_at_most(c))
+    """Rows that a rank has room for: `overlap.ep.room` times those of an even load, and never more than needed."""
+    return min(math.ceil(c.overlap.ep.room * rows_evenly(c)), rows_at_most(c))
 
 
 def rows_grown(c: Config, rows: int) -> int:
@@ -36,5 +36,5 @@ def lack(c: Config, rows: int) -> str:
     came, now = (count / rows_evenly(c) for count in (rows, rows_grown(c, rows)))
     return (
         f"made twice, since {came:.2f} times the rows of an even load came to one rank in a layer; "
-        f"there is room for {now:.2f} times from now on (overlap.ep.capacity = {c.overlap.ep.capacity:g})"
+        f"there is room for {now:.2f} times from now on (overlap.ep.room = {c.overlap.ep.room:g})"
     )

@@ -15,6 +15,7 @@ FORMER: dict[str, str] = {
     "plan.strategy": "overlap.dp.strategy",
     "plan.prefetch": "overlap.dp.prefetch",
     "train.dtype": "precision.compute",
+    "overlap.ep.capacity": "overlap.ep.room",
 }
 """Former name of a setting -> its name now. Only that is accepted: this is for messages, and for stored settings."""
 

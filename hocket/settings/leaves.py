@@ -25,7 +25,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "mesh.tp", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, ANY)),
     "overlap.pp.defer_layers": (-1, ANY),
-    "overlap.ep.capacity": (1, ANY),
+    "overlap.ep.room": (1, ANY),
     "data.sequence_length": (1, ANY),
     "data.validation": (0, 0.9),
     **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),

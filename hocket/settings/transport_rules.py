@@ -46,8 +46,8 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.ep.capacity", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.splits != "device" and c.overlap.ep.capacity != ExpertOverlap.capacity,
+        ("overlap.ep.room", "overlap.ep.splits"),
+        lambda c, h: c.overlap.ep.splits != "device" and c.overlap.ep.room != ExpertOverlap.room,
         "no effect: with overlap.ep.splits = {overlap.ep.splits} there is room for as many rows as come",
         "overlap.ep.splits = device, or leave it out",
         only_if_set=True,

@@ -25,7 +25,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
     "plan.graphs": "off",
-    "overlap.ep.capacity": 2.0,
+    "overlap.ep.room": 2.0,
     "mesh.tp": 1,
     "plan.recompute": (),
     "data.packing": "off",

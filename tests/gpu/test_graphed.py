@@ -26,7 +26,7 @@ STEPS = 10
 DENSE = changed(planned(CONFIG, splits="host"), {"mesh.ep": 1, "model.experts": 0, "overlap.ep.merge": "off"})
 CONFIGS = {
     "experts": CONFIG,
-    "little room": planned(CONFIG, capacity=1.0),
+    "little room": planned(CONFIG, room=1.0),
     "whole gradients": planned(CONFIG, strategy="no_shard"),
     "dense": dataclasses.replace(DENSE, plan=dataclasses.replace(DENSE.plan, order="sequential")),
 }

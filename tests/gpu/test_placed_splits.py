@@ -35,7 +35,7 @@ CONFIG = dataclasses.replace(
     BASE,
     mesh=MeshConfig(dp=WORLD, ep=WORLD),
     plan=PlanConfig(order="1f1b"),
-    overlap=OverlapConfig(ep=ExpertOverlap(merge="on", splits="device", capacity=8.0), defer_wgrad="on"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="on", splits="device", room=8.0), defer_wgrad="on"),
 )
 """Eight experts; capacity for whatever comes."""
 

@@ -70,7 +70,7 @@ def test_a_profiled_step_runs_op_by_op() -> None:
 
 
 def test_a_recorded_step_without_room_is_made_again() -> None:
-    assert_same(planned(CONFIG, splits="device", capacity=1.0), STEPS - graphed.WARM_UP)
+    assert_same(planned(CONFIG, splits="device", room=1.0), STEPS - graphed.WARM_UP)
 
 
 def test_whole_gradients_are_summed_anew() -> None:

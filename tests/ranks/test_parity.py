@@ -157,10 +157,10 @@ VALUES: dict[str, list[Any]] = {
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v"],
     "recompute": [(), ("attn",), ("experts", "mlp")],
-    "capacity": [1.0, 2.0],
+    "room": [1.0, 2.0],
     "documents": ["off", "on"],
 }
-"""What the matrix varies. With a capacity of 1 steps are made again. Uneven stages have odd numbers of layers: forward
+"""What the matrix varies. With room of 1 steps are made again. Uneven stages have odd numbers of layers: forward
 and backward meet in the middle one."""
 
 

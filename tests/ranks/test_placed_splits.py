@@ -79,7 +79,7 @@ def test_rows_reach_their_experts_and_return(capacity: int) -> None:
 
 
 PLACED = config(
-    dict(layers=2, experts=8, top_k=2), dict(dp=2, ep=2), dict(merge="on", splits="device", capacity=1.0), 2, "fp32"
+    dict(layers=2, experts=8, top_k=2), dict(dp=2, ep=2), dict(merge="on", splits="device", room=1.0), 2, "fp32"
 )
 
 
@@ -123,7 +123,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again(merge: str) -> None:
 def test_a_user_is_told_how_much_room_there_is() -> None:
     assert lack(PLACED, 40) == (
         "made twice, since 1.25 times the rows of an even load came to one rank in a layer; "
-        "there is room for 1.56 times from now on (overlap.ep.capacity = 1)"
+        "there is room for 1.56 times from now on (overlap.ep.room = 1)"
     )
     assert rows_grown(PLACED, 60) == rows_at_most(PLACED)
 
@@ -142,7 +142,7 @@ def test_no_rank_ever_gets_more_than_all_rows() -> None:
     few = dataclasses.replace(PLACED, model=dataclasses.replace(PLACED.model, experts=2))
     assert rows_at_most(few) == 2 * 8 * 2
     assert rows_allowed(few) == rows_at_most(few)
-    wide = planned(PLACED, capacity=9.0)
+    wide = planned(PLACED, room=9.0)
     assert rows_allowed(wide) == rows_at_most(wide)
     assert rows_allowed(PLACED) == 2 * 8 * 2
 
@@ -155,7 +155,7 @@ def pretended(rank: int, c: Config) -> list[float]:
 
 
 def test_the_bound_runs_without_the_hosts_counts_too() -> None:
-    c = planned(dataclasses.replace(PLACED, train=dataclasses.replace(PLACED.train, transport="null")), capacity=2.0)
+    c = planned(dataclasses.replace(PLACED, train=dataclasses.replace(PLACED.train, transport="null")), room=2.0)
     for first, second in run_ranks(pretended, 2, c):
         assert 0 < first < float("inf")
         assert first == second, "frozen, and always the same rows"
@@ -163,7 +163,7 @@ def test_the_bound_runs_without_the_hosts_counts_too() -> None:
 
 def test_nothing_beyond_the_rows_that_came_matters() -> None:
     """Memory that nobody has written is not a number here, and the step gives the same bits."""
-    c = planned(PLACED, capacity=2.0)
+    c = planned(PLACED, room=2.0)
     batches = random_batches(c.model, 2, c.train.microbatches, c.mesh.dp, (2, 8))
     for plain, filled in zip(run_ranks(train, 2, c, batches), run_ranks(train_filled, 2, c, batches), strict=True):
         assert plain["losses"] == filled["losses"]
@@ -178,7 +178,7 @@ def train_filled(rank: int, c: Config, batches: list) -> dict:
 
 
 def test_room_for_more_rows_takes_memory_and_no_time() -> None:
-    host, device = (costs_of(planned(PLACED, splits=splits, capacity=1.5), LAPTOP) for splits in ("host", "device"))
+    host, device = (costs_of(planned(PLACED, splits=splits, room=1.5), LAPTOP) for splits in ("host", "device"))
     for key, cost in host.table.items():
         other = device.table[key]
         assert (other.seconds, other.wire_bytes) == (cost.seconds, cost.wire_bytes)
