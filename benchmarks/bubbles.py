@@ -40,6 +40,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "interleaved 1F1B, merged": {**CHUNKS, "overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
     "ZB-H1": {"plan.order": "zb_h1", "overlap.defer_wgrad": "on"},
     "V": {"plan.order": "zb_v", "plan.chunks": 2, "overlap.defer_wgrad": "on"},
+    "V, merged": {"plan.order": "merged_v", "plan.chunks": 2, "overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
 }
 """Settings by the name of the order. Nothing is merged unless it says so."""
 BEHIND_SENDS: dict[str, Any] = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
@@ -85,7 +86,7 @@ def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:
     for name, settings in ORDERS.items():
         config = config_of(settings)
         plan = config.plan
-        layout = Layout(("dense",) * (pp * LAYERS), pp=pp, chunks=plan.chunks, turning=plan.order == "zb_v")
+        layout = Layout(("dense",) * (pp * LAYERS), pp=pp, chunks=plan.chunks, turning=plan.turning)
         timeline = simulate(build_program(layout, microbatches, config, Sharding()), Units())
         step, work = int(timeline.makespan), sum(TRANSFORMER) * LAYERS * microbatches
         held = max(rank.peak_bytes for rank in timeline.ranks)

@@ -44,7 +44,7 @@ def placements(options: argparse.Namespace, ranks: int) -> Iterator[dict[str, Co
     found: dict[tuple[int, bool], dict[str, Config]] = {}
     for name, changes in ORDERS.items():
         config = sized(options, ranks, LAYERS, 2 * options.microbatches, config_of(changes))
-        found.setdefault((config.plan.chunks, config.plan.order == "zb_v"), {})[name] = config
+        found.setdefault((config.plan.chunks, config.plan.turning), {})[name] = config
     yield from found.values()
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     groups: dict[bool, Groups] = {}
     config: Config | None = None
     for orders in placements(options, dist.get_world_size()):
-        turns = any(each.plan.order == "zb_v" for each in orders.values())
+        turns = any(each.plan.turning for each in orders.values())
         bench = bench_of(programs_of(options, orders), rank, device, groups.get(turns))
         groups[turns], config = bench.engine.groups, bench.engine.config
         rows += rows_of(options, bench, orders, measure(options, bench, rank))

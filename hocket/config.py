@@ -111,9 +111,10 @@ class MeshConfig:
 class PlanConfig:
     """How one optimizer step is ordered."""
 
-    order: Literal["auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v"] = "auto"
+    order: Literal["auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"] = "auto"
     """Order of microbatches over pipeline ranks; auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
-    and zb_v fill the bubble with weight gradients, zb_v with two chunks per rank, placed as a V."""
+    and zb_v fill the bubble with weight gradients; zb_v and merged_v have two chunks per rank, placed as a V, and
+    merged_v merges forwards of one with backwards of the other."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int, ...] = ()
@@ -131,6 +132,11 @@ class PlanConfig:
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
+
+    @property
+    def turning(self) -> bool:
+        """Whether the stages go down the ranks and up again, as a V."""
+        return self.order in ("zb_v", "merged_v")
 
 
 @dataclass(frozen=True, kw_only=True)

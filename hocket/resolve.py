@@ -23,7 +23,7 @@ from hocket.settings.graph_rules import choose_graphs
 from hocket.settings.hop_choice import choose_hops, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
-from hocket.settings.plan_rules import merges, separate_wgrads, stages
+from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
@@ -215,6 +215,8 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_merge(c: Config, h: Host) -> tuple[str, str]:
+    if c.plan.order == "merged_v":
+        return "on", "the order merged_v is made of merged steps"
     if not has_experts(c) or c.mesh.ep == 1:
         return "off", "there is no expert all-to-all to hide (needs MoE layers and mesh.ep above 1)"
     if separate_wgrads(c):
@@ -238,7 +240,7 @@ def choose_order(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_defer(c: Config, h: Host) -> tuple[str, str]:
-    if separate_wgrads(c):
+    if fills_bubble(c):
         return "on", f"in the order {c.plan.order} weight gradients have steps of their own"
     if c.mesh.pp > 1:
         return "on", "weight gradients run under the pipeline's sends"

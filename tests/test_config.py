@@ -47,6 +47,7 @@ DENSE = Config(model=ModelConfig(layers=4))
 ONE_STAGE = changed(TINY, mesh__pp=1, plan__chunks=1)
 LARGE_BATCH = changed(ONE_STAGE, precision__compute="bf16", train__sequences=30_000)
 ZB = changed(TINY, plan__order="zb_v", merge="off")
+MERGED_V = changed(TINY, plan__order="merged_v")
 
 
 def flag(setting: str) -> str:
@@ -276,6 +277,11 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(ZB, mesh__pp=1), {"plan__order": "zb_v"}, "plan.order", "no bubble to fill"),
     (ZB, {"defer_wgrad": "off"}, "overlap.defer_wgrad", "so they must be able to wait"),
     (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
+    (changed(MERGED_V, plan__chunks=1), {"plan__order": "merged_v"}, "plan.order", "two chunks per rank"),
+    (MERGED_V, {"merge": "off"}, "overlap.ep.merge", "forwards and backwards run merged"),
+    (MERGED_V, {"merge_ends": "on"}, "overlap.ep.merge_ends", "in the order merged_v no two microbatches"),
+    (MERGED_V, {"plan__stride": 3}, "plan.stride", "two forwards apart"),
+    (MERGED_V, {"train__microbatches": 3}, "train.microbatches", "what it merges does not meet"),
     (ZB, {"defer_layers": 2}, "overlap.pp.defer_layers", "steps of their own"),
     (ZB, {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
     (ZB, {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),

@@ -153,7 +153,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mesh.dp": (1, 2, 4),
     "mesh.ep": (1, 2),
     "model.experts": (0, 4),
-    "plan.order": ("auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v"),
+    "plan.order": ("auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"),
     "plan.chunks": (1, 2),
     "train.microbatches": (1, 2, 6),
     "overlap.ep.merge": ("auto", "on", "off"),

@@ -39,7 +39,9 @@ def configs(draw: st.DrawFn) -> Config:
         ),
         mesh=MeshConfig(pp=pp, dp=ep * draw(st.sampled_from([1, 2])), ep=ep),
         plan=PlanConfig(
-            order=draw(st.sampled_from(["auto", "auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v"])),
+            order=draw(
+                st.sampled_from(["auto", "auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"])
+            ),
             chunks=chunks,
             group=group,
             stride=draw(st.sampled_from([2, 2, 3])),

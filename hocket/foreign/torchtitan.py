@@ -89,7 +89,7 @@ SCHEDULES = {
     "1F1B": Answer("becomes", {"plan.order": "1f1b"}),
     "Interleaved1F1B": Answer("becomes", {"plan.order": "interleaved", "plan.chunks": 2}, "two stages per rank"),
     "ZBVZeroBubble": Answer("becomes", {"plan.order": "zb_v", "plan.chunks": 2}),
-    "DualPipeV": to(missing="plan.order = interleaved with overlap.ep.merge = on merges forward and backward, too"),
+    "DualPipeV": Answer("becomes", {"plan.order": "merged_v", "plan.chunks": 2}),
     "InterleavedZeroBubble": to(missing="zb_v, the one with two stages per rank, or zb_h1 with one"),
 }
 
@@ -121,7 +121,7 @@ PARALLEL: tuple[Entry, ...] = (
     entry(f"{P}disable_loss_parallel", bool, never("with tensor ranks the vocabulary is always split")),
     entry(f"{P}enable_async_tensor_parallel", bool, async_tensor),
     entry(PP, int, same("mesh.pp")),
-    entry(f"{P}pipeline_parallel_schedule", str, choice(SCHEDULES, "1f1b, interleaved, zb_h1 and zb_v alone")),
+    entry(f"{P}pipeline_parallel_schedule", str, choice(SCHEDULES, "1f1b, interleaved, zb_h1, zb_v, merged_v alone")),
     entry(f"{P}pipeline_parallel_schedule_csv", str, never("plan.order names an order; it is not read from a file")),
     entry(MICRO, int, no_use(f"it goes with {LOCAL}")),
     entry(f"{P}pipeline_parallel_layers_per_stage", int, never(LAYOUT)),

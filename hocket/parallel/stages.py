@@ -17,7 +17,7 @@ from hocket.tensor_costs import model_of_rank, with_tensors
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
     m = config.mesh
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.order == "zb_v")
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning)
 
 
 def layout_of(config: Config) -> Layout:
@@ -32,7 +32,7 @@ def layout_of(config: Config) -> Layout:
         ep=config.mesh.ep,
         bounds=tuple(bounds) if config.plan.layers_per_stage else (),
         tied=config.model.tied,
-        turning=config.plan.order == "zb_v",
+        turning=config.plan.turning,
         placed=config.overlap.ep.splits == "device" and config.mesh.ep > 1,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
         per_rank=config.overlap.ep.copies == "per_rank" and config.mesh.ep > 1,

@@ -20,6 +20,7 @@ from typing import Literal
 from hocket.config import Config
 from hocket.plan.connect import connect
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
+from hocket.plan.merged_v import merged_v
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
 from hocket.plan.pairs import expand_pair, op_of, ops_of
 from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
@@ -45,16 +46,16 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
         merged, alone = at_once(merged), at_once(alone)
     ranks = []
     for rank, steps in enumerate(order):
-        apart = any(step.wgrad for step in steps)
+        apart = {step.wgrad for step in steps}
         per_step = [
             expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
             if step.also
-            else expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
+            else expand(step, layout, rank, merged, without_wgrads(alone) if step.bwd in apart else alone)
             for step in steps
         ]
         early = plan.stride == 3 or any(step.also for step in steps)
         per_step = insert_p2p(per_step, steps, layout, rank, 2 if early else 1)
-        if overlap.defer_wgrad != "off" and not apart:
+        if overlap.defer_wgrad != "off":
             layers = 1 if overlap.pp.defer_layers == "auto" else overlap.pp.defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
             per_step = [defer_past_send(ops, layers, overlap.pp.defer_parts) for ops in per_step]
@@ -123,8 +124,8 @@ def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Ord
                 "before the next one starts; use plan.order=1f1b or interleaved"
             )
         return sequential(layout.pp, layout.chunks, microbatches), []
-    if kind in ZERO_BUBBLE:
-        return _zero_bubble(layout, microbatches, config)
+    if kind in ZERO_BUBBLE or kind == "merged_v":
+        return _with_wgrads(layout, microbatches, config)
     if kind == "1f1b" and layout.chunks > 1:
         raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
     order = one_f_one_b(
@@ -139,17 +140,20 @@ def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Ord
     return order, _merge_notes(order, microbatches, config) if merge else []
 
 
-def _zero_bubble(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
+def _with_wgrads(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
+    """An order in which weight gradients have steps of their own."""
     plan, overlap = config.plan, config.overlap
-    chunks = 2 if plan.order == "zb_v" else 1
-    if layout.chunks != chunks or layout.turning != (chunks == 2):
+    merged, chunks = plan.order == "merged_v", 2 if plan.turning else 1
+    if layout.chunks != chunks or layout.turning != plan.turning:
         raise ValueError(f"plan.order={plan.order} has plan.chunks={chunks} chunks per rank, got {layout.chunks}")
-    if overlap.ep.merge == "on" or overlap.defer_wgrad == "off":
+    if overlap.ep.merge == ("off" if merged else "on") or overlap.defer_wgrad == "off":
         raise ValueError(
-            f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs "
-            f"overlap.ep.merge=off and overlap.defer_wgrad=on, got {overlap.ep.merge} and {overlap.defer_wgrad}"
+            f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs overlap.ep."
+            f"merge={'on' if merged else 'off'} and overlap.defer_wgrad=on, got {overlap.ep.merge} and "
+            f"{overlap.defer_wgrad}"
         )
-    return (zb_v if chunks == 2 else zb_h1)(layout.pp, microbatches), []
+    make = merged_v if merged else zb_v if plan.turning else zb_h1
+    return make(layout.pp, microbatches), []
 
 
 def _merge_notes(order: Order, microbatches: int, config: Config) -> list[str]:

@@ -88,7 +88,8 @@ class Choice:
 
 def _orders(c: Config, known: Known) -> Sequence[str]:
     """All but that which `auto` takes for one pipeline rank."""
-    return ("1f1b" if c.plan.chunks == 1 else "interleaved", "sequential", "zb_h1", "zb_v") if c.mesh.pp > 1 else ()
+    usual = "1f1b" if c.plan.chunks == 1 else "interleaved"
+    return (usual, "sequential", "zb_h1", "zb_v", "merged_v") if c.mesh.pp > 1 else ()
 
 
 def _chunks(c: Config, known: Known) -> Sequence[int]:
@@ -96,7 +97,7 @@ def _chunks(c: Config, known: Known) -> Sequence[int]:
     per_rank, rest = divmod(c.model.layers, c.mesh.pp)
     if c.mesh.pp == 1:
         return ()
-    own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
+    own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,), "merged_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
     return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
 
 
@@ -106,7 +107,7 @@ def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
     if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
         return None
     bounds = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.order == "zb_v")
+    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.turning)
 
 
 def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:

@@ -41,6 +41,8 @@ def _nothing_to_gain(c: Config) -> str:
         return "nothing is merged"
     if not has_experts(c) or c.mesh.ep == 1:
         return "there is no expert all-to-all to hide"
+    if c.plan.order == "merged_v":
+        return "the order merged_v has none"
     if not has_pairs(c):
         return "no two microbatches follow each other on one chunk"
     enough = 2 * c.mesh.pp  # see Note: [Pairs at the ends]

@@ -17,11 +17,10 @@ from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
 from hocket.plan.lower import build_program
-from hocket.plan.pipeline import smallest_group
 from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.plan_rules import lane_matters, separate_wgrads
+from hocket.settings.plan_rules import group_of, lane_matters, separate_wgrads
 
 Choice = tuple[str, object, str]
 """Setting, value, reason."""
@@ -57,10 +56,10 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
 
     `c` has nothing open.
     """
-    if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2:
+    if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
         return
     cover = smallest_cover(layout_of(c), costs, *_set(c))
-    price = stride_price(layout_of(c), c.train.microbatches, _group(c), costs)
+    price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
     count = _count(c, price.group)
@@ -120,7 +119,7 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
     best = 0
     for i, seconds in enumerate(times):
         best = i if seconds < _WORTH * times[best] else best
-    count = _count(c, _group(c))
+    count = _count(c, group_of(c))
     others = ", ".join(f"with {_name(covers[i])} {duration(times[i])}" for i in range(len(covers)) if i != best)
     return covers[best], f"{_describe(covers[best])}; {count} microbatches take {duration(times[best])}, {others}"
 
@@ -128,7 +127,7 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
     covered = changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts})
-    return _seconds(covered, costs, _count(c, _group(c)))
+    return _seconds(covered, costs, _count(c, group_of(c)))
 
 
 def _seconds(c: Config, costs: CostTable, microbatches: int) -> float:
@@ -139,10 +138,6 @@ def _count(c: Config, group: int) -> int:
     """Microbatches of a simulated step: three groups, or fewer of a long pipeline."""
     groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
     return min(c.train.microbatches, groups * group)
-
-
-def _group(c: Config) -> int:
-    return c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
 
 
 def _lane(c: Config) -> tuple[str, str]:

@@ -18,13 +18,16 @@ def stages(c: Config) -> int:
 
 def merges(c: Config, rank: int) -> bool:
     """Whether a pipeline rank has forwards left to merge after its warm-up."""
+    if c.plan.order == "merged_v":
+        return c.train.microbatches >= 2 * c.mesh.pp
     total = c.train.microbatches * c.plan.chunks
     return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True, c.plan.stride) < total
 
 
 def group_of(c: Config) -> int:
     """Microbatches that pass through a chunk before the next chunk starts."""
-    return c.plan.group or smallest_group(c.mesh.pp, c.plan.stride)
+    fewest = 2 * c.mesh.pp if c.plan.order == "merged_v" else smallest_group(c.mesh.pp, c.plan.stride)
+    return c.plan.group or fewest
 
 
 def has_pairs(c: Config) -> bool:
@@ -38,8 +41,13 @@ def shares_units(c: Config) -> bool:
 
 
 def separate_wgrads(c: Config) -> bool:
-    """Whether the order gives weight gradients steps of their own."""
+    """Whether the order gives all weight gradients steps of their own."""
     return c.plan.order in ZERO_BUBBLE
+
+
+def fills_bubble(c: Config) -> bool:
+    """Whether the order gives some weight gradients steps of their own, where a rank would rest."""
+    return separate_wgrads(c) or c.plan.order == "merged_v"
 
 
 def most_layers(c: Config) -> int:
@@ -115,11 +123,15 @@ PLAN_RULES: tuple[Rule, ...] = (
             f"{order} runs {words} per rank, and plan.chunks = {{plan.chunks}}",
             f"plan.chunks = {chunks}, or another plan.order",
         )
-        for order, chunks, words in (("zb_h1", 1, "one chunk"), ("zb_v", 2, "two chunks"))
+        for order, chunks, words in (
+            ("zb_h1", 1, "one chunk"),
+            ("zb_v", 2, "two chunks"),
+            ("merged_v", 2, "two chunks"),
+        )
     ),
     Rule(
         ("plan.order", "mesh.pp"),
-        lambda c, h: separate_wgrads(c) and c.mesh.pp == 1,
+        lambda c, h: fills_bubble(c) and c.mesh.pp == 1,
         "no effect: with one pipeline rank there is no bubble to fill",
         "mesh.pp = 2 or more, or plan.order = auto",
     ),
@@ -130,8 +142,26 @@ PLAN_RULES: tuple[Rule, ...] = (
         "overlap.ep.merge = off, or plan.order = auto",
     ),
     Rule(
+        ("overlap.ep.merge", "plan.order"),
+        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge == "off",
+        "in the order merged_v forwards and backwards run merged",
+        "overlap.ep.merge = on, or plan.order = zb_v, where they run apart",
+    ),
+    Rule(
+        ("overlap.ep.merge_ends", "plan.order"),
+        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge_ends == "on",
+        "in the order merged_v no two microbatches follow each other on one chunk where it ends",
+        "overlap.ep.merge_ends = off, or plan.order = interleaved",
+    ),
+    Rule(
+        ("plan.stride", "plan.order"),
+        lambda c, h: c.plan.order == "merged_v" and c.plan.stride == 3,
+        "the warm-up of merged_v is as long as the V: neighbours are two forwards apart",
+        "plan.stride = 2, or plan.order = interleaved",
+    ),
+    Rule(
         ("overlap.defer_wgrad", "plan.order"),
-        lambda c, h: separate_wgrads(c) and c.overlap.defer_wgrad == "off",
+        lambda c, h: fills_bubble(c) and c.overlap.defer_wgrad == "off",
         "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
         "overlap.defer_wgrad = on, or plan.order = auto",
     ),
@@ -140,6 +170,12 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda c, h: separate_wgrads(c) and c.train.microbatches < c.mesh.pp,
         "fewer than mesh.pp = {mesh.pp} microbatches leave most of the bubble, whatever the order",
         "train.microbatches = {mesh.pp} or more, or plan.order = auto",
+    ),
+    Rule(
+        ("train.microbatches", "mesh.pp"),
+        lambda c, h: c.plan.order == "merged_v" and c.train.microbatches < 2 * c.mesh.pp,
+        "the order merged_v needs two for each of mesh.pp = {mesh.pp} ranks, or what it merges does not meet",
+        "more microbatches, or plan.order = zb_v",
     ),
     Rule(
         ("train.microbatches", "mesh.pp", "plan.chunks"),

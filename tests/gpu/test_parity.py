@@ -58,6 +58,7 @@ OTHERS: dict[str, Config] = {
     "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
+    "merged_v": planned(BASE, order="merged_v"),
 }
 OTHER_SEEDS = 5
 
@@ -92,7 +93,7 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
     same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.copies": config.overlap.ep.copies}
     sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN, **same_sums}), rank, device)
-    turns = config.plan.order == "zb_v"
+    turns = config.plan.turning
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
     shape = (config.train.sequences, config.data.sequence_length + 1)

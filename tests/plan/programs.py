@@ -64,12 +64,13 @@ def _case(source: Any, most_ranks: int) -> Case:
         recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
-    apart = {1: ("zb_h1",), 2: ("zb_v",)}.get(chunks, ())
+    apart = {1: ("zb_h1",), 2: ("zb_v", "merged_v")}.get(chunks, ())
     order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))
-    layout = replace(layout, turning=order == "zb_v")
-    merge = "off" if order in apart else among(("auto", "off"))
-    stride = among((2, 3)) if merge == "auto" else 2
-    ends = among(("off", "on")) if merge == "auto" else "off"
+    merged_v = order == "merged_v"
+    layout = replace(layout, turning=order == "zb_v" or merged_v)
+    merge = "auto" if merged_v else "off" if order in apart else among(("auto", "off"))
+    stride = among((2, 3)) if merge == "auto" and not merged_v else 2
+    ends = among(("off", "on")) if merge == "auto" and not merged_v else "off"
     config = planned(
         order=order,
         chunks=chunks,
@@ -85,7 +86,8 @@ def _case(source: Any, most_ranks: int) -> Case:
         prefetch=among((0, 1, 2, 4)),
     )
     strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))
-    return Case(layout, among(range(1, 9)), config, Sharding(among((1, 2)), among((1, 2)), strategy))
+    fewest = 2 * pp if merged_v else 1
+    return Case(layout, among(range(fewest, fewest + 8)), config, Sharding(among((1, 2)), among((1, 2)), strategy))
 
 
 @st.composite

@@ -155,7 +155,7 @@ VALUES: dict[str, list[Any]] = {
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
-    "order": ["auto", "sequential", "zb_h1", "zb_v"],
+    "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
     "recompute": [(), ("attn",), ("experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
@@ -177,6 +177,9 @@ def legal(case: dict[str, Any]) -> bool:
         chunks = 2 if case["order"] == "zb_v" else 1
         apart = case["merge"] == "off" and case["defer_wgrad"] == "on"
         return case["pp"] > 1 and case["chunks"] == chunks and apart and case["microbatches"] > 1
+    if case["order"] == "merged_v":
+        merged = case["merge"] == "on" and case["defer_wgrad"] == "on" and case["merge_ends"] == "off"
+        return case["pp"] > 1 and case["chunks"] == 2 and merged and case["microbatches"] >= 2 * case["pp"]
     if case["merge_ends"] == "on" and (case["merge"] == "off" or case["microbatches"] == 1):
         return False
     if case["merge_ends"] == "on" and case["chunks"] > case["pp"]:  # groups of one microbatch
@@ -257,6 +260,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=7, dense_layers=(0, 3, 4), shared_ffn=16),
         dict(pp=3),
         dict(order="zb_v", chunks=2, merge="off"),
+    ),
+    "a V of two ranks, merged": (
+        dict(layers=7, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(order="merged_v", chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all"),
     ),
     "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),
     "long prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=5)),

@@ -138,7 +138,7 @@ VALUES: dict[str, list[Any]] = {
     "dp": [1, 2],
     "ep": [1, 2],
     "pp": [1, 2],
-    "order": ["auto", "zb_v"],
+    "order": ["auto", "zb_v", "merged_v"],
     "kinds": ["dense", "moe", "mixed"],
     "splits": ["host", "device"],
     "copies": ["per_expert", "per_rank"],
@@ -156,20 +156,22 @@ def legal(case: dict[str, Any]) -> bool:
     others = (case["ep"] > 1, case["splits"] == "device", case["copies"] == "per_rank")
     if (any(others) and not moved) or all(others):
         return False
-    apart = case["merge"] == "off" and case["defer_wgrad"] == "on"
+    merge = "on" if case["order"] == "merged_v" else "off"
+    apart = case["merge"] == merge and case["defer_wgrad"] == "on"
     return case["order"] == "auto" or (case["pp"] == 2 and apart)
 
 
 @pytest.mark.parametrize("case", pairwise(VALUES, legal), ids=lambda case: "-".join(map(str, case.values())))
 def test_every_pair_of_features(case: dict[str, Any]) -> None:
-    chunks = 2 if case["order"] == "zb_v" else 1
+    chunks = 1 if case["order"] == "auto" else 2
     layers = max(2, case["pp"] * chunks)
     dense = {"dense": range(layers), "moe": (), "mixed": (1,)}[case["kinds"]]
     model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"])
     others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied")
     plan = {name: value for name, value in case.items() if name not in others}
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    c = of(model, mesh, {**plan, "chunks": chunks}, **(OFF if case["ways"] == "off" else {}))
+    ways = OFF if case["ways"] == "off" else {}
+    c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
     assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
 
 
