@@ -29,6 +29,7 @@ from hocket.settings.leaves import BOUNDS, leaf, types
 from hocket.settings.leaves import changed as replaced
 from hocket.settings.rules import RULES, Host
 from tests.helpers.plans import NAMES
+from tests.refused_orders import REFUSED_ORDERS
 
 
 def changed(base: Config, **settings: Any) -> Config:
@@ -46,8 +47,6 @@ ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
 ONE_STAGE = changed(TINY, mesh__pp=1, plan__chunks=1)
 LARGE_BATCH = changed(ONE_STAGE, precision__compute="bf16", train__sequences=30_000)
-ZB = changed(TINY, plan__order="zb_v", merge="off")
-MERGED_V = changed(TINY, plan__order="merged_v")
 
 
 def flag(setting: str) -> str:
@@ -271,22 +270,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"graphs": "on", "data__packing": "on"}, "plan.graphs", "packed documents have not"),
     (TINY, {"graphs": "on", "train__transport": "copy_engine"}, "plan.graphs", "steps on copy_engine"),
     (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
-    (changed(TINY, merge="off"), {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
-    (changed(TINY, merge="off", plan__chunks=1), {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
-    (changed(TINY, plan__order="zb_v"), {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),
-    (changed(ZB, mesh__pp=1), {"plan__order": "zb_v"}, "plan.order", "no bubble to fill"),
-    (ZB, {"defer_wgrad": "off"}, "overlap.defer_wgrad", "so they must be able to wait"),
-    (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
-    (changed(MERGED_V, plan__chunks=1), {"plan__order": "merged_v"}, "plan.order", "two chunks per rank"),
-    (MERGED_V, {"merge": "off"}, "overlap.ep.merge", "forwards and backwards run merged"),
-    (MERGED_V, {"merge_ends": "on"}, "overlap.ep.merge_ends", "in the order merged_v no two microbatches"),
-    (MERGED_V, {"plan__stride": 3}, "plan.stride", "two forwards apart"),
-    (MERGED_V, {"train__microbatches": 3}, "train.microbatches", "what it merges does not meet"),
-    (ZB, {"defer_layers": 2}, "overlap.pp.defer_layers", "steps of their own"),
-    (ZB, {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
-    (ZB, {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),
-    (ZB, {"plan__group": 2}, "plan.group", "only the interleaved order"),
-    (changed(ZB, model__dense_layers=()), {"model__layers": 3}, "model.layers", "4 virtual stages, more than 3 layers"),
+    *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_ORDERS),
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),

@@ -1,0 +1,31 @@
+"""What is refused beside orders whose weight gradients have steps of their own, as data for `test_config.py`.
+
+Each row: what differs from the recipe `tiny`, what a user asks for on the command line, the setting that the message
+names, and words of its reason. Names are those of `test_config.changed`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
+V: dict[str, Any] = {"plan__order": "merged_v"}
+
+REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({"merge": "off"}, {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
+    ({"merge": "off", "plan__chunks": 1}, {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
+    ({"plan__order": "zb_v"}, {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),
+    ({**ZB, "mesh__pp": 1}, {"plan__order": "zb_v"}, "plan.order", "no bubble to fill"),
+    (ZB, {"defer_wgrad": "off"}, "overlap.defer_wgrad", "so they must be able to wait"),
+    (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
+    (ZB, {"defer_layers": 2}, "overlap.pp.defer_layers", "steps of their own"),
+    (ZB, {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
+    (ZB, {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),
+    (ZB, {"plan__group": 2}, "plan.group", "only the interleaved order"),
+    ({**ZB, "model__dense_layers": ()}, {"model__layers": 3}, "model.layers", "4 virtual stages, more than 3 layers"),
+    ({**V, "plan__chunks": 1}, {"plan__order": "merged_v"}, "plan.order", "two chunks per rank"),
+    (V, {"merge": "off"}, "overlap.ep.merge", "forwards and backwards run merged"),
+    (V, {"merge_ends": "on"}, "overlap.ep.merge_ends", "in the order merged_v no two microbatches"),
+    (V, {"plan__stride": 3}, "plan.stride", "two forwards apart"),
+    (V, {"train__microbatches": 3}, "train.microbatches", "what it merges does not meet"),
+)
