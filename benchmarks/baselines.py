@@ -21,16 +21,17 @@ EXPERTS = (
     "--train.microbatches 4 --steps 2"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
-EXPERTS_AGAINST = "--against bound,fsdp2_tuned,torchtitan,megatron_core,hocket,hocket_ce,hocket_null"
+EXPERTS_AGAINST = "--against bound_graph,bound,fsdp2_tuned,torchtitan,megatron_core,hocket_ce,hocket_graph"
 SHARED_EXPERT = (
     "moonlight_16b --model.layers 8 --model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 4 --against bound,fsdp2_tuned,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
+    "--train.microbatches 4 --against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph "
+    "--blocks 4 --steps 2"
 )
 """Layers of a 16B model with 3B active, with a shared expert and a dense first layer."""
 SKINNY = (
     "qwen3_30b_a3b --model.hidden 1024 --model.heads 16 --model.expert_ffn 384 --model.vocab 32768 --model.layers 8 "
     "--mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 --train.sequences 4 "
-    "--against bound,exchanges,ep_sync,hocket,hocket_ce,hocket_null --blocks 4 --steps 2"
+    "--against bound_graph,bound,exchanges,ep_sync,hocket_ce,hocket_graph --blocks 4 --steps 2"
 )
 """Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
 COPIES = "--overlap.ep.copies per_expert --against hocket,hocket_per_rank,hocket_ce,hocket_per_rank_ce,hocket_null"
@@ -107,7 +108,7 @@ PRESETS = {
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
     "copies": (f"{EXPERTS} {COPIES}", (4096,)),
-    "expert_parallel_host": (f"{EXPERTS} --against bound,hocket,hocket_null --blocks 4", (256,)),
+    "expert_parallel_host": (f"{EXPERTS} --against bound_graph,bound,hocket,hocket_graph --blocks 4", (256,)),
     "shared_expert": (SHARED_EXPERT, (8192,)),
     "skinny": (SKINNY, (4096,)),
     "pipeline_dense_8": (f"{PIPELINE_DENSE} --train.microbatches 8", (4096,)),

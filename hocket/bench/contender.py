@@ -84,6 +84,7 @@ _MFSDP = "megatron-fsdp==0.6.1"
 
 CONTENDERS: dict[str, Entry] = {
     "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
+    "bound_graph": Entry(f"{_PEERS}.bound:bound_graph", "the bound, replayed as a CUDA graph", cuda=True, bound=True),
     "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any"),
     "hocket_sequential": Entry(f"{_OURS}:sequential", "hocket, one microbatch after the other", pp="any"),
     "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),

@@ -21,8 +21,10 @@ from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import Splits, exchange_counts
+from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
+from hocket.parallel.routing import Routing
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.transports import RowTable
 
 
 class Exchange:
@@ -40,6 +42,10 @@ class Exchange:
         dist.all_gather_into_tensor(every.view(-1), counts.contiguous().view(-1), group=self.group)
         return every
 
+    def splits(self, routing: Routing) -> Splits:
+        """How many rows go from whom to whom. Stops the host until the counts are known."""
+        return exchange_counts(routing, self)
+
     def move(self, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
         """Rows [R, D] to where they belong; backward moves their gradients back."""
         return _Move.apply(rows, self, receive, send)
@@ -50,6 +56,18 @@ class Exchange:
         out = rows.new_empty(sum(receive), rows.shape[1])
         dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group)
         return out
+
+
+class Kept(Exchange):
+    """Only pretends to move rows, and stops no host: all of them stay here, so their number is known."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__(None, size, rank)
+
+    def splits(self, routing: Routing) -> Splits:
+        rows = [[0] * self.size for _ in range(self.size)]
+        rows[self.rank][self.rank] = routing.tokens * routing.top_k
+        return Splits(RowTable(rows, self.rank), counts_to_send(routing, self.size))
 
 
 class _Move(torch.autograd.Function):
@@ -70,7 +88,7 @@ class SyncMoELayer(MoELayer):
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
-        splits: Splits = exchange_counts(routing, self.exchange)
+        splits = self.exchange.splits(routing)
         rows_RD = self.exchange.move(rows_RD[: sum(splits.table.send)], splits.table.receive, splits.table.send)
         rows_RD = self.forward_experts(rows_RD, splits)
         rows_RD = self.exchange.move(rows_RD, splits.table.send, splits.table.receive)

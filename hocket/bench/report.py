@@ -19,7 +19,7 @@ from hocket.plan.cost import HARDWARE
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 
 
-BOUNDS = ("bound", "hocket_signal", "hocket_null", "fully_shard_null")
+BOUNDS = ("bound_graph", "bound", "hocket_signal", "hocket_null", "fully_shard_null")
 """What a contender can be compared with: the first of them that takes part."""
 
 FEW = 6

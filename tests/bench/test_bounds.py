@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hocket.bench.ours import Exchanges, Muted, Planned
+from hocket.bench.plain import Exchange, Kept, backward, materialize, plain_model
 from hocket.bench.workload import Workload, batches
 from hocket.config import MeshConfig
 from hocket.runtime.pretended import Signal
@@ -92,3 +93,17 @@ def test_exchanges_are_those_of_a_step():
         assert count == 4 * 2 * 2, "two MoE layers and microbatches, there and back, forward and backward"
         assert rows == 2 * 16 * 2 // 2, "half of a microbatch's rows"
         assert words == f"16, of {rows} rows to each of 1 ranks"
+
+
+def test_rows_that_stay_need_no_host_and_give_the_same_bits():
+    work, rank = workload(2, 2, moe=True), 1
+    (microbatch, _), found = batches(work, rank, 0, CPU), []
+    for exchange in (Exchange(None, 2, rank), Kept(2, rank)):
+        model = plain_model(work, rank, exchange=exchange)
+        materialize(model, work, rank, CPU)
+        if isinstance(exchange, Kept):
+            exchange.all_counts = None  # type: ignore[assignment]  # whose answer a host would wait for
+        loss = backward(model, microbatch, 2)
+        found.append([loss, *(param.grad for param in model.parameters())])
+    for asked, known in zip(*found, strict=True):
+        assert torch.equal(asked, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hocket.bench.contender import load
+from hocket.bench.workload import batches
+from hocket.settings.leaves import changed
+from tests.bench.setup import workload
 from tests.helpers.command import end_all, finish, start
 
 WORDS = [
@@ -19,8 +24,8 @@ DENSE = ["--model.experts", "0", "--model.dense_layers", "--overlap.ep.merge", "
 CASES = {
     "dense": [*DENSE, "--mesh.ep", "1", "--against", "bound,ddp,fsdp2,fsdp2_fp32,fsdp2_tuned,fsdp2_tuned_fp32"],
     "compiled": [*DENSE, "--mesh.ep", "1", "--against", "bound,fsdp2_tuned", "--compile", "on"],
-    "no optimizer": ["--mesh.ep", "2", "--against", "bound,ep_sync,hocket_null", "--optimizer", "off"],
-    "experts": ["--mesh.ep", "2", "--against", "bound,ep_sync,fsdp2_tuned,hocket_sequential,hocket_null"],
+    "no optimizer": ["--mesh.ep", "2", "--against", "bound,bound_graph,ep_sync,hocket_null", "--optimizer", "off"],
+    "experts": ["--mesh.ep", "2", "--against", "bound,bound_graph,ep_sync,fsdp2_tuned,hocket_sequential,hocket_null"],
 }
 
 
@@ -47,3 +52,18 @@ def test_contenders_agree_and_are_timed(tmp_path: Path, case: str):
         assert row["peak_bytes"] > row["resident_bytes"] >= 0
         assert all(block["clock_mhz"] is None or 100 < block["clock_mhz"] < 5000 for block in row["blocks"])
     assert found["contenders"]["bound"]["seconds"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [True, False], ids=["updated", "as they are"])
+def test_the_bound_as_a_graph_is_the_bound(optimizer: bool):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device, work = torch.device("cuda", 0), workload(2, 2, moe=True, optimizer=optimizer)
+    work = dataclasses.replace(work, config=changed(work.config, {"precision.compute": "bf16"}))
+    issued, graph = (load(name)(work, 0, device) for name in ("bound", "bound_graph"))
+    for seed in range(6):
+        microbatches = batches(work, 0, seed, device)
+        assert graph.step(microbatches).item() == pytest.approx(issued.step(microbatches).item(), rel=1e-3)
+    graph.close()
+    issued.close()

@@ -1,14 +1,21 @@
-"""The bound: the plain stack with whole weights on every rank and no communication at all."""
+"""The bound: the plain stack with whole weights on every rank and no communication at all.
+
+Note: [Two bounds]
+`bound` issues its kernels one by one and waits for the counts of its rows, as an ordinary program does. On a slow host
+its kernels come late, and a share of such a bound is flattering. `bound_graph` is the same program, whose passes are
+recorded once and replayed as one CUDA graph: it waits for no host, and no host can slow it down.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, backward, materialize, plain_model
+from hocket.bench.plain import Exchange, Kept, MainWeights, PlainModel, backward, materialize, plain_model
 from hocket.bench.workload import Workload
 from hocket.runtime.actions import Microbatch
 
@@ -16,7 +23,22 @@ from hocket.runtime.actions import Microbatch
 def bound(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Forward and backward over whole weights; the optimizer updates only what this rank would own if sharded."""
     mesh, where = workload.mesh, workload.mesh.coordinates(rank)
-    model = plain_model(workload, rank, exchange=Exchange(None, mesh.ep, where.ep))
+    return WholeWeights(*_parts(workload, rank, device, Exchange(None, mesh.ep, where.ep)))
+
+
+def bound_graph(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same, forward and backward of all microbatches as one CUDA graph. See Note: [Two bounds]."""
+    mesh, where = workload.mesh, workload.mesh.coordinates(rank)
+    model, optimizers, settings = _parts(workload, rank, device, Kept(mesh.ep, where.ep))
+    return Replayed(model, optimizers, {**settings, "host": "forward and backward are one CUDA graph"})
+
+
+def _parts(
+    workload: Workload, rank: int, device: torch.device, exchange: Exchange
+) -> tuple[PlainModel, list[MainWeights], dict[str, str]]:
+    """Model, optimizers and settings of a bound."""
+    mesh, where = workload.mesh, workload.mesh.coordinates(rank)
+    model = plain_model(workload, rank, exchange=exchange)
     materialize(model, workload, rank, device)
     optimizers = []
     if workload.optimizer:
@@ -32,7 +54,7 @@ def bound(workload: Workload, rank: int, device: torch.device) -> Contender:
         "optimizer": "AdamW (foreach) on this rank's fp32 shard" if workload.optimizer else "none",
         "compile": "each layer" if workload.compile else "off",
     }
-    return WholeWeights(model, optimizers, settings)
+    return model, optimizers, settings
 
 
 class WholeWeights:
@@ -42,11 +64,58 @@ class WholeWeights:
         self.model, self.optimizers, self.settings = model, optimizers, settings
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        losses = [backward(self.model, microbatch, len(microbatches)) for microbatch in microbatches]
+        loss = self.passes(microbatches)
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
+        return loss
+
+    def passes(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Forward and backward of all microbatches, which leave their gradients at the parameters; the mean loss."""
+        losses = [backward(self.model, microbatch, len(microbatches)) for microbatch in microbatches]
         return torch.stack(losses).mean()
 
     def close(self) -> None:
         del self.model, self.optimizers
+
+
+class Replayed(WholeWeights):
+    """The same steps, from the third on with their passes replayed. Microbatches keep their number and shapes."""
+
+    def __init__(self, model: PlainModel, optimizers: Sequence[MainWeights], settings: dict[str, str]) -> None:
+        super().__init__(model, optimizers, settings)
+        self.issued = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Microbatch] = []
+        self.loss = torch.zeros(())
+        self.grads: list[tuple[torch.nn.Parameter, Tensor | None]] = []
+        """Where the graph writes them, again and again."""
+
+    def passes(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        if self.issued < 2:  # libraries choose their kernels, and allocate what they keep
+            self.issued += 1
+            return super().passes(microbatches)
+        if self.graph is None:
+            self.record(microbatches)
+        assert self.graph is not None
+        for mine, given in zip(self.inputs, microbatches, strict=True):
+            mine.ids.copy_(given.ids)
+            mine.targets.copy_(given.targets)
+        self.graph.replay()
+        for param, grad in self.grads:
+            param.grad = grad
+        return self.loss.clone()
+
+    def record(self, microbatches: Sequence[Microbatch]) -> None:
+        """Record the passes on copies of the microbatches. Nothing runs."""
+        self.inputs = [replace(each, ids=each.ids.clone(), targets=each.targets.clone()) for each in microbatches]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss = super().passes(self.inputs)
+        self.grads = [(param, param.grad) for param in self.model.parameters()]
+
+    def close(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+        self.grads, self.graph = [], None
+        super().close()
