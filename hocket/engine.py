@@ -35,7 +35,7 @@ from hocket.runtime.actions import Actions, Activation, Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
-from hocket.runtime.graphed import GraphedSteps, recorder_of
+from hocket.runtime.graphed import GraphedSteps, Record, recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
 
@@ -127,7 +127,11 @@ class Engine:
         self._graphed: GraphedSteps | None = None
         if config.plan.graphs == "on":
             assert isinstance(self.lanes, CudaLanes), "graphs are of calls to a GPU"
-            self._graphed = GraphedSteps(self.executor, self.sharded, recorder_of(self.lanes))
+            self._graphed = self.graphed_by(recorder_of(self.lanes))
+
+    def graphed_by(self, record: Record) -> GraphedSteps:
+        """What records and replays this engine's steps."""
+        return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
 
     def _make_room(self) -> Room | None:
         """Room for rows whose number no host will know, if splits are to be known to the devices alone."""

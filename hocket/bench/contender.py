@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from hocket.config import Config
 
@@ -43,6 +43,15 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Let go of memory and groups."""
+        ...
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A contender that holds memory which others may have while it does not step."""
+
+    def rest(self) -> None:
+        """Give it back. The next step takes it again."""
         ...
 
 
@@ -98,7 +107,13 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_device_ce": Entry(
         f"{_OURS}:device_splits_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any", model="moe"
     ),
-    "hocket_graph": Entry(f"{_OURS}:graphed", "hocket, splits that no host knows, steps as CUDA graphs", cuda=True),
+    "hocket_issued": Entry(f"{_OURS}:issued", "hocket, steps issued op by op, host-known splits", pp="any"),
+    "hocket_graph": Entry(
+        f"{_OURS}:graphed", "hocket, splits that no host knows, steps as CUDA graphs", cuda=True, pp="any"
+    ),
+    "hocket_graph_ce": Entry(
+        f"{_OURS}:graphed_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any"
+    ),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
     "hocket_signal": Entry(
         f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True

@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from hocket.bench.contender import Contender, blame
+from hocket.bench.contender import Contender, Resting, blame
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import no_collection
 
@@ -213,4 +213,6 @@ def take_turns(
                 with blame(name, "being measured"):
                     step = functools.partial(contenders[name].step, microbatches)
                     found[name] = timer.block(step, timer.uncounted(seconds[name]), rounds.steps, gauge)
+                    if isinstance(resting := contenders[name], Resting):
+                        resting.rest()
             yield {name: found[name] for name in contenders}

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import Contender
+from hocket.bench.contender import Contender, Resting
 from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine, comm_options
@@ -66,6 +66,10 @@ class Planned:
             self.settings["steps"] = f"{self.twice} {lack(self.engine.config, result.lacked)}"
         return result.loss
 
+    def rest(self) -> None:
+        """Give back the memory of a graph, which is recorded anew in the next step."""
+        self.engine.forget_graph()
+
     def close(self) -> None:
         self.engine.forget_graph()
         self.engine.sharded.close()
@@ -102,6 +106,10 @@ class Muted:
             for (group, _), transport in zip(self.pretending, moved_by, strict=True):
                 group.transport = transport
 
+    def rest(self) -> None:
+        if isinstance(self.lender, Resting):
+            self.lender.rest()
+
     def close(self) -> None:
         del self.lender, self.pretending
 
@@ -126,8 +134,7 @@ def interleaved(workload: Workload, rank: int, device: torch.device) -> Contende
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, without communication: a step's bound. Its losses mean nothing."""
     lender = _lenders.get(id(workload))
-    replays = workload.config.plan.graphs == "on"  # the same calls on the same groups, whatever these have become
-    if lender is not None and lender.workload is workload and not workload.optimizer and not replays:
+    if lender is not None and lender.workload is workload and not workload.optimizer:
         return Muted(lender, lender.engine.groups, device)
     return Planned(workload, rank, device, _on(workload.config, "null"))
 
@@ -142,7 +149,8 @@ def signal(workload: Workload, rank: int, device: torch.device) -> Contender:
         )
     groups = lender.engine.groups
     hops = list({id(hop): hop for hop in groups.edges()}.values())
-    return Muted(lender, [group for group in groups if group not in hops], device, hops)
+    real = [*hops, groups.control]  # ranks that wait for each other agree on whether a step is made again
+    return Muted(lender, [group for group in groups if group not in real], device, hops)
 
 
 class Exchanges:
@@ -202,29 +210,53 @@ def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> 
 
 def per_rank(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, with a copy of a token for each rank that has some of its experts."""
-    return Planned(workload, rank, device, changed(workload.config, {"overlap.ep.copies": "per_rank"}))
+    return Planned(workload, rank, device, _per_rank(workload.config))
 
 
 def per_rank_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
     """The same, with gathers and reduces on copy engines."""
-    config = changed(workload.config, {"overlap.ep.copies": "per_rank"})
-    return Planned(workload, rank, device, _on(config, "copy_engine"))
+    return Planned(workload, rank, device, _on(_per_rank(workload.config), "copy_engine"))
 
 
 def device_splits(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, but that no host knows how many rows travel to which experts."""
-    return Planned(workload, rank, device, _placed(workload.config))
+    """Hocket as configured, issued op by op, though no host knows how many rows travel to which experts."""
+    return Planned(workload, rank, device, _issued(_placed(workload.config)))
 
 
 def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
     """The same, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _on(_placed(workload.config), "copy_engine"))
+    return Planned(workload, rank, device, _on(_issued(_placed(workload.config)), "copy_engine"))
 
 
 def graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, each step replayed as one CUDA graph, in which no host knows how many rows travel."""
-    config = _placed(workload.config) if workload.config.mesh.ep > 1 else workload.config
-    return Planned(workload, rank, device, changed(config, {"plan.graphs": "on"}))
+    return Planned(workload, rank, device, _graphed(workload.config))
+
+
+def graphed_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """The same, with gathers and reduces on copy engines."""
+    return Planned(workload, rank, device, _on(_graphed(workload.config), "copy_engine"))
+
+
+def issued(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket as configured, but that the host issues every step op by op, and knows how many rows travel."""
+    config = changed(_issued(workload.config), {"overlap.ep.splits": "host"})
+    return Planned(workload, rank, device, config)
+
+
+def _graphed(config: Config) -> Config:
+    """A configuration whose steps are replayed."""
+    return changed(_placed(config) if config.mesh.ep > 1 else config, {"plan.graphs": "on"})
+
+
+def _issued(config: Config) -> Config:
+    """A configuration whose steps are issued op by op."""
+    return changed(config, {"plan.graphs": "off"})
+
+
+def _per_rank(config: Config) -> Config:
+    """A configuration whose tokens are sent once per rank, which takes a host that knows the splits."""
+    return changed(_issued(config), {"overlap.ep.splits": "host", "overlap.ep.copies": "per_rank"})
 
 
 def _placed(config: Config) -> Config:

@@ -7,10 +7,18 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - microbatches are copied to where the recorded ones lay;
 - gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
 - what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
-- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay.
+- the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay;
+- bytes move as they did: a group that has another transport since makes the recording void.
 
-Every step that runs op by op makes the recording void, for it leaves gradients elsewhere: steps that are profiled, and
-one that is made again since rows found no room. The next one is recorded anew.
+Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps that are profiled, and one
+that is made again since rows found no room. The next one is recorded anew.
+
+Note: [Ranks record and replay apart]
+Each rank has a graph of its own, and nothing in one knows of the others: what ranks exchange, they exchange while their
+graphs run, as they would without, and a replay may begin before a peer begins its own. But all ranks replay a step, or
+none: copy engines say that they are there by a number that counts on, which in a recording is always the same. Within a
+graph the driver keeps the order that the lanes' events had and no other, so what is said in
+`Note: [All lanes' kernels fit on the chip together]` of lanes holds for the branches of a graph.
 """
 
 from __future__ import annotations
@@ -49,8 +57,12 @@ def recorder_of(lanes: CudaLanes) -> Record:
 class GraphedSteps:
     """Runs the steps of an executor, from some step on by replays. See Note: [What a recording holds]."""
 
-    def __init__(self, executor: Executor, model: PlannedModel, record: Record) -> None:
-        self._executor, self._model, self._record = executor, model, record
+    def __init__(
+        self, executor: Executor, model: PlannedModel, record: Record, transports: Callable[[], Sequence[object]]
+    ) -> None:
+        """`transports` are those of all groups now."""
+        self._executor, self._model, self._record, self._transports = executor, model, record, transports
+        self._moved_by: Sequence[object] = transports()
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
@@ -60,6 +72,7 @@ class GraphedSteps:
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """A whole step, like `Executor.run`. The losses are overwritten by the next one."""
         executor, actions = self._executor, self._executor.actions
+        self._notice(self._transports())
         if self._issued < WARM_UP or executor.annotated:
             self.drop()
             self._issued += 1
@@ -68,7 +81,7 @@ class GraphedSteps:
             self._replay = self._recorded(microbatches)
         for mine, given in zip(self._inputs, microbatches, strict=True):
             _fill(mine, given)
-        executor.recorder.begin()
+        executor.recorder.begin(replayed=True)
         self._replay()
         actions.losses = self._losses
         actions.loads.update(self._loads)
@@ -87,6 +100,12 @@ class GraphedSteps:
         self._losses, self._loads = list(losses), dict(actions.loads)
         self._model.held = True
         return replay
+
+    def _notice(self, moved_by: Sequence[object]) -> None:
+        """Where bytes move in another way since, begin again with a step op by op, in which that makes its memory."""
+        if any(now is not before for now, before in zip(moved_by, self._moved_by, strict=True)):
+            self.drop()
+            self._moved_by, self._issued = moved_by, min(self._issued, WARM_UP - 1)
 
     def drop(self) -> None:
         """Forget the recording and the gradients it writes, so that a step can run op by op."""

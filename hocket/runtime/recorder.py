@@ -23,6 +23,9 @@ HANG_EXIT_CODE = 75
 HANG_HEADLINE = "hocket: no progress"
 """How the report of a hang begins."""
 
+WHOLE = "its ops were issued as one graph, so none is known to be reached; plan.graphs = off shows which one hangs"
+"""What is known of a replayed step."""
+
 LINGER = 2.0
 """Seconds between a rank's report and its end. Others hang with it and look once a second: an end would break their
 connections, and they would tell of that instead."""
@@ -38,14 +41,14 @@ class Recorder:
         self._ops = ops
         self.issued: deque[tuple[int, float]] = deque(maxlen=keep)
         self.last_progress = time.monotonic()
-        self.active = False
+        self.active = self.replayed = False
         self.waiting: int | None = None
         """The op that the one being issued waits for, if any."""
 
-    def begin(self) -> None:
-        """A step starts: from now on a standstill is a hang."""
+    def begin(self, replayed: bool = False) -> None:
+        """A step starts: from now on a standstill is a hang. A `replayed` one is issued as a whole."""
         self.issued.clear()
-        self.last_progress, self.active = time.monotonic(), True
+        self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
         """The step is over: nobody waits for what it issued."""
@@ -59,6 +62,11 @@ class Recorder:
 
     def report(self, rank: int, completed: Callable[[Op, int], bool], count: int = 5) -> str:
         """What the rank is doing, what it waits for and the last ops that completed."""
+        if self.replayed:
+            seconds = time.monotonic() - self.last_progress
+            return (
+                f"rank {rank}: stuck for {seconds:.0f} s inside a replayed step, or in the optimizer behind it: {WHOLE}"
+            )
         if not self.issued:
             return f"rank {rank}: no op has been issued"
         position, since = self.issued[-1]

@@ -40,21 +40,15 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "overlap.ep.splits = device, or plan.graphs = off",
     ),
     Rule(
-        ("plan.graphs", "train.transport"),
-        lambda c, h: _graphed(c) and c.train.transport not in ("nccl", "null", "gloo"),
-        "steps on {train.transport} are not recorded",
-        "train.transport = nccl, or plan.graphs = off",
-    ),
-    Rule(
         ("plan.graphs", "data.packing"),
         lambda c, h: _graphed(c) and c.data.packing != "off",
         "a recorded step has the same shapes each time, and packed documents have not",
         "data.packing = off, or plan.graphs = off",
     ),
     Rule(
-        ("plan.graphs", "mesh.pp", "mesh.tp"),
-        lambda c, h: _graphed(c) and c.mesh.pp * c.mesh.tp > 1,
-        "steps of a pipeline or of tensor-parallel ranks are not recorded (mesh.pp = {mesh.pp}, mesh.tp = {mesh.tp})",
-        "mesh.pp = 1 and mesh.tp = 1, or plan.graphs = off",
+        ("plan.graphs", "mesh.tp"),
+        lambda c, h: _graphed(c) and c.mesh.tp > 1,
+        "steps of tensor-parallel ranks are not recorded (mesh.tp = {mesh.tp})",
+        "mesh.tp = 1, or plan.graphs = off",
     ),
 )

@@ -1,8 +1,13 @@
-"""Steps that are replayed as one CUDA graph give the bits of steps issued op by op, and take the host no time."""
+"""Steps that are replayed as one CUDA graph give the bits of steps issued op by op, and take the host no time.
+
+Beside copy engines and pipelines they are compared with the sequential plan too, under random delays that are recorded
+with them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from typing import Any
 
@@ -10,9 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config
+from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
+from hocket.presets import PLAIN
+from hocket.runtime.lanes import CudaLanes
+from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import changed
+from tests.gpu.test_parity import BASE, restart
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
@@ -62,3 +71,115 @@ def test_replayed_steps_give_the_same_bits(name: str) -> None:
         assert found_numbers == numbers
         assert all(map(torch.equal, found, weights))
         assert found_seconds < 0.7 * seconds
+
+
+SEEDS = 5
+APART = {"overlap.ep.merge": "off", "plan.order": "1f1b", "plan.chunks": 1}
+PIPELINE = dataclasses.replace(BASE, mesh=MeshConfig(pp=2, dp=WORLD // 2, ep=1), overlap=OverlapConfig())
+"""Two pipeline ranks with two chunks each, experts where their tokens are."""
+PIPED = changed(PIPELINE, {"plan.order": "interleaved", "overlap.ep.merge": "off", "overlap.defer_wgrad": "on"})
+BESIDE: dict[str, Config] = {
+    "copy engines": changed(CONFIG, {"train.transport": "copy_engine"}),
+    "copy engines, dense": changed(CONFIGS["dense"], {"train.transport": "copy_engine"}),
+    "copy engines, whole gradients": changed(planned(CONFIG, strategy="optim"), {"train.transport": "copy_engine"}),
+    "interleaved": planned(PIPED, defer_layers=2, defer_parts="all"),
+    "1f1b": changed(PIPED, APART),
+    "zb_h1": changed(PIPED, {**APART, "plan.order": "zb_h1"}),
+    "recomputed": planned(PIPED, recompute=("attn", "experts")),
+}
+if WORLD == 4:
+    MERGED = dataclasses.replace(
+        BASE,
+        mesh=MeshConfig(pp=2, dp=2, ep=2),
+        overlap=OverlapConfig(ep=ExpertOverlap(merge="on", splits="device", room=8.0), defer_wgrad="on"),
+    )
+    BESIDE |= {
+        "merged pipeline": MERGED,
+        "everything": changed(MERGED, {"train.transport": "copy_engine"}),
+        "merged at the ends": planned(MERGED, merge_ends="on", group=4, defer_layers=1),
+    }
+
+
+def train(engine: Engine, batches: list[Any]) -> list[Tensor]:
+    """Losses and norms of steps from the first weights on, and the weights behind them."""
+    restart(engine)
+    numbers = []
+    for batch in batches:
+        result = engine.train_step(batch, 1e-2)
+        numbers += [result.loss.clone(), result.grad_norm.clone()]
+    return [*numbers, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
+
+
+def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
+    """Seeds whose replays differ from the sequential plan, replays that were made, and whether all was finite."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = Engine(changed(config, {"plan.graphs": "on"}), rank, device)
+    assert isinstance(engine.lanes, CudaLanes)
+    assert engine._graphed is not None
+    watchdog = Watchdog(40.0, lambda: engine.report(rank), lambda: engine.current_recorder)
+    plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
+    same = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.splits": "host"}
+    plan = {"plan.order": "sequential", "plan.graphs": "off", **PLAIN, **same}
+    sequential = Engine(changed(plain, plan), rank, device, groups=engine.groups)
+    batches = batches_of(sequential, 3)
+    expected = train(sequential, batches)
+    sequential.executor.recorder.end()
+    train(engine, batches)  # op by op
+    different, replays = [], 0
+    record = engine._graphed._record
+
+    def counted(run: Any) -> Any:
+        result, replay = record(run)
+
+        def again() -> None:
+            nonlocal replays
+            replays += 1
+            replay()
+
+        return result, again
+
+    engine._graphed._record = counted
+    for seed in range(SEEDS):
+        chooser = random.Random(1000 * rank + seed)
+        engine.forget_graph()
+        engine.lanes.delays = [0 if chooser.random() < 0.7 else chooser.randrange(1_000_000) for _ in range(997)]
+        found = train(engine, batches)
+        if not all(map(torch.equal, expected, found)):
+            different.append(seed)
+    engine.forget_graph()
+    engine.lanes.delays = ()
+    engine.assert_clean()
+    torch.cuda.synchronize()
+    engine.executor.recorder.end()
+    watchdog.close()
+    return different, replays, all(bool(torch.isfinite(t).all()) for t in expected)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_replays_under_random_delays_are_the_sequential_step(name: str) -> None:
+    found: list[Any] = run_ranks(delayed, WORLD, BESIDE[name], backend="nccl", timeout=130)
+    assert found == [([], 3 * SEEDS, True)] * WORLD
+
+
+def kernels(rank: int) -> list[str]:
+    """Names of what runs on the device in a replayed step on copy engines."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    engine = Engine(changed(BESIDE["copy engines, dense"], {"plan.graphs": "on"}), rank, device)
+    engine.init_weights()
+    *first, last = batches_of(engine, 6)
+    for batch in first:
+        engine.train_step(batch, 1e-3)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine.train_step(last, 1e-3)
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() or ()]
+
+
+def test_no_kernel_of_nccl_gathers_in_a_replay_on_copy_engines() -> None:
+    for names in run_ranks(kernels, WORLD, backend="nccl", timeout=100):
+        assert names
+        assert not [n for n in names if n.startswith("nccl") and ("AllGather" in n or "ReduceScatter" in n)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime import graphed
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.pretended import Null
+from hocket.settings.leaves import changed
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import config
@@ -38,11 +41,11 @@ def steps(rank: int, c: Config, recorded: bool, profiled: int = -1) -> tuple[lis
         return once(run)
 
     if recorded:
-        engine._graphed = graphed.GraphedSteps(engine.executor, engine.sharded, counted)
+        engine._graphed = engine.graphed_by(counted)
     numbers, loads = [], []
     for i, batches in enumerate(random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))):
         engine.executor.annotate(i == profiled)
-        microbatches = [Microbatch(*batch[rank]) for batch in batches]
+        microbatches = [Microbatch(*batch[engine.where.dp]) for batch in batches]
         result = engine.train_step(microbatches, 1e-2)
         numbers += [float(result.loss), float(result.grad_norm), result.lacked]
         loads += [load.clone() for load in result.loads.values()]
@@ -75,3 +78,40 @@ def test_a_recorded_step_without_room_is_made_again() -> None:
 
 def test_whole_gradients_are_summed_anew() -> None:
     assert_same(planned(CONFIG, strategy="no_shard"), STEPS - graphed.WARM_UP)
+
+
+@pytest.mark.parametrize("order", ["interleaved", "zb_h1"])
+def test_pipelines_are_recorded_rank_by_rank(order: Any) -> None:
+    chunks = 2 if order == "interleaved" else 1
+    c = changed(CONFIG, {"model.layers": 4, "mesh.pp": 2, "mesh.dp": 1, "mesh.ep": 1, "train.microbatches": 4})
+    plan = dict(order=order, chunks=chunks, merge="off", defer_wgrad="on", defer_layers=1)
+    assert_same(planned(c, **plan), STEPS - graphed.WARM_UP)
+
+
+def muted(rank: int) -> list[int]:
+    """Recordings that were made until: the first replay, a replay without communication, and one with it again."""
+    engine, count = Engine(CONFIG, rank, torch.device("cpu"), update=False), 0
+    engine.init_weights()
+
+    def counted(run: Any) -> Any:
+        nonlocal count
+        count += 1
+        return once(run)
+
+    engine._graphed = engine.graphed_by(counted)
+    steps = random_batches(CONFIG.model, 1, CONFIG.train.microbatches, CONFIG.mesh.dp, (2, 8))
+    microbatches = [Microbatch(*batch[rank]) for batch in next(iter(steps))]
+    counts = []
+    moved_by = {group: group.transport for group in engine.groups}
+    pretended = {group: Null(group.size, group.rank, engine.device) for group in engine.groups}
+    for transports in (moved_by, pretended, moved_by):
+        for group, transport in transports.items():
+            group.transport = transport
+        for _ in range(graphed.WARM_UP + 1):
+            engine.train_step(microbatches, 0.0)
+        counts.append(count)
+    return counts
+
+
+def test_a_recording_is_void_where_bytes_move_in_another_way() -> None:
+    assert run_ranks(muted, 2) == [[1, 2, 3]] * 2
