@@ -19,7 +19,6 @@ from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTI
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
 from hocket.settings.leaves import is_a, types
-from hocket.variables import WANTED
 from tests.helpers.golden import assert_golden
 
 SAMPLES: dict[type, Any] = {bool: True, int: 2, float: 0.5, str: "x", list: ["x"], object: "x"}
@@ -184,8 +183,8 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
     )
     found = settings(text, gpus=64)
     assert found == {
-        "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "model.layers": 32, "plan.chunks": 2, "train.sequences": 2,
-        "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
+        "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 1, "model.layers": 32, "plan.chunks": 2,
+        "train.sequences": 2, "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard",
     }  # fmt: skip
 
@@ -311,34 +310,6 @@ def test_whatever_is_given_appears_once_and_what_it_becomes_can_be_read_back(nam
         assert is_a(value, types()[setting])
 
 
-# What others set when they launch
-
-LAUNCHES: list[tuple[str, int, int | None]] = [
-    ("--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 4", 8, None),
-    ("--tensor-model-parallel-size 2", 8, 4),
-    ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", 8, 8),
-    ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", 8, 4),
-    ("--tensor-model-parallel-size 4", 8, 2),
-    ("--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2", 16, 2),
-    ("--tensor-model-parallel-size 8", 8, 1),
-    ("", 8, 8),
-]
-"""Flags, ranks and the number of data ranks that is left; None where they do not fit together."""
-
-
-@pytest.mark.parametrize(("text", "gpus", "dp"), LAUNCHES)
-@pytest.mark.parametrize("connections", [1, 8, 32])
-def test_no_launch_needs_another_number_of_connections_and_data_ranks_are_counted(text, gpus, dp, connections) -> None:
-    """Others launch with 1, 8 or 32 connections, depending on what is on; hocket's order of ops does not care."""
-    variables = f"CUDA_DEVICE_MAX_CONNECTIONS={connections} NVTE_FWD_LAYERNORM_SM_MARGIN=16 NCCL_P2P_NET_CHUNKSIZE=2048"
-    found = translate(MEGATRON, read.flags(f"{variables} {text}"), gpus)
-    assert [row.name for row in found.of("not needed")][:3] == [word.split("=")[0] for word in variables.split()]
-    assert found.settings.get("mesh.dp") == dp
-    if dp is None:
-        assert "8 ranks cannot be split into 32" in found.of("not there")[-1].answer.words
-    assert {v.name: v.value for v in WANTED}["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-
-
 # The command
 
 
@@ -363,7 +334,7 @@ def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsy
     target = tmp_path / "run.toml"
     code, out, _ = explain(capsys, "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
     assert code == 0
-    assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2}
+    assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2, "tp": 1}
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from hocket.foreign.entry import Answer, Entry, Given, choice, entry, no_use, tensor, to
-from hocket.foreign.megatron import BULK_OFF, FIRST, GATHERS_OFF, LAST, SUMS_OFF, TENSOR_RANKS, VIRTUAL_STAGES
+from hocket.foreign.megatron import (
+    BULK_OFF,
+    DATA_RANKS,
+    FIRST,
+    GATHERS_OFF,
+    LAST,
+    SUMS_OFF,
+    TENSOR_RANKS,
+    VIRTUAL_STAGES,
+)
 
 ALIASES = {
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
@@ -38,6 +47,13 @@ def tied(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"model.tied": bool(value)})
 
 
+def data_parallel(value: Any, given: Given) -> Answer:
+    """What --gpus says otherwise."""
+    if given.gpus:
+        return Answer("not needed", words="it follows from --gpus")
+    return Answer("becomes", {"mesh.dp": value})
+
+
 def _off(role: str) -> dict[str, str]:
     return {f"overlap.tp.{role}_{direction}": "off" for direction in ("forward", "backward")}
 
@@ -52,7 +68,7 @@ OWN: tuple[Entry, ...] = (
     entry("tp_comm_bulk_wgrad", bool, no_use("a weight gradient waits for nobody: overlap.defer_wgrad")),
     entry("tp_comm_overlap_disable_qkv", bool, tensor(_off("qkv"), TENSOR_RANKS)),
     entry("tp_comm_overlap_disable_fc1", bool, tensor(_off("fc1"), TENSOR_RANKS)),
-    entry("data_parallel_size", int, no_use("it follows from --gpus")),
+    entry(DATA_RANKS, int, data_parallel),
     entry(
         "mixed_precision",
         str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,10 @@ class Given:
     """By the name that the table has it under."""
     gpus: int = 0
     """Number of ranks; 0 is not known."""
+
+    def product(self, names: tuple[str, ...]) -> int:
+        """The product of settings; those that were not given count as 1."""
+        return math.prod(self.number(name) for name in names)
 
     def number(self, *names: str, default: int = 1) -> int:
         """The first of these settings that was given, as a whole number."""
@@ -64,6 +69,18 @@ def same(setting: str) -> Rule:
 def floats(setting: str) -> Rule:
     """The same number, where hocket wants one with a point."""
     return lambda value, given: Answer("becomes", {setting: float(value)})
+
+
+def expert_ranks(data_ranks: Callable[[Given], int]) -> Rule:
+    """Expert ranks, which are data ranks here; elsewhere they may be tensor ranks, too. 0 data ranks: not known."""
+
+    def rule(value: Any, given: Given) -> Answer:
+        data = data_ranks(given)
+        if data and value > 0 and data % value:
+            return Answer("not there", words=f"expert ranks are data ranks, and {value} does not divide {data} of them")
+        return Answer("becomes", {"mesh.ep": value})
+
+    return rule
 
 
 def switch(setting: str, words: str = "") -> Rule:

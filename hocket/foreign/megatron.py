@@ -14,6 +14,7 @@ from hocket.foreign.entry import (
     always,
     choice,
     entry,
+    expert_ranks,
     never,
     no_use,
     only,
@@ -25,6 +26,9 @@ from hocket.foreign.entry import (
 )
 
 LAYERS, PIPELINE, TENSOR_RANKS = "--num-layers", "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
+AXES = (TENSOR_RANKS, PIPELINE, "--context-parallel-size")
+"""What data ranks are multiplied by."""
+DATA_RANKS, EXPERT_RANKS = "data_parallel_size", "--expert-model-parallel-size"
 VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
@@ -54,6 +58,12 @@ def uneven(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"plan.layers_per_stage": stages})
 
 
+def data_ranks(given: Given) -> int:
+    """Data ranks that the other axes leave, or as many as Bridge is told; 0 if that is not known."""
+    data, rest = divmod(given.gpus, max(1, given.product(AXES)))
+    return 0 if rest else data or given.number(DATA_RANKS, default=0)
+
+
 def strategy(value: Any, given: Given) -> Answer:
     """Megatron-FSDP's strategies have hocket's names."""
     return Answer("becomes", {"overlap.dp.strategy": value})
@@ -78,7 +88,7 @@ PARALLEL: tuple[Entry, ...] = (
     entry("--context-parallel-size", int, only(1, "no context parallelism", "there is none")),
     entry("--cp-comm-type", str, never("no context parallelism")),
     entry("--hierarchical-context-parallel-sizes", list, never("no context parallelism")),
-    entry("--expert-model-parallel-size", int, same("mesh.ep")),
+    entry(EXPERT_RANKS, int, expert_ranks(data_ranks)),
     entry("--expert-tensor-parallel-size", int, only(1, "experts are not split over tensor ranks", "as in hocket")),
     entry("--sequence-parallel", bool, always("with tensor parallelism the residual stream is split over tokens")),
     entry("--use-tp-pp-dp-mapping", bool, never("the order of ranks is fixed: tp varies fastest, then dp, then pp")),

@@ -19,6 +19,7 @@ from hocket.foreign.entry import (
     to,
     when,
 )
+from hocket.foreign.megatron import data_ranks
 
 RECOMPUTED = {"mlp": "mlp", "moe": "experts"}
 """Modules that Megatron recomputes -> parts in hocket."""
@@ -90,12 +91,11 @@ def _pattern(text: str) -> list[int]:
 
 def microbatches(value: Any, given: Given) -> Answer:
     """A step's microbatches on one data-parallel rank."""
-    pp, tp = given.number("--pipeline-model-parallel-size"), given.number("--tensor-model-parallel-size")
-    size = given.number("--micro-batch-size")
-    if not given.gpus:
-        return Answer("not there", words="it needs --gpus to become train.microbatches")
-    dp = given.gpus // (pp * tp)
-    if not dp or value % (dp * size):
+    size, dp = given.number("--micro-batch-size"), data_ranks(given)
+    if not dp:
+        words = "it needs --gpus, a multiple of the other axes, to become train.microbatches"
+        return Answer("not there", words=words)
+    if value % (dp * size):
         return Answer(
             "not there", words=f"{value} sequences cannot be split over {dp} data ranks in microbatches of {size}"
         )

@@ -6,26 +6,41 @@ from collections.abc import Callable
 
 from hocket.foreign import bridge, deepspeed, torchtitan
 from hocket.foreign.entry import Answer, Given
-from hocket.foreign.megatron import OVERLAP
+from hocket.foreign.megatron import (
+    AXES,
+    DATA_RANKS,
+    EXPERT_RANKS,
+    OVERLAP,
+    PIPELINE,
+    TENSOR_RANKS,
+    VIRTUAL_LAYERS,
+    VIRTUAL_STAGES,
+)
 from hocket.foreign.megatron_model import REST
 from hocket.foreign.read import Pairs, file, flags, flags_or_file, keys
-from hocket.foreign.translate import Default, System
+from hocket.foreign.translate import Assumed, Default, System
 
 STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
 
 
 def ranks(given: Given, sizes: tuple[str, ...]) -> Answer | None:
     """Data ranks: those that the other axes leave."""
+    if not given.gpus and DATA_RANKS in given.values:
+        return None
     if not given.gpus:
         return Answer("not there", words="without --gpus the number of data ranks, mesh.dp, is not known")
-    other = 1
-    for name in sizes:
-        other *= given.number(name)
+    other = given.product(sizes)
     if other < 1 or given.gpus % other:
         return Answer(
             "not there", words=f"{given.gpus} ranks cannot be split into {other}, the product of the other axes"
         )
-    return Answer("becomes", {"mesh.dp": given.gpus // other})
+    return Answer("becomes", {"mesh.dp": given.gpus // other}, f"{given.gpus} ranks, {other} for every data rank")
+
+
+def started(given: Given) -> int:
+    """Ranks that the words in front of a script start; 0 if they do not say."""
+    a_host = given.number("--nproc-per-node", "--nproc_per_node", default=0)
+    return a_host * given.number("--nnodes")
 
 
 def _shards(given: Given) -> Answer | None:
@@ -51,19 +66,32 @@ def _tied(given: Given) -> Answer | None:
     return None if asked or "--num-layers" not in given.values else Answer("becomes", {"model.tied": True})
 
 
-_AXES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+def _expert_tensors(given: Given) -> Answer | None:
+    experts, tp = given.number("--num-experts", default=0), given.number(TENSOR_RANKS)
+    if not experts or tp == 1 or "--expert-tensor-parallel-size" in given.values:
+        return None
+    return Answer("not there", words=f"Megatron-LM splits each expert over its {tp} tensor ranks; hocket none of them")
+
+
+_MESH: tuple[Assumed, ...] = (
+    ("mesh.tp", (TENSOR_RANKS,)),
+    ("mesh.pp", (PIPELINE,)),
+    ("plan.chunks", (VIRTUAL_LAYERS, VIRTUAL_STAGES)),
+    ("mesh.ep", (EXPERT_RANKS,)),
+)
 
 _MEGATRON_DEFAULTS: tuple[Default, ...] = (
-    ("(--gpus)", lambda given: ranks(given, _AXES)),
+    ("(--gpus)", lambda given: ranks(given, AXES)),
     ("(no sharding flag)", _shards),
+    ("(no --expert-tensor-parallel-size)", _expert_tensors),
     ("(no --num-query-groups)", _kv_heads),
     ("(no --kv-channels)", _head_dim),
     ("(no --untie-embeddings-and-output-weights)", _tied),
 )
 
-MEGATRON = System("Megatron-LM", (*OVERLAP, *REST), _MEGATRON_DEFAULTS)
+MEGATRON = System("Megatron-LM", (*OVERLAP, *REST), _MEGATRON_DEFAULTS, assumed=_MESH, started=started)
 
-BRIDGE = System("Megatron Bridge", (*bridge.OWN, *MEGATRON.entries), _MEGATRON_DEFAULTS, bridge.spelled)
+BRIDGE = System("Megatron Bridge", (*bridge.OWN, *MEGATRON.entries), _MEGATRON_DEFAULTS, bridge.spelled, _MESH)
 
 TORCHTITAN = System(
     "torchtitan",
@@ -73,6 +101,12 @@ TORCHTITAN = System(
         ("(no parallelism.fsdp_reshard_after_forward)", torchtitan.sharded),
     ),
     torchtitan.spelled,
+    (
+        ("mesh.tp", (torchtitan.TP,)),
+        ("mesh.pp", (torchtitan.PP,)),
+        ("plan.chunks", (torchtitan.SCHEDULE,)),
+        ("mesh.ep", (torchtitan.EP,)),
+    ),
 )
 
 DEEPSPEED = System(
@@ -83,14 +117,14 @@ DEEPSPEED = System(
         ("(no zero_optimization.stage)", lambda given: _stage_zero(given)),
     ),
     deepspeed.spelled,
+    (("mesh.tp", ("tensor_parallel.autotp_size",)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
 )
 
 
 def _titan_ranks(given: Given) -> Answer | None:
     if given.number(torchtitan.DP_SHARD, default=-1) > 1 or given.number(torchtitan.DP_REPLICATE) > 1:
         return None  # it says itself how many there are
-    prefix = torchtitan.P
-    return ranks(given, (torchtitan.PP, f"{prefix}tensor_parallel_degree", f"{prefix}context_parallel_degree"))
+    return ranks(given, torchtitan.AXES)
 
 
 def _stage_zero(given: Given) -> Answer | None:

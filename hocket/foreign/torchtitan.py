@@ -11,6 +11,7 @@ from hocket.foreign.entry import (
     always,
     choice,
     entry,
+    expert_ranks,
     floats,
     never,
     no_use,
@@ -22,11 +23,13 @@ from hocket.foreign.entry import (
 
 P, T = "parallelism.", "training."
 TP = f"{P}tensor_parallel_degree"
+EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
 PP, DP_SHARD, DP_REPLICATE = (
     f"{P}pipeline_parallel_degree",
     f"{P}data_parallel_shard_degree",
     f"{P}data_parallel_replicate_degree",
 )
+AXES = (PP, TP, f"{P}context_parallel_degree")
 LOCAL, MICRO = f"{T}local_batch_size", f"{P}pipeline_parallel_microbatch_size"
 
 LAYOUT = "plan.layers_per_stage takes the layers of every stage, plan.chunks the stages of a rank"
@@ -55,6 +58,8 @@ def shard(value: Any, given: Given) -> Answer:
         return Answer("not needed", words="as many as --gpus leaves")
     if value == 1 and given.number(DP_REPLICATE) > 1:
         return Answer("not needed", words=f"{DP_REPLICATE} says how many")
+    if given.gpus and value != _data_ranks(given):
+        return Answer("not there", words=f"{given.gpus} ranks leave {_data_ranks(given)} data ranks, not {value}")
     return Answer("becomes", {"mesh.dp": value})
 
 
@@ -73,8 +78,7 @@ def _accumulated(given: Given, local: int) -> int:
 
 
 def _data_ranks(given: Given) -> int:
-    other = given.number(PP) * given.number(TP) * given.number(f"{P}context_parallel_degree")
-    return given.gpus // other
+    return given.gpus // max(1, given.product(AXES))
 
 
 def accumulation(value: Any, given: Given) -> Answer:
@@ -86,7 +90,7 @@ def accumulation(value: Any, given: Given) -> Answer:
 
 
 SCHEDULES = {
-    "1F1B": Answer("becomes", {"plan.order": "1f1b"}),
+    "1F1B": Answer("becomes", {"plan.order": "1f1b", "plan.chunks": 1}, "one stage per rank"),
     "Interleaved1F1B": Answer("becomes", {"plan.order": "interleaved", "plan.chunks": 2}, "two stages per rank"),
     "ZBVZeroBubble": Answer("becomes", {"plan.order": "zb_v", "plan.chunks": 2}),
     "DualPipeV": Answer("becomes", {"plan.order": "merged_v", "plan.chunks": 2}),
@@ -107,7 +111,7 @@ def async_tensor(value: Any, given: Given) -> Answer:
 def recomputed(value: Any, given: Given) -> Answer:
     """Whole layers; with expert ranks, those of a model whose layers all have experts."""
     if value == "full":
-        experts = given.number(f"{P}expert_parallel_degree") > 1
+        experts = given.number(EP) > 1
         words = "attn, and of experts and mlp what the layers have"
         return Answer("becomes", {"plan.recompute": ("attn", "experts" if experts else "mlp")}, words)
     return RECOMPUTATION.get(value, to(missing="none, or whole parts of all layers"))
@@ -121,7 +125,7 @@ PARALLEL: tuple[Entry, ...] = (
     entry(f"{P}disable_loss_parallel", bool, never("with tensor ranks the vocabulary is always split")),
     entry(f"{P}enable_async_tensor_parallel", bool, async_tensor),
     entry(PP, int, same("mesh.pp")),
-    entry(f"{P}pipeline_parallel_schedule", str, choice(SCHEDULES, "1f1b, interleaved, zb_h1, zb_v, merged_v alone")),
+    entry(SCHEDULE, str, choice(SCHEDULES, "1f1b, interleaved, zb_h1, zb_v, merged_v alone")),
     entry(f"{P}pipeline_parallel_schedule_csv", str, never("plan.order names an order; it is not read from a file")),
     entry(MICRO, int, no_use(f"it goes with {LOCAL}")),
     entry(f"{P}pipeline_parallel_layers_per_stage", int, never(LAYOUT)),
@@ -133,7 +137,7 @@ PARALLEL: tuple[Entry, ...] = (
     entry(
         f"{P}context_parallel_rotate_method {P}context_parallel_load_balancer", str, no_use("no context parallelism")
     ),
-    entry(f"{P}expert_parallel_degree", int, same("mesh.ep")),
+    entry(EP, int, expert_ranks(_data_ranks)),
     entry(f"{P}expert_tensor_parallel_degree", int, only(1, "experts are not split over tensor ranks", "as in hocket")),
     entry(
         f"{P}expert_parallel_comm_backend",

@@ -15,6 +15,13 @@ Default = tuple[str, Callable[[Given], Answer | None]]
 """What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""
 
 
+Assumed = tuple[str, tuple[str, ...]]
+"""One of hocket's settings that is 1 where nobody says otherwise, and the names under which the system says it.
+
+So a mesh is translated whole: what is left out would come from the recipe that the file stands on.
+"""
+
+
 @dataclass(frozen=True)
 class System:
     """Another system: its name, its table, and its defaults."""
@@ -24,6 +31,9 @@ class System:
     defaults: Sequence[Default] = ()
     spelled: Callable[[str], str] = field(default=lambda name: name)
     """How the table spells a name that was given."""
+    assumed: Sequence[Assumed] = ()
+    started: Callable[[Given], int] = field(default=lambda given: 0)
+    """Ranks, where what was given says how many are started."""
 
     def find(self, name: str) -> Entry | None:
         """The row of a name."""
@@ -87,14 +97,15 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
             values[system.spelled(name)] = value
     if problems:
         raise ValueError("\n".join(problems))
-    given = Given(values, gpus)
-    rows = []
+    given = Given(values, gpus or system.started(Given(values)))
+    rows: list[Row] = []
     for name, value in pairs:
         row = system.find(name)
         rows.append(Row(name, value, fitting(row.rule(value, given)) if row else _unknown(system, name)))
     for words, make in system.defaults:
         answer = make(given)
         rows += [Row(words, None, answer, given=False)] if answer is not None else []
+    rows += _assumed(system, given, rows)
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for one in rows:
@@ -108,6 +119,14 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
     if problems:
         raise ValueError("\n".join(problems))
     return Translation(system.name, tuple(rows), settings, sources)
+
+
+def _assumed(system: System, given: Given, rows: Sequence[Row]) -> list[Row]:
+    """A row for what nothing was said about, if there is any."""
+    said = {setting for row in rows for setting in row.answer.settings}
+    open_ = {name: 1 for name, names in system.assumed if name not in said and not given.values.keys() & set(names)}
+    words = f"assumed: {system.name} is told nothing else, and what a recipe has would change the number of ranks"
+    return [Row("(not given)", None, Answer("becomes", open_, words), given=False)] if open_ else []
 
 
 _WANTED: Mapping[type, str] = {bool: "no value", int: "a whole number", float: "a number", str: "a word", list: "words"}
