@@ -39,6 +39,8 @@ class Step:
     """Ranks of the outer axis; 1 is a mesh of one axis."""
     accumulating: bool = False
     """Whether all microbatches but the last are inside of `ctx.accumulating()`."""
+    by_unit: bool = False
+    """Whether units are updated one by one, with `hocket.step_and_gather`."""
 
 
 def record(rank: int, step: Step) -> History:
@@ -49,6 +51,12 @@ def record(rank: int, step: Step) -> History:
     ctx = hocket.fully_shard(model, units=Noted, mesh=mesh, strategy=step.strategy, options=options)
     optimizer = torch.optim.AdamW(model.parameters())
     history = History()
+
+    def updated(one: torch.optim.Optimizer, *_: object) -> None:
+        first = one.param_groups[0]["params"][0]
+        history.note(f"S {first.full_name.split('.')[1]}" if step.by_unit else "S")
+
+    optimizer.register_step_post_hook(updated)
     for _ in range(2):
         history = ctx.record()
         model.log[:] = [history]
@@ -59,8 +67,7 @@ def record(rank: int, step: Step) -> History:
                     model(x).sum().backward()
             else:
                 model(x).sum().backward()
-        optimizer.step()
-        history.note("S")
+        hocket.step_and_gather(ctx, optimizer) if step.by_unit else optimizer.step()
         optimizer.zero_grad()
     return history
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
     from hocket.fsdp.state import load_model_state, model_state
+    from hocket.fsdp.update import step_and_gather
 
 __all__ = [
     "Placement",
@@ -31,6 +32,7 @@ __all__ = [
     "optimizer_state",
     "param_groups",
     "save_checkpoint",
+    "step_and_gather",
     "unit_of",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "optimizer_state": "optimizer_state:optimizer_state",
     "param_groups": "api:param_groups",
     "save_checkpoint": "checkpoint:save",
+    "step_and_gather": "update:step_and_gather",
     "unit_of": "api:unit_of",
 }
 """Name -> the file of hocket/fsdp that has it, and its name there."""

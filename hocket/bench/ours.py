@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.bench.contender import Contender, Resting
+from hocket.bench.plain import optimizer_name
 from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine, comm_options
@@ -56,7 +57,7 @@ class Planned:
             "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
             "reduce": f"{config.precision.compute}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
-            "optimizer": "AdamW (foreach) on what is fp32" if workload.optimizer else "none",
+            "optimizer": optimizer_name(workload, "on what is fp32"),
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

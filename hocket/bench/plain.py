@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hocket.bench.workload import Workload
+from hocket.fsdp.planned.adamw import fastest
 from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
@@ -201,6 +202,7 @@ def adamw(params: Iterable[Tensor], dims: Iterable[int], workload: Workload) -> 
     `dims` holds the number of dimensions of each tensor's whole parameter.
     """
     t = workload.config.train
+    params = list(params)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for param, dim in zip(params, dims, strict=True):
         groups[dim >= 2].append(param)
@@ -209,7 +211,14 @@ def adamw(params: Iterable[Tensor], dims: Iterable[int], workload: Workload) -> 
         for matrix, tensors in groups.items()
         if tensors
     ]
-    return torch.optim.AdamW(made, lr=t.lr, betas=t.betas, eps=t.eps, foreach=True)
+    how = fastest(params[0].device)
+    return torch.optim.AdamW(made, lr=t.lr, betas=t.betas, eps=t.eps, **{how: True})
+
+
+def optimizer_name(workload: Workload, of: str) -> str:
+    """What `adamw` makes, and of what, for settings."""
+    how = fastest(torch.device(workload.config.train.device))
+    return f"AdamW ({how}) {of}" if workload.optimizer else "none"
 
 
 class MainWeights:

@@ -19,7 +19,7 @@ import hocket
 from hocket.bench.contender import Contender
 from hocket.bench.ours import Muted
 from hocket.bench.peers.fsdp2 import meshes
-from hocket.bench.plain import Exchange, adamw, backward, first_value, plain_model
+from hocket.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.config import Strategy
 from hocket.fsdp.linear import drop_sink
@@ -171,7 +171,7 @@ class Sharded:
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
             "weight gradients": "autograd's, copied" if how.copied else "linear layers write them where they are sent",
-            "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
+            "optimizer": optimizer_name(self.workload, "on fp32 shards, unit by unit"),
             "compile": "each layer" if self.workload.compile else "off",
         }
         if mesh.ep > 1:
@@ -188,7 +188,7 @@ class Sharded:
             with more:
                 losses.append(backward(self.model, microbatch, count))
         if self.optimizer is not None:
-            self.optimizer.step()
+            hocket.step_and_gather(self.context, self.optimizer)
         else:
             self.context.finish_step()
             self.context.weights_updated()

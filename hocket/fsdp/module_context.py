@@ -239,8 +239,26 @@ class ShardContext:
         Reading a shard's `.grad` does this. What `no_sync` and `accumulating` put off, and no later microbatch sent,
         is sent now.
         """
-        if not self.reductions_open or self.in_backward:
-            return
+        if self.reductions_open and not self.in_backward:
+            self._send_deferred()
+            self._join_reductions()
+
+    @contextlib.contextmanager
+    def gradients_arrive(self) -> Iterator[bool]:
+        """`finish_step` in two parts: inside, a gradient may be read once its unit's reduction was waited for.
+
+        Yields whether any is under way.
+        """
+        under_way = self.reductions_open
+        if under_way:
+            self._send_deferred()
+        try:
+            yield under_way
+        finally:
+            if under_way:
+                self._join_reductions()
+
+    def _send_deferred(self) -> None:
         self.reductions_open = False
         self._drop_outside()
         no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
@@ -248,10 +266,29 @@ class ShardContext:
             for unit in self.units:
                 unit.reduce_deferred()
         self._no_sync, self._accumulating = no_sync, accumulating
+        self.reductions_open = False  # what was sent just now is waited for, too
+
+    def _join_reductions(self) -> None:
         self.reducing.join()
         self.outer.join()
         for staging in set(self._staging.values()):
             staging.settle()
+
+    def order_of_use(self) -> list[Unit]:
+        """All units, in the order in which a forward is expected to need them."""
+        return list(dict.fromkeys([*self._forward_order.expected, *self.units]))
+
+    def to_gather_first(self, order: Sequence[Unit]) -> list[Unit]:
+        """Those of the units, in their order, that may be gathered before a forward begins."""
+        if not self.policy.free:
+            return list(order)
+        window, found = self.prefetch.window(), list[Unit]()
+        for unit in order:
+            counts = unit.full and not unit.contains_units and any(one.full for one in found)
+            if counts and not window.take(unit.full_bytes):
+                break
+            found.append(unit)
+        return found
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""

@@ -306,6 +306,11 @@ class Unit:
             self._outer_sent[group] = (sent,)
             self._reduced[group] = sent
 
+    def wait_reduced(self) -> None:
+        """Order the caller's following work behind all that was issued of the reductions of its gradients."""
+        for ticket in self._reduced.values():
+            ticket.wait()
+
     def _make_grads(self, group: ParamGroup) -> None:
         if group.grads.flat is None:
             group.grads.make()

@@ -72,6 +72,7 @@ class Run:
     def __init__(self, model: Model, microbatches: int = 1, **arguments: Any) -> None:
         self.model, self.microbatches = model, microbatches
         self.defer = False
+        self.update: Callable[[], object] = lambda: self.optimizer.step()
         self.ctx = hocket.fully_shard(model, units=Noted, **arguments)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -94,7 +95,7 @@ class Run:
                     self.model(x).square().sum().backward()
             else:
                 self.model(x).square().sum().backward()
-        self.optimizer.step()
+        self.update()
         self.optimizer.zero_grad()
 
 

@@ -61,6 +61,8 @@ class Case:
     optimizer: str = "sgd"
     steps: int = 3
     set_to_none: bool = True
+    by_unit: bool = False
+    """Whether units are updated one by one, and gathered at once."""
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -288,7 +290,10 @@ class Pair:
 
     def step(self) -> None:
         """An optimizer step of both; then every weight of this rank's shards is compared."""
-        self.optimizer.step()
+        if self.case.by_unit:
+            hocket.step_and_gather(self.ctx, self.optimizer)
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
         self.twin.step()
         self.steps += 1

@@ -84,6 +84,15 @@ class Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def step_and_gather(self, optimizer: torch.optim.Optimizer, by_unit: bool, clip: bool) -> Tensor:
+        loss = self.model(self.x).float().square().mean()
+        loss.backward()
+        if clip:
+            hocket.clip_grad_norm_(self.ctx, 0.1)
+        hocket.step_and_gather(self.ctx, optimizer) if by_unit else optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
     def weights(self) -> list[Tensor]:
         return [group.main.detach().cpu() for unit in self.ctx.units for group in unit.groups]
 
@@ -131,6 +140,27 @@ def strategies(rank: int) -> None:
 
 def test_all_strategies_have_the_same_bits() -> None:
     run_ranks(strategies, 2, backend="nccl", timeout=120)
+
+
+def by_unit(rank: int, clip: bool) -> None:
+    for strategy in STRATEGIES:
+        every: list[dict[str, Any]] = [{}, {"transport": "copy_engine", "slots": 2}]
+        for options in every:
+            if strategy == "no_shard" and options:
+                continue
+            found = []
+            for one_by_one in (False, True):
+                training = Training(rank, strategy, width=1024, blocks=8, **options)
+                optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, fused=True)
+                losses = [training.step_and_gather(optimizer, one_by_one, clip) for _ in range(6)]
+                found.append([*losses, *training.weights()])
+                training.ctx.close()
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), (strategy, options)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_updates_by_unit_have_the_same_bits(clip: bool) -> None:
+    run_ranks(by_unit, 2, clip, backend="nccl", timeout=120)
 
 
 def transports(rank: int, strategy: str) -> None:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, Kept, MainWeights, PlainModel, backward, materialize, plain_model
+from hocket.bench.plain import (
+    Exchange,
+    Kept,
+    MainWeights,
+    PlainModel,
+    backward,
+    materialize,
+    optimizer_name,
+    plain_model,
+)
 from hocket.bench.workload import Workload
 from hocket.runtime.actions import Microbatch
 
@@ -51,7 +60,7 @@ def _parts(
     settings = {
         "weights": f"whole on every rank, {workload.config.precision.compute}; gradients are neither cast nor copied",
         "communication": "none; experts work on the rows that this rank would have sent" if mesh.ep > 1 else "none",
-        "optimizer": "AdamW (foreach) on this rank's fp32 shard" if workload.optimizer else "none",
+        "optimizer": optimizer_name(workload, "on this rank's fp32 shard"),
         "compile": "each layer" if workload.compile else "off",
     }
     return model, optimizers, settings

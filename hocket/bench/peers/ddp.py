@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import MainWeights, backward, materialize, plain_model
+from hocket.bench.plain import MainWeights, backward, materialize, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.runtime.actions import Microbatch
 
@@ -39,7 +39,7 @@ class Ddp:
             "ddp": ", ".join(f"{name} = {value}" for name, value in _OPTIONS.items()),
             "weights": f"whole on every rank, {dtype}",
             "reduce": f"{dtype}, once a step (no_sync for all microbatches but the last)",
-            "optimizer": "AdamW (foreach) on whole fp32 main weights, on every rank" if optimizer else "none",
+            "optimizer": optimizer_name(workload, "on whole fp32 main weights, on every rank"),
             "compile": "each layer" if workload.compile else "off",
         }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import PlainModel, adamw, first_value, materialize, plain_model
+from hocket.bench.plain import PlainModel, adamw, first_value, materialize, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import MoELayer
@@ -84,7 +84,7 @@ class DeepSpeed:
             "zero_optimization": zero,
             "leaf modules": "each layer, head",
             "reduce": f"{workload.config.precision.compute}, after every microbatch, summed in fp32",
-            "optimizer": "torch AdamW (foreach) on fp32 partitions" if self.update else "none",
+            "optimizer": optimizer_name(workload, "on fp32 partitions"),
             "compile": "each layer" if workload.compile else "off",
         }
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, plain_model
+from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.moe import MoELayer
 from hocket.parallel.mesh import Mesh
@@ -149,7 +149,7 @@ class Fsdp2:
             "prefetch": ahead if tuned else "default (implicit)",
             "reduce": f"{'fp32' if self.options.fp32_reduce else dtype}, {late}",
             "memory from the process group": "off: it serves NVLink multicast, which is off",
-            "optimizer": "AdamW (foreach) on fp32 shards" if self.workload.optimizer else "none",
+            "optimizer": optimizer_name(self.workload, "on fp32 shards"),
             "compile": "each layer" if self.workload.compile else "off",
         }
         if mesh.ep > 1:

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, PlainModel, adamw, backward, first_value, materialize, plain_model
+from hocket.bench.plain import (
+    Exchange,
+    PlainModel,
+    adamw,
+    backward,
+    first_value,
+    materialize,
+    optimizer_name,
+    plain_model,
+)
 from hocket.bench.workload import Workload
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import MoELayer
@@ -134,7 +143,7 @@ class Stable:
             "groups": "gathers and reductions on groups of their own",
             "precision": f"fp32 main weights and gradients, gradients sent in {str(wire).removeprefix('torch.')}",
             "prefetch and queue": "the library's defaults (10^9 elements, limited by the double buffer)",
-            "optimizer": "AdamW (foreach) on the library's fp32 shards" if workload.optimizer else "none",
+            "optimizer": optimizer_name(workload, "on the library's fp32 shards"),
             "compile": "each layer" if workload.compile else "off",
             "experts": f"synchronous all-to-all over {mesh.ep} ranks, sharded over {mesh.edp}" if moe else "none",
         }
@@ -193,7 +202,7 @@ class Experimental:
             "units": "embedding, each layer, experts of other ranks, head",
             "precision": f"fp32 main weights and gradients, gradients sent in {workload.config.precision.compute}",
             "prefetch": "the library's: the next unit",
-            "optimizer": "AdamW (foreach) on the library's fp32 shards" if workload.optimizer else "none",
+            "optimizer": optimizer_name(workload, "on the library's fp32 shards"),
             "compile": "each layer" if workload.compile else "off",
         }
 

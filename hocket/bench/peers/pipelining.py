@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from hocket.bench.contender import Contender
 from hocket.bench.peers.fsdp2 import shard
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, plain_model
+from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.moe import MoELayer
 from hocket.parallel.linears import cross_entropy
@@ -257,7 +257,7 @@ class Pipelining:
             "shapes": "given, not inferred",
             "weights": sharded if mesh.dp > 1 else f"whole on their rank, {dtype}",
             "gradients": f"summed over microbatches in {dtype}, by autograd",
-            "optimizer": "AdamW (foreach), fp32 main weights" if workload.optimizer else "none",
+            "optimizer": optimizer_name(workload, "fp32 main weights"),
             "compile": "each layer" if workload.compile else "off",
         }
         if order.splits_backward:

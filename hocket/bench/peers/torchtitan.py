@@ -27,7 +27,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_fsdp  # pyrefly: ig
 from hocket.bench.contender import Contender
 from hocket.bench.peers.pipelining import HeldStage
 from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
-from hocket.bench.plain import adamw, first_value
+from hocket.bench.plain import adamw, first_value, optimizer_name
 from hocket.bench.workload import Workload
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.mesh import Mesh
@@ -205,7 +205,7 @@ class Torchtitan:
             "prefetch": "explicit, one layer ahead" if self.mesh.ep > 1 else "default (implicit)",
             "reduce": f"{'fp32' if self.options.fp32 else c.precision.compute}, "
             + ("once a step" if self.schedule_name else "after every microbatch"),
-            "optimizer": "AdamW (foreach) on fp32 shards" if w.optimizer else "none",
+            "optimizer": optimizer_name(w, "on fp32 shards"),
             "compile": "each layer" if w.compile and not self.overlap else "off",
         }
         if self.schedule_name:

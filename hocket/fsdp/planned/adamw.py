@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from torch import Tensor
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece
 from hocket.runtime.comm import Group
+
+
+def fastest(device: torch.device) -> Literal["foreach", "fused"]:
+    """Which of torch's implementations of AdamW to ask for on a device.
+
+    On a GPU `fused` reads and writes all that there is once, where `foreach` does so for every operation. On a CPU both
+    are as fast, and `foreach` has the bits of the plain formula.
+    """
+    return "fused" if device.type == "cuda" else "foreach"
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class PlannedAdamW:
             replicas = [u.group.groups.replicas * (u.tensors[1] if p.shared else 1) for u, p in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
+        how = fastest(model.device)
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for piece in self._pieces.values():
             groups[len(piece.shape) >= 2].append(piece.shard)
@@ -64,11 +75,11 @@ class PlannedAdamW:
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
-            foreach=True,
+            **{how: True},
         )
         for piece in self._pieces.values():  # now rather than in the first step: memory is fixed, loading is simple
             self._adamw.state[piece.shard] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=model.device if how == "fused" else "cpu"),
                 "exp_avg": torch.zeros_like(piece.main),
                 "exp_avg_sq": torch.zeros_like(piece.main),
             }
