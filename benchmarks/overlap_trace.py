@@ -2,11 +2,16 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.overlap_trace
     torchrun --nproc-per-node 4 -m benchmarks.overlap_trace --preset expert_parallel --transport copy_engine
+    torchrun --nproc-per-node 2 -m benchmarks.overlap_trace --preset expert_parallel --lengths 8192 --plan.graphs on
 
-Of the recipe `moe_8gpu`, or of what a preset of `benchmarks/baselines.py` measures, at the first of its lengths. A step
-of each is profiled with every op under its name, and read with `hocket.trace`: per kind of communication how
-long it ran, waited for peers and was exposed; the tax against the same step without communication; and how much longer
-compute kernels take beside it. The profiler slows the host down, so both steps are also timed without it.
+Of the recipe `moe_8gpu`, or of what a preset of `benchmarks/baselines.py` measures, at the first of its lengths; what
+is no option of its own goes to `hocket bench`. A step of each is profiled with every op under its name, and read with
+`hocket.trace`: per kind of communication how long it ran, waited for peers and was exposed; the tax against the same
+step without communication; and how much longer compute kernels take beside it. The profiler slows the host down, so
+both steps are also timed without it.
+
+A step that is replayed as one CUDA graph has no ops with names. But no host can be late in it, and the profiler makes
+it no longer: so what is hidden there is what the plan hides. Its kernels tell by themselves what they are for.
 
 With --out, the ranks' traces are kept beside the result: the real ones, and of those without communication the first of
 every pipeline rank.
@@ -60,12 +65,15 @@ def contenders(config: Config) -> dict[str, Config]:
     return {"real": config, "null": null}
 
 
-def chosen(options: argparse.Namespace, world: int) -> tuple[Config, bool]:
-    """The step to record, and whether it updates weights."""
+def chosen(options: argparse.Namespace, more: list[str], world: int) -> tuple[Config, bool]:
+    """The step to record, and whether it updates weights. `more` are words for `hocket bench`."""
     if not options.preset:
+        assert not more, f"only with --preset: {more}"
         config, update = for_world(recipe(options.recipe), world), True
     else:
-        measured, origins = parse(Bench, "bench", words(options.preset, world, []))
+        measured, origins = parse(
+            Bench, "bench", words(options.preset, world, ["--train.transport", options.transport, *more])
+        )
         config, update = for_bench(measured, origins), measured.optimizer == "on"
         config = changed(config, {"data.sequence_length": measured.lengths[0]})
         config = resolve(config, Host(gpus=world))
@@ -74,7 +82,7 @@ def chosen(options: argparse.Namespace, world: int) -> tuple[Config, bool]:
 
 def record(engine: Engine, rank: int, microbatches: list[Microbatch], path: Path) -> None:
     """Write the trace of one step. The step before it runs under the profiler too, so that it finds it warm."""
-    recording = Recording(engine, rank)
+    recording = Recording(engine, rank, named=engine.config.plan.graphs != "on")
     recording.prepare()
     engine.train_step(microbatches, 1e-4)
     torch.cuda.synchronize()
@@ -127,16 +135,17 @@ def keep(traces: Mapping[str, Sequence[Path]], dp: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--recipe", default="moe_8gpu")
     parser.add_argument("--preset", default="", choices=["", *PRESETS])
     parser.add_argument("--transport", default="nccl", choices=["nccl", "copy_engine"])
+    parser.add_argument("--name", default="", help="of the result; empty makes one of the preset")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     rank, device = join()
     world = dist.get_world_size()
-    config, update = chosen(options, world)
+    config, update = chosen(options, more, world)
     folders: list[Any] = [tempfile.mkdtemp(prefix="overlap-trace-") if rank == 0 else ""]
     dist.broadcast_object_list(folders)  # all ranks are on this host
     traces, seconds = {}, {}
@@ -158,7 +167,7 @@ def main() -> None:
         print(render(found, compare(found, bound, real, null)))
         print(f"without the profiler: {seconds}, of which 'null' is the bound")
         name = f"overlap_trace_{options.preset}" if options.preset else "overlap_trace"
-        print(write(name, result, options.out, options.commit))
+        print(write(options.name or name, result, options.out, options.commit))
         if options.out:
             keep(traces, config.mesh.dp, options.out)
         shutil.rmtree(folders[0])

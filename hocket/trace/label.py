@@ -136,7 +136,8 @@ def kind_of(op: str, description: str, collective: str, around: str, size: float
     """What a communication is for.
 
     `op` is the plan's op, `description` that of the process group, `collective` one of `COLLECTIVES`, `around` the
-    names of the ops and annotations around the launch; `size` its bytes, 0 if not known. Empty if not known.
+    names of the ops and annotations around the launch and of the kernel; `size` its bytes, 0 if not known. Empty if not
+    known.
     """
     small = 0 < size <= _SMALL and collective in ("allreduce", "broadcast", "reduce", "gather", "scatter", "allgather")
     return _by_plan(op) or _by_group(description, collective, small) or _by_name(collective, around, small)
@@ -175,7 +176,7 @@ def _by_group(description: str, collective: str, small: bool) -> Kind | None:
 def _by_name(collective: str, around: str, small: bool) -> Kind:
     if re.search(r"fused_all_gather_matmul|fused_\w*matmul_reduce_scatter", around):
         return "tp"
-    if re.search(r"deep_ep|dispatch|combine", around) and collective in ("alltoall", ""):
+    if re.search(r"deep_ep|dispatch|combine|(^| )_push_(rows|counts)\b", around) and collective in ("alltoall", ""):
         return "a2a"
     if small:
         return "control"
@@ -202,6 +203,11 @@ def is_stand_in(name: str, launcher: str, op: str) -> bool:
     moves_rows = bool(op) and lane_of(op) not in ("compute", "gather", "reduce")
     copied = launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
     return moves_rows and (copied or name.startswith("_take_rows"))
+
+
+def is_barrier(name: str) -> bool:
+    """Whether a kernel is the barrier of symmetric memory, which ends what was stored or copied before it."""
+    return "barrier_kernel" in name
 
 
 def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[int, ...]) -> float:

@@ -162,6 +162,7 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
     size = np.zeros(n)
     planned = any(found.words[i] for i in np.unique(found.opened.op))
     counted: set[int] = set()
+    before: dict[int, int] = {}  # what the last communication of a lane was for
     for row in np.flatnonzero(communicates).tolist():
         told = found.args.get(row, {})
         title, description, ranks = groups.of(told)
@@ -177,9 +178,12 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
         elif call not in counted:  # a call of several kernels moves its bytes once
             size[row] = moved
             counted |= {call} - {-1}
-        kind[row] = words[label.kind_of(op, description, collective, f"{around} {launcher}", moved)]
+        kind[row] = words[label.kind_of(op, description, collective, f"{around} {launcher} {name}", moved)]
         if planned and not op and not description:  # hocket runs all but agreement between ranks as ops of its plan
             kind[row] = words["control"]
+        elif label.is_barrier(name) and not op:
+            kind[row] = before.get(int(found.lane[row]), kind[row])
+        before[int(found.lane[row])] = int(kind[row])
         group[row] = words[title]
     classes = _for_distinct(
         lambda name, launcher, optimizer: words[

@@ -69,10 +69,13 @@ def _plain(value: Any) -> Any:
 
 
 class Recording:
-    """Records steps of one engine. `start`, then `with step(n)` around each, `stop`, `write`."""
+    """Records steps of one engine. `start`, then `with step(n)` around each, `stop`, `write`.
 
-    def __init__(self, engine: Engine, rank: int) -> None:
-        self._engine = engine
+    Unless they are `named`, ops are not shown under their names, and steps that are replayed stay so.
+    """
+
+    def __init__(self, engine: Engine, rank: int, named: bool = True) -> None:
+        self._engine, self._named = engine, named
         self._about = json.dumps(describe(engine.config, engine, rank), ensure_ascii=False)
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
@@ -87,7 +90,8 @@ class Recording:
         """Record from now on."""
         if not self._prepared:
             self.prepare()
-        self._engine.executor.annotate()
+        if self._named:
+            self._engine.executor.annotate()
         self._profiler.start_trace()
         self._profiler.add_metadata_json("hocket", self._about)
 

@@ -93,6 +93,8 @@ def test_local_kernels_and_copies_are_compute(name: str, launcher: str) -> None:
         ("", "", "sendrecv", "", "pp"),
         ("", "", "barrier", "", "control"),
         ("", "", "allgather", "symm_mem::fused_all_gather_matmul", "tp"),
+        ("", "", "", "  _push_rows", "a2a"),
+        ("", "", "", "  _push_rows2", "other"),
         ("", "", "broadcast", "", "other"),
         ("", "", "", "", "other"),
     ],

@@ -105,6 +105,23 @@ def test_without_correlation_nothing_is_invented(tmp_path: Path) -> None:
     assert any("launches of 1 of 1" in note for note in trace.notes)
 
 
+def test_in_a_replay_kernels_tell_what_they_are_for(tmp_path: Path) -> None:
+    barrier = "void c10d::symmetric_memory::(anonymous namespace)::barrier_kernel(unsigned int**, int)"
+    trace = (
+        Trace()
+        .annotation("hocket step 1", 0, 9)
+        .kernel(barrier, 10, 11, stream=13, launched=5)  # behind nothing
+        .kernel("_push_rows", 12, 20, stream=13, launched=5)
+        .kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 13, 22, stream=14, launched=5)
+        .kernel(barrier, 21, 25, stream=13, launched=5)
+        .kernel(barrier, 26, 27, stream=14, launched=5)
+        .kernel("_take_rows", 28, 30, stream=13, launched=5)
+        .write(tmp_path / "rank0.json")
+    )
+    found = read(trace)
+    assert found.text(found.kind) == ["control", "a2a", "gather", "a2a", "gather", "compute"]
+
+
 def test_a_layer_can_come_from_a_module_annotation(tmp_path: Path) -> None:
     made = (
         Trace(world=2)
