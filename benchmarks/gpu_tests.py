@@ -1,9 +1,11 @@
 """Run the tests that need GPUs and keep their outcome as a result file.
 
     python -m benchmarks.gpu_tests
+    python -m benchmarks.gpu_tests -n 4 tests
     python -m benchmarks.gpu_tests --name gpu_tests_rerun tests/gpu/test_bench.py
 
-What is no option of its own goes to pytest. Exits with pytest's status.
+What is no option of its own goes to pytest, `-n 4` for instance, which runs all tests that measure no time on the same
+GPUs beside each other. Exits with pytest's status.
 """
 
 from __future__ import annotations

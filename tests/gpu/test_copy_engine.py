@@ -112,6 +112,7 @@ def collectives(rank: int) -> float:
     return host
 
 
+@pytest.mark.alone
 def test_gathers_and_sums_are_exact_and_the_host_goes_on() -> None:
     assert max(run_ranks(collectives, WORLD, backend="nccl", timeout=120)) < 0.05  # the device sleeps for 0.2 s
 

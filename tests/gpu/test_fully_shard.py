@@ -326,6 +326,7 @@ def hidden(rank: int, transport: ShardTransport) -> None:
         assert earlier.hidden >= 0.95, earlier
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine_gathers"])
 def test_gathers_and_reductions_are_hidden(transport: ShardTransport) -> None:
     run_ranks(hidden, 2, transport, backend="nccl", timeout=200)

@@ -61,6 +61,7 @@ def steps(rank: int, config: Config) -> tuple[list[float], list[Tensor], float]:
     return numbers, [unit.group.main.cpu() for unit in engine.sharded.units.values()], seconds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replayed_steps_give_the_same_bits(name: str) -> None:
     config = CONFIGS[name]

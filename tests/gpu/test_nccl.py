@@ -68,6 +68,7 @@ def _collectives(rank):
     return host
 
 
+@pytest.mark.alone
 def test_collectives_run_on_the_current_stream():
     assert max(run_ranks(_collectives, 2, backend="nccl")) < 0.05  # seconds, while the device sleeps for 0.2
 
@@ -143,6 +144,7 @@ def _slow(rank):
     return start.elapsed_time(end)
 
 
+@pytest.mark.alone
 def test_slow_keeps_the_stream_busy():
     for milliseconds in run_ranks(_slow, 2, backend="nccl"):
         assert 40 < milliseconds < 200

@@ -34,7 +34,7 @@ from hocket.settings.leaves import changed
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 
