@@ -17,7 +17,7 @@ from pathlib import Path
 from hocket.config import COPIED, Config
 from hocket.settings.rules import Host
 from hocket.train.tokenizer import tokenizer_vocab
-from hocket.variables import WANTED, Finding, Moment, Policy, apply
+from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
@@ -130,13 +130,24 @@ def prepare(
     `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
     NVLink multicast has been switched on.
     """
-    remarks = apply(env, policy, passed)
-    threads = env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
-    if not re.fullmatch(r"\d*[1-9]\d*", threads):
-        raise ValueError(
-            f"OMP_NUM_THREADS = {threads} (environment): not a number of threads; fix: 1 or more, or unset it"
-        )
-    return remarks
+    if stops := stopping(env, survey(env, policy, passed)):
+        raise ValueError("\n".join(stops))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
+    return apply(env, policy, passed)
+
+
+def stopping(env: Mapping[str, str], findings: Sequence[Finding]) -> list[str]:
+    """A line for each variable with which no run starts; `findings` are those of `survey`."""
+    threads = env.get("OMP_NUM_THREADS", "1")
+    if is_number_of_threads(threads):
+        return refusals(findings)
+    why = f"OMP_NUM_THREADS = {threads} (environment): not a number of threads"
+    return [*refusals(findings), f"{why}; fix: 1 or more, or unset it"]
+
+
+def is_number_of_threads(text: str) -> bool:
+    """Whether OMP_NUM_THREADS may be that: 1 or more."""
+    return bool(re.fullmatch(r"\d*[1-9]\d*", text))
 
 
 def cores() -> int:

@@ -11,7 +11,7 @@ is NVLink multicast. No setting leaves it on, and a user who turns it on gets an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,6 +102,8 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_LAUNCH_ORDER_IMPLICIT", ("1",), "NCCL orders the launches of all groups: lanes wait for each other"),
     Harm("NCCL_P2P_DISABLE", ("1",), "GPUs of one host talk through host memory, many times slower than NVLink"),
     Harm("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk through the network"),
+    Harm("NCCL_IB_DISABLE", ("1",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
+    Harm("NCCL_NET", ("SOCKET",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
     Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: train.transport = copy_engine fails"),
     Harm("NCCL_CTA_POLICY", (), "it overrules what each group asks for: copy engines are used by none, or by all"),
     Harm("NCCL_MAX_CTAS", (), "it overrules how many SMs each group may take"),
@@ -154,16 +156,21 @@ def _harmful(env: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(harm.name, "", found, "kept", harm.cost, harm.fix or f"unset {harm.name}")
 
 
+def refusals(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding with which nothing starts."""
+    must = {v.name for v in WANTED if v.must}
+    return [str(each) for each in findings if each.name in must and each.state in ("refused", "late")]
+
+
 def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Moment] = ()) -> list[str]:
     """Set what is missing, as far as the policy goes, and return remarks on what is not as wanted.
 
     Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
     """
     findings = survey(env, policy, passed)
-    must = {v.name for v in WANTED if v.must}
+    if stops := refusals(findings):
+        raise ValueError("\n".join(stops))
     for finding in findings:
-        if finding.name in must and finding.state in ("refused", "late"):
-            raise ValueError(str(finding))
         if finding.state == "set":
             env[finding.name] = finding.wanted
     if policy == "ignore":

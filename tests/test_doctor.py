@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket import cli
 from hocket.doctor.checks import AREAS, examine, exit_code
-from hocket.doctor.found import Check, Found, Gpu, Torch
-from hocket.doctor.look import gpus_of, links_of
+from hocket.doctor.found import Check, Found, Gpu, Port, Torch
+from hocket.doctor.look import gpus_of, links_of, ports_in
 from hocket.doctor.report import to_json, to_text, verdict
 from hocket.variables import HARMFUL
 from tests.helpers.golden import assert_golden
@@ -28,6 +29,7 @@ H200 = Gpu(
     mig="Disabled",
     compute_mode="Default",
 )
+IB = Port(name="mlx5_0:1", active=True, gbits=400.0)
 HEALTHY = Found(
     python=(3, 12, 3),
     torch=Torch(version="2.11.0+cu130", cuda="13.0", gpus=4, nccl=(2, 28, 9), triton="3.6.0"),
@@ -96,6 +98,15 @@ CASES: list[tuple[Found, str, str, str]] = [
     (replace(HEALTHY, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}), "CUDA_DEVICE_MAX_CONNECTIONS", "costs", "wanted 32"),
     (replace(HEALTHY, passed=("CUDA starts",)), "CUDA_DEVICE_MAX_CONNECTIONS", "costs", "not set, wanted 32"),
     (replace(HEALTHY, env={"OMP_NUM_THREADS": "32"}), "OMP_NUM_THREADS", "costs", "32"),
+    (replace(HEALTHY, env={"OMP_NUM_THREADS": "many"}), "OMP_NUM_THREADS", "stops", "many"),
+    (
+        replace(HEALTHY, ports=(IB, replace(IB, name="mlx5_1:1", active=False))),
+        "InfiniBand",
+        "costs",
+        "mlx5_1:1 is down",
+    ),
+    (replace(HEALTHY, ports=(IB, replace(IB, gbits=100))), "InfiniBand", "costs", "100 of 400 Gb/s"),
+    (replace(HEALTHY, ports=(IB,), locked=8 << 20), "locked memory", "costs", "8 MiB"),
     (replace(HEALTHY, python=(3, 10, 1)), "python", "stops", "3.10.1"),
     (torch(version="2.9.1"), "torch", "stops", "2.9.1"),
     (torch(error="OSError: no libcuda", gpus=0), "torch", "stops", "no libcuda"),
@@ -198,6 +209,28 @@ NIC0\tPIX\tSYS\tSYS\t X
 def test_links_are_read_from_the_drivers_tool() -> None:
     assert links_of(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV12"}
     assert links_of("") == {}
+
+
+def test_ports_of_adapters_are_read_from_where_the_kernel_describes_them(tmp_path: Path) -> None:
+    for adapter, state, rate, layer in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),
+        ("rocep1", "1: DOWN", "", "Ethernet"),
+    ):
+        port = tmp_path / adapter / "ports" / "1"
+        port.mkdir(parents=True)
+        for name, text in (("state", state), ("rate", rate), ("link_layer", layer)):
+            (port / name).write_text(f"{text}\n")
+    assert ports_in(tmp_path) == (IB, Port(name="rocep1:1", active=False, kind="Ethernet"))
+    assert ports_in(tmp_path / "none") == ()
+
+
+def test_a_host_without_a_fast_network_is_told_what_that_costs_and_has_nothing_to_mend() -> None:
+    [network] = [check for check in examine(HEALTHY) if check.name == "InfiniBand"]
+    assert (network.state, "TCP" in network.cost) == ("ok", True)
+    both = examine(replace(HEALTHY, ports=(IB, replace(IB, kind="Ethernet"))))
+    assert (
+        next(check.found for check in both if check.name == "InfiniBand") == "2 ports of 400 Gb/s, InfiniBand and RoCE"
+    )
 
 
 def test_the_command_prints_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from hocket import cli
+from hocket.environment import prepare
 from hocket.explain.build import explain
 from hocket.explain.explanation import (
     Explanation,
@@ -297,6 +299,18 @@ def test_what_a_run_would_refuse_is_explained_all_the_same_and_the_exit_code_say
     code, out, err = command(capsys, *IMPOSSIBLE, "--overlap.on_unmet", "warn")
     assert (code, err) == (0, "")
     assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off" in out
+
+
+@pytest.mark.parametrize(("name", "value"), [("NCCL_NVLS_ENABLE", "1"), ("OMP_NUM_THREADS", "all")])
+def test_variables_with_which_no_run_starts_have_the_verdict_of_one(capsys: Any, monkeypatch: Any, name, value) -> None:
+    monkeypatch.setenv(name, value)
+    code, out, err = command(capsys, "tiny", "--json")
+    assert code == 1
+    assert err.startswith(f"hocket: a run would not start: {name} = {value} (environment): ")
+    with pytest.raises(ValueError, match=f"{name} = {value}") as error:
+        prepare(dict(os.environ), 1)
+    assert json.loads(out)["refused"] == [str(error.value)]
+    assert [line.split(": ", 2)[2] for line in err.splitlines()] == [str(error.value)]
 
 
 def test_what_cannot_be_explained_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work
 from hocket.commands.trace import trace_files
 from hocket.config import Config
-from hocket.environment import find_gpus
+from hocket.environment import find_gpus, stopping
 from hocket.explain.beside import beside, hardware_for, in_traces, request
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
@@ -51,15 +51,17 @@ def run(words: list[str]) -> int:
         return translate.run(words)
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
-    found = explain(settings, survey(os.environ, settings.overlap.env, passed(sys.modules)))
+    variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
+    reasons = (*filter(None, [refused]), *stopping(os.environ, variables))
+    found = replace(explain(settings, variables), refused=reasons)
     if options.from_:
         found = with_traces(found, settings, options.from_, origins)
     if options.probe:
         found = with_probe(found, settings)
     print(json_module.dumps(found.as_json(), indent=1) if options.json else to_text(found))
-    if refused:
-        print(f"hocket: a run would not start: {refused}", file=sys.stderr)
-    return 1 if refused else 0
+    for reason in reasons:
+        print(f"hocket: a run would not start: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:

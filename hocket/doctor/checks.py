@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from hocket.doctor.found import Check, Found, Gpu, State
+from hocket.environment import is_number_of_threads
 from hocket.variables import WANTED, survey
 
 OLDEST_PYTHON, OLDEST_TORCH, COPY_ENGINE_NCCL = (3, 11), (2, 11), (2, 28)
@@ -38,11 +39,21 @@ def environment(f: Found) -> Checks:
             state = "stops" if finding.state == "refused" else "costs"
             found = f"{finding.found or 'not set'}{f', wanted {finding.wanted}' if finding.name in wanted else ''}"
             yield _env(finding.name, state, found, finding.cost, finding.fix)
-    threads = f.env.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and f.cores and int(threads) * max(1, f.torch.gpus) > max(f.cores, 1):
-        cost = f"{max(1, f.torch.gpus)} ranks of {threads} threads share {f.cores} cores and take turns"
-        fix = "unset it, and hocket divides the cores"
-        yield _env("OMP_NUM_THREADS", "costs", threads, cost, fix)
+    yield _threads(f)
+
+
+def _threads(f: Found) -> Check:
+    """Threads of a rank, of which there is one per GPU; without GPUs one at least."""
+    name, ranks, fix = "OMP_NUM_THREADS", max(1, f.torch.gpus), "unset it, and hocket divides the cores"
+    if name not in f.env:
+        return _env(name, "ok", "not set, hocket divides the cores among the ranks of a host")
+    threads = f.env[name]
+    if not is_number_of_threads(threads):
+        return _env(name, "stops", threads or "(empty)", "not a number of threads: no run starts", fix)
+    if f.cores and int(threads) * ranks > f.cores:
+        cost = f"{ranks} ranks of {threads} threads share {f.cores} cores and take turns"
+        return _env(name, "costs", threads, cost, fix)
+    return _env(name, "ok", threads)
 
 
 def software(f: Found) -> Checks:
@@ -164,6 +175,27 @@ def links(f: Found) -> Checks:
     yield from _copy_engine(f)
 
 
+def _network(f: Found) -> Checks:
+    """What joins hosts. One host needs none of it, so that there is none is no finding."""
+    up = [port for port in f.ports if port.active]
+    if not f.ports:
+        cost = "runs of one host need none; between hosts NCCL would talk over TCP, many times slower"
+        yield _link("InfiniBand", "ok", "none, and no RoCE", cost)
+        return
+    for port in f.ports:
+        if not port.active:
+            cost = "between hosts NCCL has one link less, or none and talks over TCP"
+            yield _link("InfiniBand", "costs", f"{port.name} is down", cost, "look at its cable and switch; see ibstat")
+    slow = [port for port in up if 0 < port.gbits < max(other.gbits for other in up)]
+    if slow:
+        found = f"{slow[0].name} has {slow[0].gbits:g} of {max(port.gbits for port in up):g} Gb/s"
+        cost = "NCCL spreads its channels evenly: all wait for the slowest link"
+        yield _link("InfiniBand", "costs", found, cost, "NCCL_IB_HCA names the fast ones, or mend it")
+    elif up:
+        kinds = " and ".join(sorted({"RoCE" if port.kind == "Ethernet" else port.kind for port in up}))
+        yield _link("InfiniBand", "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}")
+
+
 def _copy_engine(f: Found) -> Checks:
     if f.torch.no_copy_engine:
         cost = "collectives run on SMs, and slow down the compute that they hide under"
@@ -201,8 +233,11 @@ def host(f: Found) -> Checks:
         yield _host("open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")
     else:
         yield _host("open files", "ok", str(f.open_files or "not known"))
-    locked = "no limit" if f.locked < 0 else f"{_size(f.locked)}; over several hosts RDMA wants no limit (ulimit -l)"
-    yield _host("locked memory", "ok", locked)
+    if f.locked >= 0 and any(port.active for port in f.ports):
+        cost = "adapters lock the memory that they read and write: a run of several hosts fails as it begins"
+        yield _host("locked memory", "costs", _size(f.locked), cost, "ulimit -l unlimited")
+    else:
+        yield _host("locked memory", "ok", "no limit" if f.locked < 0 else f"{_size(f.locked)}, enough for one host")
     if f.temporary_free < TEMPORARY:
         found = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}"
         cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
@@ -215,7 +250,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2g} MiB"
 
 
-AREAS: tuple[Callable[[Found], Checks], ...] = (environment, software, gpus, links, host)
+AREAS: tuple[Callable[[Found], Checks], ...] = (environment, software, gpus, links, _network, host)
 """In the order of the report."""
 
 

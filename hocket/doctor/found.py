@@ -34,6 +34,19 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Port:
+    """One port of a network adapter that can read and write the memory of other hosts."""
+
+    name: str
+    """Of adapter and port, such as mlx5_0:1."""
+    active: bool
+    gbits: float = 0.0
+    """Gigabits per second; 0 is not known."""
+    kind: str = "InfiniBand"
+    """What it speaks; Ethernet means RoCE."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Torch:
     """What torch, asked in a process of its own, says of the host."""
 
@@ -65,6 +78,7 @@ class Found:
     driver: str = ""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
+    ports: tuple[Port, ...] = ()
     copies: tuple[str, ...] = ()
     """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
     no_probe: str = "nobody asked for it"

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hocket.doctor.found import Found, Gpu, Torch
+from hocket.doctor.found import Found, Gpu, Port, Torch
 from hocket.environment import cores, torch_build
 from hocket.probing.request import Request
 from hocket.probing.start import run
@@ -55,6 +56,7 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
         gpus=gpus,
         driver=driver,
         links=_links(),
+        ports=ports_in(Path("/sys/class/infiniband")),
         copies=copies,
         no_probe=no_probe,
         cores=cores(),
@@ -64,6 +66,29 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
         temporary=temporary,
         temporary_free=shutil.disk_usage(temporary).free,
     )
+
+
+def ports_in(folder: Path) -> tuple[Port, ...]:
+    """Ports of network adapters, from the folder in which the kernel describes them."""
+    found = []
+    for port in sorted(folder.glob("*/ports/*")):
+        state, rate, kind = (_line(port / name) for name in ("state", "rate", "link_layer"))
+        speed = re.match(r"[\d.]+", rate)
+        found.append(
+            Port(
+                name=f"{port.parent.parent.name}:{port.name}",
+                active="ACTIVE" in state,
+                gbits=float(speed[0]) if speed else 0.0,
+                kind=kind or "InfiniBand",
+            )
+        )
+    return tuple(found)
+
+
+def _line(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return file.read_text().strip()
+    return ""
 
 
 def _size_of(folder: str) -> int:

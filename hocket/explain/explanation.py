@@ -130,6 +130,8 @@ class Explanation:
     probed_on: str = ""
     measured: Predicted | None = None
     """The step as traces of a run show it, if there are any."""
+    refused: tuple[str, ...] = ()
+    """Why a run would not start; empty if it would."""
 
     @property
     def unmet(self) -> tuple[Decision, ...]:
