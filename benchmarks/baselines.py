@@ -78,7 +78,7 @@ DATA_PARALLEL_ADAMW = (
 )
 """With the optimizer, which DDP runs on every rank for all weights."""
 PIPELINE = (
-    "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 "
+    "moe_8gpu --mesh.ep 2 --train.microbatches 8 --train.sequences 4 --overlap.dp.strategy auto "
     "--against hocket,hocket_null,pipelining_interleaved,pipelining_zb,megatron_core,torchtitan"
 )
 """The recipe with a pipeline of 2: sends, all-to-alls and sharding at once."""

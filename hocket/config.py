@@ -143,9 +143,10 @@ class PlanConfig:
 class DataOverlap:
     """Gathers of weights and reduces of gradients."""
 
-    strategy: Strategy = "optim_grads_params"
+    strategy: Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What data-parallel ranks share instead of each keeping it whole: nothing, the optimizer's state, also gradients,
-    or also weights. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch."""
+    or also weights. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
+    auto shares as little as fits into memory, where that makes a step shorter or moves fewer bytes."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
 

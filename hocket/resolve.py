@@ -27,6 +27,7 @@ from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, st
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.strategy_choice import choose_strategy
 from hocket.settings.tensor_choice import choose_tensor
 
 
@@ -82,6 +83,7 @@ def resolve(
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _add(settled, decisions, choose_tensor(settled, host))
     settled = _add(settled, decisions, choose_copies(settled, price))
+    settled = _add(settled, decisions, choose_strategy(settled, price))
     settled = _add(settled, decisions, choose_recompute(settled, price))
     costs = price(settled)
     for choose_by_costs in (choose_ends, choose_hops):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hocket.config import Config, Purpose
+from hocket.config import Config, Purpose, Strategy
 from hocket.parallel.capacity import rows_allowed, rows_evenly
 from hocket.parallel.mesh import Mesh
 from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
@@ -40,8 +40,10 @@ def layout_of(config: Config) -> Layout:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Over how many ranks weights and gradients are spread, and what of them is."""
-    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), config.overlap.dp.strategy)
+    """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
+    strategy = config.overlap.dp.strategy
+    kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
+    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), kept)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

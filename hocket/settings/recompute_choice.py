@@ -11,18 +11,10 @@ from itertools import combinations
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_program
 from hocket.plan.ops import Recomputable, recomputable
-from hocket.plan.simulate import simulate
 from hocket.settings.leaves import changed
-from hocket.settings.plan_rules import group_of
-
-_USABLE = 0.9
-"""Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
-_GROUPS = 3
-"""Groups of microbatches of a simulated step: what a rank holds at most is reached by then."""
+from hocket.settings.predicted import USABLE, gib, predicted
 
 
 def choose_recompute(
@@ -35,20 +27,20 @@ def choose_recompute(
     if not hardware.memory:
         yield "plan.recompute", (), f"how much memory a {hardware.name} rank can use is not known"
         return
-    room = _USABLE * hardware.memory
-    seconds, held = _step(c, (), price)
-    if held <= room:
-        yield "plan.recompute", (), f"{_gib(held)} of {_gib(hardware.memory)} are needed without"
+    room = USABLE * hardware.memory
+    without = predicted(changed(c, {"plan.recompute": ()}), price)
+    if without.nbytes <= room:
+        yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(hardware.memory)} are needed without"
         return
-    steps = {parts: _step(c, parts, price) for parts in _sets(c)}
-    fitting = [parts for parts, (_, nbytes) in steps.items() if nbytes <= room]
-    best = min(fitting, key=lambda p: steps[p][0]) if fitting else min(steps, key=lambda p: steps[p][1])
-    longer, less = steps[best][0] / seconds - 1, steps[best][1]
+    steps = {parts: predicted(changed(c, {"plan.recompute": parts}), price) for parts in _sets(c)}
+    fitting = [parts for parts, step in steps.items() if step.nbytes <= room]
+    best = min(fitting, key=lambda p: steps[p].seconds) if fitting else min(steps, key=lambda p: steps[p].nbytes)
+    longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
     fits = "" if fitting else "; that is the least, and does not fit either"
     yield (
         "plan.recompute",
         best,
-        f"{_gib(less)} instead of {_gib(held)}, of {_gib(hardware.memory)}, for {longer:.1%} more time{fits}",
+        f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(hardware.memory)}, for {longer:.1%} more time{fits}",
     )
 
 
@@ -56,15 +48,3 @@ def _sets(c: Config) -> Iterator[tuple[Recomputable, ...]]:
     parts = recomputable(c.model.kinds())
     for count in range(1, len(parts) + 1):
         yield from combinations(parts, count)
-
-
-def _step(c: Config, parts: tuple[Recomputable, ...], price: Callable[[Config], CostTable]) -> tuple[float, int]:
-    """Predicted seconds and bytes of a step of a few microbatches."""
-    c = changed(c, {"plan.recompute": parts})
-    count = min(c.train.microbatches, _GROUPS * group_of(c))
-    timeline = simulate(build_program(layout_of(c), count, c, sharding_of(c)), price(c))
-    return float(timeline.makespan), max(use.peak_bytes for use in timeline.ranks)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.0f} GiB"

@@ -98,6 +98,7 @@ def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
 def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
     batches = batches or batches_of(c)
     dtype, strategy = DTYPES[c.precision.compute], c.overlap.dp.strategy
+    assert strategy != "auto"
     per_rank = c.overlap.ep.copies == "per_rank"
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank)
     reference = plain.run(batches)

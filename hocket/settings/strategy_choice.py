@@ -1,0 +1,65 @@
+"""How `overlap.dp.strategy` is chosen where it is `auto`: the shortest predicted step that fits into memory.
+
+The more of weights and gradients stays on every rank, the less is gathered and reduced: once a step, instead of in
+every microbatch. Most of that is hidden either way, and steps are predicted to take the same time. But what is hidden
+still holds SMs and memory bandwidth, which predictions leave out: so of steps that are about as short the one wins that
+moves the fewest bytes, and of these the one that needs the least memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from hocket.config import Config, Strategy
+from hocket.machine import hardware_of
+from hocket.plan.cost import CostTable
+from hocket.plan.timeline import duration
+from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import shares_units
+from hocket.settings.predicted import USABLE, Predicted, gib, predicted
+
+_SETTING = "overlap.dp.strategy"
+_LEAST: Strategy = "optim_grads_params"
+"""What needs the least memory."""
+_SAME = 0.01
+"""By how much longer a step is as short as another one."""
+
+
+def choose_strategy(c: Config, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Strategy, str]]:
+    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
+    if c.overlap.dp.strategy == "auto":
+        yield _SETTING, *_chosen(c, price)
+
+
+def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[Strategy, str]:
+    hardware = hardware_of(c)
+    if not shares_units(c):
+        return _LEAST, "with one data-parallel rank nothing is shared out"
+    if not hardware.memory:
+        return _LEAST, f"how much memory a {hardware.name} rank can use is not known, and this needs the least"
+    steps: dict[Strategy, Predicted] = {s: predicted(changed(c, {_SETTING: s}), price) for s in get_args(Strategy)}
+    room, least = USABLE * hardware.memory, steps[_LEAST]
+    fitting = {name: step for name, step in steps.items() if step.nbytes <= room}
+    if not fitting:
+        return _LEAST, f"{gib(least.nbytes)} of {gib(hardware.memory)} are needed, and the others need more"
+    shortest = min(step.seconds for step in fitting.values())
+    short = {name: step for name, step in fitting.items() if step.seconds <= (1 + _SAME) * shortest}
+    best = min(short, key=lambda name: (short[name].moved, short[name].nbytes))
+    return best, _reason(best, steps[best], least, hardware.memory)
+
+
+def _reason(best: Strategy, step: Predicted, least: Predicted, memory: int) -> str:
+    needs = f"{gib(step.nbytes)} of {gib(memory)}"
+    if best == _LEAST:
+        return f"it is the shortest step that fits, with {needs}"
+    plural = "es" if step.microbatches > 1 else ""
+    return (
+        f"a step of {step.microbatches} microbatch{plural} is predicted to take {duration(step.seconds)} and move "
+        f"{_moved(step)} per rank, instead of {duration(least.seconds)} and {_moved(least)} with {_LEAST}; it needs "
+        f"{needs}, instead of {gib(least.nbytes)}"
+    )
+
+
+def _moved(step: Predicted) -> str:
+    return f"{step.moved / 2**30:.1f} GiB"
