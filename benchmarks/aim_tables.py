@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.contender_tables import tokens_of, workloads
 from benchmarks.markdown import Result, table
 from benchmarks.sharding_tables import verdict
-from hocket.bench.contender import CONTENDERS
+from hocket.bench.contender import entry
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def expert_aims(*results: Result) -> str:
 
 
 def _row(aim: Aim, by_name: Mapping[str, Result]) -> list[str]:
-    ours = [name for name in by_name if CONTENDERS[name].ours and not CONTENDERS[name].bound]
+    ours = [name for name in by_name if entry(name).ours and not entry(name).bound]
     best = min(ours, key=lambda name: by_name[name]["seconds"])
     over = by_name[best]["speed_over"]
     bounds = ["bound_graph" if name == "bound" and "bound_graph" in by_name else name for name in aim.bounds]

@@ -13,10 +13,11 @@ import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from hocket.config import Config
+from hocket.presets import PLAIN
 
 if TYPE_CHECKING:  # the list of contenders is shown without loading torch
     import torch
@@ -76,6 +77,8 @@ class Entry:
     """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1); `whole`: not on several ranks."""
     bound: bool = False
     """Whether it leaves out communication, so that its losses mean nothing."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What is set for it beside what the user says, by dotted name: it has a configuration of its own."""
 
     @property
     def peer(self) -> bool:
@@ -91,28 +94,42 @@ class Entry:
 _PEERS, _OURS, _SHARDED = "hocket.bench.peers", "hocket.bench.ours", "hocket.bench.sharded"
 _MFSDP = "megatron-fsdp==0.6.1"
 
+_CE = {"train.transport": "copy_engine"}
+_ISSUED = {"plan.graphs": "off", "overlap.ep.splits": "host"}
+_PER_RANK = {**_ISSUED, "overlap.ep.copies": "per_rank"}
+_DEVICE = {"plan.graphs": "off", "overlap.ep.splits": "device", "overlap.ep.copies": "per_expert"}
+_GRAPH = {"plan.graphs": "on", "overlap.ep.splits": "auto", "overlap.ep.copies": "auto"}
+
+
+def _hocket(about: str, settings: Mapping[str, Any], **fits: Any) -> Entry:
+    """Hocket with settings of its own."""
+    return Entry(f"{_OURS}:planned", f"hocket, {about}", pp="any", settings=settings, **fits)
+
+
 CONTENDERS: dict[str, Entry] = {
     "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
     "bound_graph": Entry(f"{_PEERS}.bound:bound_graph", "the bound, replayed as a CUDA graph", cuda=True, bound=True),
     "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any"),
-    "hocket_sequential": Entry(f"{_OURS}:sequential", "hocket, one microbatch after the other", pp="any"),
-    "hocket_interleaved": Entry(f"{_OURS}:interleaved", "hocket, the classic order, nothing merged", pp="any"),
-    "hocket_ce": Entry(f"{_OURS}:copy_engine", "hocket, gathers and reduces on copy engines", cuda=True, pp="any"),
-    "hocket_ce_gather": Entry(f"{_OURS}:copy_engine_gathers", "hocket, gathers on copy engines", cuda=True, pp="any"),
-    "hocket_per_rank": Entry(f"{_OURS}:per_rank", "hocket, a copy for each rank", pp="any", model="moe"),
-    "hocket_per_rank_ce": Entry(
-        f"{_OURS}:per_rank_ce", "hocket, a copy for each rank, on copy engines", cuda=True, pp="any", model="moe"
+    "hocket_sequential": _hocket(
+        "one microbatch after the other", settings={**PLAIN, "plan.order": "sequential"}
     ),
-    "hocket_device": Entry(f"{_OURS}:device_splits", "hocket, splits that no host knows", pp="any", model="moe"),
-    "hocket_device_ce": Entry(
-        f"{_OURS}:device_splits_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any", model="moe"
+    "hocket_interleaved": _hocket("the classic order, nothing merged", settings={**PLAIN, "plan.order": "auto"}),
+    "hocket_ce": _hocket("gathers and reduces on copy engines", cuda=True, settings=_CE),
+    "hocket_ce_gather": _hocket(
+        "gathers on copy engines", cuda=True, settings={"train.transport": "copy_engine_gathers"}
     ),
-    "hocket_issued": Entry(f"{_OURS}:issued", "hocket, steps issued op by op, host-known splits", pp="any"),
-    "hocket_graph": Entry(
-        f"{_OURS}:graphed", "hocket, splits that no host knows, steps as CUDA graphs", cuda=True, pp="any"
+    "hocket_per_rank": _hocket("a copy for each rank", model="moe", settings=_PER_RANK),
+    "hocket_per_rank_ce": _hocket(
+        "a copy for each rank, on copy engines", cuda=True, model="moe", settings=_PER_RANK | _CE
     ),
-    "hocket_graph_ce": Entry(
-        f"{_OURS}:graphed_ce", "the same, gathers and reduces on copy engines", cuda=True, pp="any"
+    "hocket_device": _hocket("splits that no host knows", model="moe", settings=_DEVICE),
+    "hocket_device_ce": _hocket(
+        "splits that no host knows, gathers and reduces on copy engines", cuda=True, model="moe", settings=_DEVICE | _CE
+    ),
+    "hocket_issued": _hocket("steps issued op by op, host-known splits", settings=_ISSUED),
+    "hocket_graph": _hocket("steps as CUDA graphs, splits that no host knows", cuda=True, settings=_GRAPH),
+    "hocket_graph_ce": _hocket(
+        "steps as CUDA graphs, gathers and reduces on copy engines", cuda=True, settings=_GRAPH | _CE
     ),
     "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
     "hocket_signal": Entry(
@@ -178,7 +195,12 @@ CONTENDERS: dict[str, Entry] = {
         package="torchtitan==0.2.2", cuda=True, pp="any", model="moe",
     ),
 }  # fmt: skip
-"""Every contender by name."""
+"""Every contender by name, but those that a user makes of settings."""
+
+
+def entry(name: str) -> Entry:
+    """What stands for a contender; of a name that is not listed, hocket with settings of the user's."""
+    return CONTENDERS.get(name) or _hocket("with settings of its own", {})
 
 
 def find(names: Sequence[str]) -> list[Entry]:
@@ -195,22 +217,22 @@ def find(names: Sequence[str]) -> list[Entry]:
 
 def why_not(name: str, config: Config) -> str:
     """Why a contender cannot run this resolved configuration here, and the fix; empty if it can."""
-    entry, problem = CONTENDERS[name], ""
+    one, problem = entry(name), ""
     moe, pp, ep = "moe" in config.model.kinds(), config.mesh.pp, config.mesh.ep
-    if entry.cuda and config.train.device != "cuda":
+    if one.cuda and config.train.device != "cuda":
         problem = "needs GPUs; fix: leave it out, or train.device = cuda on a host with GPUs"
-    elif entry.pp == "one" and pp > 1:
+    elif one.pp == "one" and pp > 1:
         problem = f"knows no pipeline, and mesh.pp = {pp}; fix: mesh.pp = 1, or leave it out"
-    elif entry.pp == "many" and pp == 1:
+    elif one.pp == "many" and pp == 1:
         problem = "needs a pipeline, and mesh.pp = 1; fix: mesh.pp = 2 or more, or leave it out"
-    elif entry.model == "dense" and moe:
+    elif one.model == "dense" and moe:
         problem = "knows no MoE layers, and the model has them; fix: model.experts = 0, or leave it out"
-    elif entry.model == "moe" and (not moe or ep == 1):
+    elif one.model == "moe" and (not moe or ep == 1):
         problem = f"needs experts on several ranks, and mesh.ep = {ep}; fix: mesh.ep = 2 or more, or leave it out"
-    elif entry.model == "whole" and ep > 1:
+    elif one.model == "whole" and ep > 1:
         problem = f"knows no expert parallelism, and mesh.ep = {ep}; fix: mesh.ep = 1, or leave it out"
-    elif entry.package:
-        problem = _package_problem(entry.package)
+    elif one.package:
+        problem = _package_problem(one.package)
     return f"against = {name} (command line): {problem}" if problem else ""
 
 
@@ -227,7 +249,7 @@ def _package_problem(requirement: str) -> str:
 
 def load(name: str) -> Maker:
     """The function that builds a contender. Imports its module."""
-    module, _, function = CONTENDERS[name].make.partition(":")
+    module, _, function = entry(name).make.partition(":")
     return getattr(importlib.import_module(module), function)
 
 

@@ -20,6 +20,7 @@ tell a few per cent, nor anything in experts alone: `--precision.compute fp32` c
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from hocket.bench.contender import Contender
 from hocket.bench.workload import Workload, batches
 from hocket.model.transformer import parameter_counts
+from hocket.settings.leaves import changed
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 """Largest difference of two losses at the same step, relative to what was learnt, by compute dtype."""
@@ -72,27 +74,26 @@ def gentle(workload: Workload) -> Workload:
     normed states of single tokens, and about as much comes through the first norm to the embedding. The smaller it is,
     the larger must be the step.
     """
-    config = workload.config
-    weights, _ = parameter_counts(config.model)
+    model = workload.config.model
+    weights, _ = parameter_counts(model)
     eps = EPS * weights**-0.5
-    rate = min(FASTEST, RATE * workload.tokens / (2 * config.model.hidden))
-    train = dataclasses.replace(config.train, eps=eps, lr=rate * eps, min_lr=0.0)
-    return dataclasses.replace(workload, config=dataclasses.replace(config, train=train))
+    rate = min(FASTEST, RATE * workload.tokens / (2 * model.hidden))
+    return workload.having(
+        lambda config: changed(config, {"train.eps": eps, "train.lr": rate * eps, "train.min_lr": 0.0})
+    )
 
 
 def small(workload: Workload) -> Workload:
     """What the gate runs: fewer layers and tokens, with an optimizer. Even stages stay even."""
-    config = workload.config
-    stages = config.mesh.pp * config.plan.chunks
-    layers = config.model.layers
-    if not config.plan.layers_per_stage:
+    every = [workload.config, *workload.variants.values()]
+    layers = workload.config.model.layers
+    if not any(config.plan.layers_per_stage for config in every):
+        stages = math.lcm(*(config.mesh.pp * config.plan.chunks for config in every))
         layers = min(layers, -(-LAYERS // stages) * stages)
-    model = dataclasses.replace(
-        config.model, layers=layers, dense_layers=tuple(n for n in config.model.dense_layers if n < layers)
-    )
-    train = dataclasses.replace(config.train, sequences=1)
-    config = dataclasses.replace(config, model=model, train=train)
-    return gentle(dataclasses.replace(workload, config=config, optimizer=True))
+    dense = tuple(n for n in workload.config.model.dense_layers if n < layers)
+    changes = {"model.layers": layers, "model.dense_layers": dense, "train.sequences": 1}
+    fewer = workload.having(lambda config: changed(config, changes))
+    return gentle(dataclasses.replace(fewer, optimizer=True))
 
 
 def curve(contender: Contender, workload: Workload, rank: int, device: torch.device, steps: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,7 +19,6 @@ from hocket.machine import hardware_of
 from hocket.parallel.capacity import lack
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import costs_of, layout_of, mesh_of
-from hocket.presets import PLAIN
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null, Signal
@@ -116,20 +115,9 @@ class Muted:
 
 
 def planned(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured."""
+    """Hocket as configured. A bound can use the same weights."""
     made = _lenders[id(workload)] = Planned(workload, rank, device, workload.config)
     return made
-
-
-def sequential(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket with the plainest plan: one microbatch after the other through the whole pipeline."""
-    return Planned(workload, rank, device, _unmerged(workload.config, "sequential"))
-
-
-def interleaved(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket with the classic order of the pipeline, nothing merged or deferred."""
-    pipelined = "interleaved" if workload.config.plan.chunks > 1 else "1f1b"
-    return Planned(workload, rank, device, _unmerged(workload.config, pipelined))
 
 
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -199,80 +187,9 @@ def exchanges(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Exchanges(workload, rank, device)
 
 
-def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _on(workload.config, "copy_engine"))
-
-
-def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, with gathers on copy engines; reduces are NCCL's."""
-    return Planned(workload, rank, device, _on(workload.config, "copy_engine_gathers"))
-
-
-def per_rank(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, with a copy of a token for each rank that has some of its experts."""
-    return Planned(workload, rank, device, _per_rank(workload.config))
-
-
-def per_rank_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The same, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _on(_per_rank(workload.config), "copy_engine"))
-
-
-def device_splits(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, issued op by op, though no host knows how many rows travel to which experts."""
-    return Planned(workload, rank, device, _issued(_placed(workload.config)))
-
-
-def device_splits_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The same, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _on(_issued(_placed(workload.config)), "copy_engine"))
-
-
-def graphed(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, each step replayed as one CUDA graph, in which no host knows how many rows travel."""
-    return Planned(workload, rank, device, _graphed(workload.config))
-
-
-def graphed_ce(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """The same, with gathers and reduces on copy engines."""
-    return Planned(workload, rank, device, _on(_graphed(workload.config), "copy_engine"))
-
-
-def issued(workload: Workload, rank: int, device: torch.device) -> Contender:
-    """Hocket as configured, but that the host issues every step op by op, and knows how many rows travel."""
-    config = changed(_issued(workload.config), {"overlap.ep.splits": "host"})
-    return Planned(workload, rank, device, config)
-
-
-def _graphed(config: Config) -> Config:
-    """A configuration whose steps are replayed."""
-    return changed(_placed(config) if config.mesh.ep > 1 else config, {"plan.graphs": "on"})
-
-
-def _issued(config: Config) -> Config:
-    """A configuration whose steps are issued op by op."""
-    return changed(config, {"plan.graphs": "off"})
-
-
-def _per_rank(config: Config) -> Config:
-    """A configuration whose tokens are sent once per rank, which takes a host that knows the splits."""
-    return changed(_issued(config), {"overlap.ep.splits": "host", "overlap.ep.copies": "per_rank"})
-
-
-def _placed(config: Config) -> Config:
-    """A configuration whose splits are known to the devices alone."""
-    return changed(config, {"overlap.ep.splits": "device", "overlap.ep.copies": "per_expert"})
-
-
 def _on(config: Config, transport: TransportName) -> Config:
     """A configuration on another transport."""
     return changed(config, {"train.transport": transport})
-
-
-def _unmerged(config: Config, order: Literal["sequential", "1f1b", "interleaved"]) -> Config:
-    """A configuration with a plan that hides nothing behind another microbatch's compute."""
-    return changed(config, {"plan.order": order, **PLAIN})
 
 
 def _parts(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.bench.contender import CONTENDERS
+from hocket.bench.contender import entry
 from hocket.bench.gate import Verdict
 from hocket.bench.measure import Block
 from hocket.bench.stats import Ratio, noise, off_clock, ratio
@@ -85,7 +85,7 @@ class Measured:
 
     def best_peer(self) -> str:
         """The fastest contender that is neither a bound nor hocket; empty without one."""
-        peers = [name for name in self.blocks if CONTENDERS[name].peer]
+        peers = [name for name in self.blocks if entry(name).peer]
         return min(peers, key=self.step, default="")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hocket.bench import gate
-from hocket.bench.contender import CONTENDERS, Contender, blame, load
+from hocket.bench.contender import Contender, blame, entry, load
 from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.record import provenance
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
@@ -51,6 +51,8 @@ class Bench:
     """File for the result; empty writes none."""
     commit: str = ""
     """What to call this version, where there is no repository to ask."""
+    variants: Mapping[str, Settings] = field(default_factory=dict)
+    """Contender -> its settings, of those that have their own."""
 
 
 @dataclass
@@ -80,12 +82,12 @@ class Session:
 
     def build(self, name: str, workload: Workload) -> Contender:
         with blame(name, "being built"):
-            return load(name)(workload, self.rank, self.device)
+            return load(name)(workload.of(name), self.rank, self.device)
 
     def compare(self, workload: Workload) -> gate.Verdict:
         """The gate, on small models of its own. Raises NumericsError if contenders disagree."""
         compared, curves = gate.small(workload), {}
-        for name in [name for name in self.bench.names if not CONTENDERS[name].bound]:
+        for name in [name for name in self.bench.names if not entry(name).bound]:
             contender = self.build(name, compared)
             with blame(name, "being compared"):
                 curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
@@ -167,9 +169,10 @@ def workloads(settings: Settings, bench: Bench) -> list[Workload]:
     """One workload per sequence length."""
     made = []
     for length in bench.lengths:
-        config = changed(settings, {"data.sequence_length": length})
+        work = Workload(settings, bench.optimizer, bench.compile, bench.variants)
+        work = work.having(lambda config, length=length: changed(config, {"data.sequence_length": length}))
         # Weights that hardly move keep GPUs as busy as those of a real run, and all contenders with the same numbers.
-        made.append(gate.gentle(Workload(config, bench.optimizer, bench.compile)))
+        made.append(gate.gentle(work))
     return made
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +25,17 @@ class Workload:
     """Whether AdamW is part of the step. Without it a step ends with reduced gradients, which are then dropped."""
     compile: bool = False
     """Whether contenders made of the plain stack compile each layer with `torch.compile`."""
+    variants: Mapping[str, Config] = field(default_factory=dict)
+    """Contender -> its configuration, of those that have their own; they differ from `config` in how, not in what."""
+
+    def of(self, name: str) -> Workload:
+        """What one contender is given."""
+        return replace(self, config=self.variants[name], variants={}) if name in self.variants else self
+
+    def having(self, change: Callable[[Config], Config]) -> Workload:
+        """The same with a change to all configurations."""
+        variants = {name: change(config) for name, config in self.variants.items()}
+        return replace(self, config=change(self.config), variants=variants)
 
     @property
     def mesh(self) -> Mesh:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from hocket.bench.contender import CONTENDERS, find, load, why_not
-from hocket.commands.options import RecipeOptions, parse
+from hocket.bench import variants
+from hocket.bench.contender import CONTENDERS, entry, find, load, why_not
+from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
 from hocket.resolve import Settings, stop_if
 from hocket.settings.leaves import changed, problem
@@ -20,6 +21,9 @@ class Bench(RecipeOptions):
 
     against: str = ""
     """Other contenders, with commas between them; empty takes the bounds and what fits the recipe."""
+    variant: tuple[str, ...] = ()
+    """Contenders that are hocket with settings of their own, each a name and settings in quotes, such as
+    "eager --plan.graphs off"; they take part beside the others."""
     blocks: int = 6
     """Blocks of each contender; six are the fewest that make an interval of 95 %."""
     steps: int = 3
@@ -45,16 +49,19 @@ def run(words: list[str]) -> int:
         return 0
     options, origins = parse(Bench, "bench", words)
     config = for_bench(options, origins)
+    own = {variant.name: changes(variant.name, variant.words, config) for variant in variants.read(options.variant)}
     names = chosen(options.against, config)
     find(names)
+    names = (*names, *own)
     from hocket import launch
     from hocket.bench.run import Bench as Measurement
     from hocket.bench.run import bench_rank
 
     settings, worker = launch.arrive(config, origins)
     check(names, settings, origins)
+    apart = variants.settled(names, own, config, settings.host, origins)
     for name in names:
-        if not CONTENDERS[name].package:  # before workers are forked, which then need not; who knows what others start
+        if not entry(name).package:  # before workers are forked, which then need not; who knows what others start
             load(name)
     measurement = Measurement(
         names=names,
@@ -66,6 +73,7 @@ def run(words: list[str]) -> int:
         compile=options.compile == "on",
         out=options.out,
         commit=options.commit,
+        variants=apart,
     )
     return launch.work(settings, worker, launch.Job(functools.partial(bench_rank, measurement, say), "start it again"))
 
@@ -117,10 +125,20 @@ def chosen(against: str, config: Config) -> tuple[str, ...]:
     return tuple(names if named else ["hocket", *names])
 
 
+def changes(name: str, words: tuple[str, ...], config: Config) -> dict[str, Any]:
+    """What the words of a variant set, by dotted name. Raises ValueError for what they cannot."""
+    try:
+        found = said(words, config)
+    except ValueError as error:
+        raise ValueError(str(error).replace("(command line", f"(--variant {name}")) from None
+    stop_if(variants.beside_the_point(name, found))
+    return found
+
+
 def check(names: tuple[str, ...], settings: Settings, origins: dict[str, str]) -> None:
     """Raise ValueError, before anything starts, for contenders and settings that do not go together."""
     problems = [reason for name in names if (reason := why_not(name, settings))]
-    others = [name for name in names if not name.startswith("hocket")]
+    others = [name for name in names if not entry(name).make.startswith("hocket.bench.ours")]
     transport = settings.train.transport
     if transport == "null":
         reason, fix = "leaves out communication for hocket alone", "--against hocket_null measures that"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
 from hocket.config import Config
 from hocket.resolve import stop_if
-from hocket.settings.leaves import changed, problem
+from hocket.settings.leaves import changed, leaf, problem
 from hocket.settings.overrides import given, split
 from hocket.settings.sources import begin
 
@@ -55,6 +56,14 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     if options.gpus:
         options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
     return options, {**start.origins, **origins}
+
+
+def said(words: Sequence[str], config: Config) -> dict[str, Any]:
+    """What words set, by dotted name, on top of a configuration. Raises ValueError for those that set nothing."""
+    origins, problems = given(words, config, {})
+    stop_if(problems)
+    options = tyro.cli(RecipeOptions, args=words, default=RecipeOptions(config=config), use_underscores=True)
+    return {setting: leaf(options.config, setting) for setting in origins}
 
 
 def _spread(options: Options, origins: dict[str, str]) -> Options:

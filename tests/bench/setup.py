@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from hocket.bench import gate
 from hocket.bench.contender import Contender, load
 from hocket.bench.peers.bound import WholeWeights, bound
 from hocket.bench.plain import MainWeights
+from hocket.bench.variants import settled
 from hocket.bench.workload import Workload
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
+from hocket.settings.rules import Host
 from tests.helpers.plans import planned
 
 CPU = torch.device("cpu")
@@ -37,7 +40,7 @@ def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str,
     """The gate's curves of contenders on one rank."""
     found = {}
     for name in names:
-        contender = load(name)(work, rank, CPU)
+        contender = built(name, rank, work)
         assert all(contender.settings.values())
         found[name] = gate.curve(contender, work, rank, CPU, steps)
         contender.close()
@@ -45,7 +48,9 @@ def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str,
 
 
 def built(name: str, rank: int, work: Workload) -> Contender:
-    return load(name)(work, rank, CPU)
+    """A contender, with the settings that it has of its own."""
+    variants = settled([name], {}, work.config, Host(), {})
+    return load(name)(dataclasses.replace(work, variants=variants).of(name) if variants else work, rank, CPU)
 
 
 def half_gradients(work: Workload, rank: int, device: torch.device) -> Contender:

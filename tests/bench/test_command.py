@@ -79,6 +79,13 @@ def test_the_list_names_every_contender(capsys):
         (["tiny", "--mesh.pp", "1", "--against", "ddp,bound"], "against = ddp .* mesh.ep = 2; fix: mesh.ep = 1"),
         (["tiny", *ALONE, "--against", "megatron_fsdp"], "against = megatron_fsdp .* needs GPUs; fix: leave it out"),
         (["--against", "ddp"], "the recipe is missing"),
+        (["tiny", "--variant", "plain"], "variant = plain .* not a name and settings; fix: such as"),
+        (["tiny", "--variant", "ddp --plan.group 0"], "variant = ddp .* name of another contender"),
+        (["tiny", "--variant", "a --plan.group 0", "a --plan.group 2"], "a is the name of another contender"),
+        (["tiny", "--variant", "odd --plan.oder 1f1b"], r"--plan.oder \(--variant odd\).* did you mean --plan.order"),
+        (["tiny", "--variant", "odd --plan.order 2f2b"], r"plan.order = 2f2b \(--variant odd.*give one of"),
+        (["tiny", "--variant", "big --model.layers 9"], r"model.layers \(--variant big\): .*not do the same step"),
+        (["tiny", *ALONE, "--variant", "few --overlap.pp.backward_lane on"], "overlap.pp.backward_lane .*variant few"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(capsys, words, message):
@@ -126,6 +133,7 @@ def test_without_a_choice_what_fits_takes_part():
 def test_a_benchmark_from_start_to_result(tmp_path: Path):
     mesh = ["--mesh.pp", "1", "--plan.chunks", "1", "--gpus", "2", "--optimizer", "off"]
     words = [*SMALL, *mesh, *QUICK, *LITTLE, "--lengths", "8", "16", "--out", "result.json", "--commit", "abc"]
+    words += ["--variant", "plain --overlap.ep.merge off --overlap.defer_wgrad off"]
     done = hocket(tmp_path, "bench", *words)
     assert done.code == 0, done.err
     assert done.out.count("same losses over 3 steps of 2 layers and sequences of 8") == 1, "once for all lengths"
@@ -137,7 +145,10 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     assert "result.json" not in result["command"]
     assert [w["config"]["data"]["sequence_length"] for w in result["workloads"]] == [8, 16]
     for found in result["workloads"]:
-        assert list(found["contenders"]) == ["bound", "ep_sync", "hocket", "hocket_null"]
+        assert list(found["contenders"]) == ["bound", "ep_sync", "hocket", "hocket_null", "plain"]
+        overlap = {name: found["contenders"][name]["settings"]["overlap"] for name in ("hocket", "plain")}
+        assert "ep.merge = on" in overlap["hocket"]
+        assert "ep.merge = off" in overlap["plain"]
         assert found["gate"]["worst"] <= found["gate"]["tolerance"]
         assert found["complete"]
         assert {"build", "warm-up", "measure"} <= set(found["phases"])
