@@ -10,6 +10,7 @@ to benchmarks/results/, or where `--out` says.
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from benchmarks.record import ROOT
 from hocket.commands import bench
@@ -22,6 +23,14 @@ EXPERTS = (
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
 EXPERTS_AGAINST = "--against bound_graph,bound,fsdp2_tuned,torchtitan,megatron_core,hocket_ce,hocket_graph"
+EXPERT_STEPS = (
+    "qwen3_30b_a3b --model.layers 6 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
+    "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --overlap.ep.copies per_expert "
+    "--overlap.ep.merge_ends on --overlap.defer_wgrad on --blocks 4 --steps 2 "
+    "--against hocket_sequential,hocket,hocket_ce,hocket_graph,hocket_graph_ce,hocket_null "
+    "--variant 'merged --overlap.ep.merge_ends off --overlap.defer_wgrad off' 'deferred --overlap.ep.merge_ends off'"
+)
+"""What each step from a sequential plan to replayed, merged steps on copy engines buys."""
 SHARED_EXPERT = (
     "moonlight_16b --model.layers 8 --model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
     "--train.microbatches 4 --against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph "
@@ -107,6 +116,7 @@ PRESETS = {
     "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
+    "expert_steps": (EXPERT_STEPS, (4096,)),
     "copies": (f"{EXPERTS} {COPIES}", (4096,)),
     "expert_parallel_host": (f"{EXPERTS} --against bound_graph,bound,hocket,hocket_graph --blocks 4", (256,)),
     "shared_expert": (SHARED_EXPERT, (8192,)),
@@ -122,7 +132,7 @@ PRESETS = {
 def words(name: str, gpus: int, more: list[str]) -> list[str]:
     """The words of `hocket bench` for a preset; those in `more` come last, and win."""
     preset, lengths = PRESETS[name]
-    found = [*preset.format(gpus=gpus, half=gpus // 2).split(), "--gpus", str(gpus)]
+    found = [*shlex.split(preset.format(gpus=gpus, half=gpus // 2)), "--gpus", str(gpus)]
     found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
     found += [] if "--out" in more else ["--out", str(ROOT / "benchmarks" / "results" / f"{name}.json")]
     return [*found, *more]
@@ -136,7 +146,7 @@ def main() -> None:
     options, more = parser.parse_known_args()
     if options.list or not options.preset:
         for name in PRESETS:
-            print(f"hocket bench {' '.join(words(name, options.gpus, more))}")
+            print(f"hocket bench {shlex.join(words(name, options.gpus, more))}")
         return
     bench.run(words(options.preset, options.gpus, more))
 

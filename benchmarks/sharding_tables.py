@@ -20,6 +20,17 @@ PARTS = {
     "fully_shard_null": "nothing moves",
 }
 """Contender -> in which single thing it differs from the first one."""
+EXPERT_STEPS = {
+    "hocket_sequential": "one microbatch after the other",
+    "merged": "a forward beside another microbatch's backward",
+    "deferred": "weight gradients behind what others wait for",
+    "hocket": "warm-up and cool-down merged too",
+    "hocket_ce": "gathers, reductions and rows on copy engines",
+    "hocket_graph": "splits that no host knows, steps replayed, on NCCL",
+    "hocket_graph_ce": "the same, gathers and reductions on copy engines",
+    "hocket_null": "hocket, nothing moves",
+}
+"""Contender -> what it has that those above it have not."""
 
 AIMS = {
     "share of the bound": ("bound", (0.87, 0.93, 0.96)),
@@ -77,14 +88,25 @@ def verdict(ratio: Mapping[str, float], aim: float) -> str:
 
 def parts(result: Result) -> str:
     """Variants of `fully_shard` that differ in one thing from the first of `PARTS`."""
+    return _one_by_one(result, PARTS)
+
+
+def expert_steps(result: Result) -> str:
+    """From a sequential plan to replayed steps, one thing after the other."""
+    return _one_by_one(result, EXPERT_STEPS)
+
+
+def _one_by_one(result: Result, about: Mapping[str, str]) -> str:
+    """Contenders as named in `about`, those that were measured, beside the first of them."""
     (found,) = workloads([result])
-    base, rows = next(iter(PARTS)), []
-    for name, words in PARTS.items():
-        row = found["contenders"][name]
-        ratio = row["speed_over"].get(base)
-        speed = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
-        memory = f"{row['peak_bytes'] / 2**30:.0f}"
-        rows.append([f"*{name}*: {words}", f"{1e3 * row['seconds']:,.1f} ms", speed, f"{row['noise']:.1%}", memory])
+    base, rows = next(iter(about)), []
+    for name, words in about.items():
+        if name in found["contenders"]:
+            row = found["contenders"][name]
+            ratio = row["speed_over"].get(base)
+            speed = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
+            memory = f"{row['peak_bytes'] / 2**30:.0f}"
+            rows.append([f"*{name}*: {words}", f"{1e3 * row['seconds']:,.1f} ms", speed, f"{row['noise']:.1%}", memory])
     return table(["variant", "step", "speed over the first", "A against A", "GiB"], rows)
 
 

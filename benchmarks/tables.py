@@ -39,6 +39,7 @@ from benchmarks.sharding_tables import (
     copy_engine,
     copy_engine_sum,
     copy_engine_tax,
+    expert_steps,
     headline,
     parts,
     parts_settings,
@@ -267,6 +268,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16?", contenders),
     "everything": ("everything", contenders),
     "everything_settings": ("everything", settings),
+    "expert_steps": ("expert_steps", expert_steps),
     "copies": ("copies", contenders),
     "expert_aims": (
         "expert_parallel expert_parallel_issued shared_expert? skinny? pipeline_dense_8? everything?",
