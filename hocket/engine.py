@@ -220,6 +220,7 @@ class Engine:
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
         self._look_for_room()
+        self.sharded.complete_grads()
         self.sharded.sum_shared_grads()
         if self._optimizer is None or self._lacked:
             self.sharded.forget_grads()

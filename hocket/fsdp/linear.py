@@ -158,16 +158,16 @@ def _contribute(
     return None
 
 
-def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None:
-    """Write `a @ b` to `out`, or add it. See `Note: [How a later contribution is added]`."""
+def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: float = 1.0) -> None:
+    """Write `scale * a @ b` to `out`, or add it. See `Note: [How a later contribution is added]`."""
     same = out_FD.dtype == a_FR.dtype
     wider = out_FD.dtype is torch.float32 and a_FR.dtype in (torch.bfloat16, torch.float16)
-    if same and not add:
+    if same and not add and scale == 1.0:
         torch.mm(a_FR, b_RD, out=out_FD)
-    elif not out_FD.is_cuda or not (same or wider):
-        put(a_FR @ b_RD, out_FD, add)
-    elif add:
-        torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
+    elif not out_FD.is_cuda or not (same or wider) or not b_RD.shape[0]:
+        put(a_FR @ b_RD, out_FD, add, scale)
+    elif add or scale != 1.0:  # with beta = 0, what is in `out` is not read
+        torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, beta=int(add), alpha=scale, out=out_FD)
     else:
         torch.mm(a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
 

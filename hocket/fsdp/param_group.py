@@ -299,6 +299,15 @@ class ParamGroup:
         self._reducing = call(flat, self.partial, 1.0 / self.groups.divide, add)
         return self._reducing
 
+    def begin_sum(self) -> None:
+        """Say that gradients are written to `main_grad` from now on, whole, by the caller: there is nobody to ask."""
+        assert self.keeps_all
+        assert self.groups.reduce.size == 1
+        for lo, hi in self.layout.gaps:
+            self.main_grad[lo:hi].zero_()
+        self.grads.drop()
+        self._has = [True] * len(self.members)
+
     def reduce_outer(self) -> Pending:
         """Add up what the replicas have reduced, once a step. Nothing to add up is nothing to do."""
         self._reducing.wait()

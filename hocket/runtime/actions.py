@@ -253,6 +253,9 @@ class Actions:
         assert name is not None
         unit = self._units[name]
         island = self._islands.pop((op.part, _place(op)))
+        if unit.alone:
+            unit.collect(island.queue, op.microbatch)
+            return
         written = self._written.setdefault((name, op.slot), set())
         views = unit.grad_views(op.slot)
         island.queue.drain(lambda weight: views[weight], written)
@@ -261,6 +264,9 @@ class Actions:
         self._complete(op).add(op.slot)
 
     def reduce(self, op: Op) -> CommResult:
+        """See Note: [Gradients of a group of one]."""
+        if self._units[unit_moved(op)].alone:
+            return None, Pending()
         return None, self._complete(op).reduce(op.slot)
 
     def _complete(self, op: Op) -> PlannedUnit:

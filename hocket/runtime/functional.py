@@ -26,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.fsdp import linear as sunk
+from hocket.fsdp.linear import write_product
+from hocket.fsdp.shard_grads import put
 from hocket.kernels.usable import usable
 from hocket.runtime.either import apply, apply_managed, contribute, keep, kept, push, value_of
-from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -86,16 +88,28 @@ def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def grouped_wgrad(x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor) -> None:
-    """Write `x[rows of e].T @ g[rows of e]` to `out[e]` for every expert."""
-    if not x_RD.shape[0]:
-        out_EDF.zero_()
-        return
-    if _has_grouped_kernel(x_RD):
-        out_EDF.copy_(torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E))
-        return
-    for e, (lo, hi) in enumerate(_bounds(offsets_E)):
-        torch.mm(x_RD[lo:hi].t(), g_RF[lo:hi], out=out_EDF[e])
+def grouped_wgrad(
+    x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor, add: bool = False, scale: float = 1.0
+) -> None:
+    """Write `scale * x[rows of e].T @ g[rows of e]` to `out[e]`, or add it, for every expert."""
+    if _writes_itself(x_RD, g_RF, out_EDF, add):
+        from hocket.kernels.grouped import weight_gradients
+
+        weight_gradients(x_RD, g_RF, offsets_E, out_EDF, add, scale)
+    elif not x_RD.shape[0]:  # no launch takes a matrix without rows
+        if not add:
+            out_EDF.zero_()
+    elif _has_grouped_kernel(x_RD):
+        put(torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E), out_EDF, add, scale)
+    else:
+        for e, (lo, hi) in enumerate(_bounds(offsets_E)):
+            write_product(x_RD[lo:hi].t(), g_RF[lo:hi], out_EDF[e], add, scale)
+
+
+def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bool:
+    """Whether there is a kernel that leaves the experts' gradients where they belong, of bf16 operands."""
+    exact = out_EDF.dtype is torch.float32 or not add
+    return exact and usable(x_RD, g_RF, out_EDF) and x_RD.dtype == g_RF.dtype == torch.bfloat16
 
 
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
@@ -121,12 +135,9 @@ def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor) -> None:
+def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor, add: bool, scale: float) -> None:
     g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
-    if out_FD.dtype == dtype:
-        torch.mm(g_TF.t(), x_TD, out=out_FD)
-    else:
-        out_FD.copy_(g_TF.t() @ x_TD)
+    write_product(g_TF.t(), x_TD, out_FD, add, scale)
 
 
 def _wide_wgrad(x_TD: Tensor, parts_TG: Tensor, out_FD: Tensor) -> None:
@@ -153,7 +164,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dtype: torch.dtype = ctx.dtype
 
-        push(ctx.queue, ctx.weight, partial(_linear_wgrad, x.detach(), g, dtype))
+        push(ctx.queue, ctx.weight, Product(partial(_linear_wgrad, x.detach(), g, dtype)))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
 
 
@@ -186,7 +197,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
         g = g.contiguous()
-        push(ctx.queue, ctx.weight, partial(grouped_wgrad, x.detach(), g, offsets))
+        push(ctx.queue, ctx.weight, Product(partial(grouped_wgrad, x.detach(), g, offsets)))
         return grouped_mm(g, ctx.weight.tensor().transpose(1, 2), offsets), None, None, None
 
 

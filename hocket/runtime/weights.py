@@ -16,8 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.shard_grads import put
+
 Write = Callable[[Tensor], object]
 """Computes one weight gradient and overwrites its argument, a tensor of the weight's shape, with it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Product:
+    """A `Write` that ends in a matrix product, whose kernel can also add to what is there, in fp32 and without a copy.
+
+    `put(out, add, scale)` writes the gradient, multiplied by `scale`, or adds it.
+    """
+
+    put: Callable[[Tensor, bool, float], None]
+
+    def __call__(self, out: Tensor) -> None:
+        self.put(out, False, 1.0)
+
 
 _ATTRIBUTE = "hocket_weight"
 
@@ -69,27 +85,42 @@ class WgradQueue:
     def push(self, weight: Weight, write: Write) -> None:
         self._work.append((weight, write))
 
-    def drain(self, target: Callable[[Weight], Tensor], written: set[Weight] | None = None) -> set[Weight]:
+    def drain(
+        self,
+        target: Callable[[Weight], Tensor],
+        written: set[Weight] | None = None,
+        dtype: torch.dtype | None = None,
+        scale: float = 1.0,
+    ) -> set[Weight]:
         """Run all work, each weight's into `target(weight)`, and forget it. Returns `written`, grown.
 
         The first contribution to a weight overwrites its target; one to a weight that is already in `written`
         adds to it, as autograd would. A weight of the unit that is in no queue had no contribution: its
         gradient is zero, and zeroing it is the caller's part, since only the caller knows the unit's weights.
+
+        Contributions are multiplied by `scale`. They are computed in `dtype`, by default that of the target; if it is
+        another one, a `Product` adds its own, on a GPU without rounding to it.
         """
         written = set() if written is None else written
         work, self._work = self._work[::-1], []
         while work:
             # Popping drops this piece's activations before the next piece runs.
             weight, write = work.pop()
-            out = target(weight)
-            if weight in written:
-                more = torch.empty_like(out)
-                write(more)
-                out.add_(more)
-            else:
-                write(out)
-                written.add(weight)
+            _put(write, target(weight), weight in written, dtype, scale)
+            written.add(weight)
         return written
+
+
+def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale: float) -> None:
+    widened = dtype not in (None, out.dtype)
+    if widened and isinstance(write, Product):
+        write.put(out, add, scale)
+    elif widened or add or scale != 1.0:
+        more = torch.empty_like(out, dtype=dtype)
+        write(more)
+        put(more, out, add, scale)
+    else:
+        write(out)
 
 
 class _Current(threading.local):

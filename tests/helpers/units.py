@@ -6,6 +6,7 @@ from torch import nn
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import TransportName, make_groups
+from hocket.runtime.weights import WgradQueue
 
 CPU = torch.device("cpu")
 EXPERTS = 4
@@ -65,8 +66,20 @@ def local_of(full, weight, model):
 def add_grads(model, grads, slot=0):
     """One microbatch: write every gradient, reduce every unit."""
     for unit in model.units.values():
-        views = unit.grad_views(slot)
-        for weight, view in views.items():
-            view.copy_(local_of(grads[weight.name], weight, model))
-        unit.zero_missing(slot, views.keys())
-        unit.reduce(slot).wait()
+        give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in unit.weights}, slot)
+
+
+def give(unit, gradients, slot=0):
+    """One microbatch of one unit: write its gradients, and reduce them."""
+    if unit.alone:
+        queue = WgradQueue()
+        for weight, gradient in gradients.items():
+            queue.push(weight, lambda out, gradient=gradient: out.copy_(gradient))
+        unit.collect(queue, 0)
+        unit.complete()
+        return
+    views = unit.grad_views(slot)
+    for weight, gradient in gradients.items():
+        views[weight].copy_(gradient)
+    unit.zero_missing(slot, gradients.keys())
+    unit.reduce(slot).wait()

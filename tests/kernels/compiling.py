@@ -106,6 +106,17 @@ def sums() -> None:
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
 
 
+def grouped() -> None:
+    from hocket.kernels.grouped import weight_gradients
+
+    ends = of(torch.int32, 4)
+    for width, inner in ((2048, 1536), (200, 72)):
+        x, g = of(BF16, 100, width), of(BF16, 100, inner)
+        weight_gradients(x, g, ends, of(BF16, 4, width, inner))
+        for add in (False, True):
+            weight_gradients(x, g, ends, of(torch.float32, 4, width, inner), add, 0.25)
+
+
 def exchange() -> None:
     from hocket.kernels import exchange as kernels
 
@@ -122,7 +133,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums, exchange]
+CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums, grouped, exchange]
 """Add a function of your own here."""
 
 

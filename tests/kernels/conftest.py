@@ -38,7 +38,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter cuts off what does not fit into a bfloat16, where hardware rounds; and numpy warns of nan."""
+    """The interpreter cuts off what does not fit into a bfloat16, where hardware rounds; and numpy warns of nan.
+
+    It multiplies matrices of bfloat16 as if their bits were integers. And its loops end at numbers in arrays of one
+    element, which numpy no longer takes for numbers.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -48,6 +52,22 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         rounded = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(rounded, tl.bfloat16)
 
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (cast_to_fp32(self, x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *others)
+
+    def cast_to_fp32(self: Any, x: Any) -> Any:
+        values = torch.from_numpy(x.data.view(np.int16)).view(torch.bfloat16).float().numpy()
+        return interpreter.TensorHandle(values, tl.float32)
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    patched = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     plain = interpreter.InterpreterBuilder.cast_impl
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
     with np.errstate(all="ignore"):

@@ -11,7 +11,7 @@ from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import make_groups
 from tests.helpers.ranks import run_ranks
-from tests.helpers.units import CPU, PLACES, SHAPES, SLOTS, add_grads, build, build_module, local_of, tensors
+from tests.helpers.units import CPU, PLACES, SHAPES, SLOTS, add_grads, build, build_module, give, local_of, tensors
 
 MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=2, ep=2), Mesh(dp=4, ep=2), Mesh(pp=1, dp=3)]
 
@@ -72,12 +72,8 @@ def _reduce(rank, mesh, dtype):
     for i in range(rounds):
         grads = {name: value.to(dtype) for name, value in tensors(100 * i + rank).items()}
         for unit in model.units.values():
-            views = unit.grad_views(0)
             written = [weight for weight in unit.weights if not weight.name.endswith("norm")]
-            for weight in written:
-                views[weight].copy_(local_of(grads[weight.name], weight, model))
-            unit.zero_missing(0, written)
-            unit.reduce(0).wait()
+            give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in written})
     for unit in model.units.values():
         main_grad = unit.group.main_grad
         assert main_grad.dtype == torch.float32

@@ -177,6 +177,28 @@ def test_drain_adds_to_what_another_queue_wrote() -> None:
     assert len(a) == len(b) == 0
 
 
+@pytest.mark.parametrize("case", ["linear_2d", "scale", "grouped", "grouped_no_rows"])
+def test_drain_adds_up_in_another_dtype(case: str) -> None:
+    """On a CPU, contributions of bf16 are rounded, multiplied in fp32 and added: what a reduction over one rank does."""
+    x_shape, p_shape, fn = CASES[case]
+    p, total, expected = nn.Parameter(torch.empty(p_shape)), torch.full(p_shape, float("nan")), torch.zeros(p_shape)
+    weight, written = manage(p, "p"), set[Weight]()
+    weight.value = torch.randn(p_shape).bfloat16()
+    for _ in range(3):
+        x, alone = torch.randn(x_shape).bfloat16(), torch.empty_like(weight.value)
+        for again in (False, True):
+            queue = WgradQueue()
+            with collecting(queue):
+                y = fn(x.clone().requires_grad_(), p)
+            y.backward(torch.ones_like(y))
+            if again:
+                queue.drain(lambda _: total, written, torch.bfloat16, 0.3)
+            else:
+                queue.drain(lambda _, alone=alone: alone)
+        expected += alone.float() * 0.3
+    assert torch.equal(total, expected)
+
+
 # -- islands -------------------------------------------------------------------------------------------------
 
 

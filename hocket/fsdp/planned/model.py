@@ -94,7 +94,7 @@ class PlannedModel:
             self._allocate(stored, where, program)
             for name, group in stored.items():
                 kind, _, layer = name
-                slots = self.weight_slots.get(kind), self.grad_slots[kind]
+                slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
                 made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp))
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
@@ -113,6 +113,8 @@ class PlannedModel:
                     assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
                     self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
             self._windows.append(window)
+        if reduce.size == 1:
+            return  # Note: [Gradients of a group of one]
         with reduce.window(max(lengths.values()) * self._numbers["dtype"].itemsize) as window:
             for kind, length in lengths.items():
                 count = program.grad_slots.get(kind, 0)
@@ -139,6 +141,11 @@ class PlannedModel:
         """After the optimizer: the version of all weights grows."""
         for unit in self.units.values():
             unit.refresh()
+
+    def complete_grads(self) -> None:
+        """Behind all reduces of a step: zero the gradients that no op has written."""
+        for unit in self.units.values():
+            unit.complete()
 
     def sum_shared_grads(self) -> None:
         """Add up, over tensor-parallel ranks, the gradients of what all of them have: in rank order, once a step.

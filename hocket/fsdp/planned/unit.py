@@ -22,6 +22,12 @@ What adds have summed up is held in the same way: made by the unit's first add, 
 its reduce, gone with the step.
 
 After an exception no op says so. Then the caller's stream waits for all lanes, and the next step's lanes for that.
+
+Note: [Gradients of a group of one]
+Where a unit's gradients are reduced over this rank alone, as those of experts where each rank has its own (ep = dp),
+nothing needs a slot: weight gradients are added up in the gradients at rest, divided, by the products that make them,
+on the compute lane. Nothing of them is rounded before the sum, but on CPUs, which have no such product. A reduce has
+nothing to do then. The order of the sum is that of the microbatches, since it is that of the unit's wgrad ops.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.parallel.slices import part_of, split_of, take, whole_shape
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
-from hocket.runtime.weights import Weight, manage
+from hocket.runtime.weights import Weight, WgradQueue, manage
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,16 @@ class PlannedUnit:
         layer: int,
         group: ParamGroup,
         weight_slots: Slots | None,
-        grad_slots: Slots,
+        grad_slots: Slots | None,
         tensors: tuple[int, int] = (0, 1),
     ) -> None:
-        """`weight_slots` are None where the unit's group has one member. `tensors` is (rank, size) of the tp group."""
+        """Slots are None where the group has one member that gathers weights, or the one that reduces gradients.
+
+        `tensors` is (rank, size) of the tp group.
+        """
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
-        self._weight_slots, self._grad_slots = weight_slots, grad_slots
+        self._weight_slots, self._slots_of_grads = weight_slots, grad_slots
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.version = 0
@@ -96,6 +105,9 @@ class PlannedUnit:
         self._sum: Tensor | None = None  # of this step's gradients so far, whole; see `add`
         self._weight_views: dict[int, list[Tensor]] = {}
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
+        self._sums: dict[Weight, Tensor] = {}  # the gradients at rest, where they are added up; see `collect`
+        self._collected: set[Weight] = set()
+        self._latest = -1  # the microbatch that was collected last
         if self.whole:
             self._show(group.layout.views(group.weight))
 
@@ -106,6 +118,16 @@ class PlannedUnit:
     def whole(self) -> bool:
         """Whether this rank holds the unit whole: its group has one member, and its values stay where they are."""
         return self.group.whole
+
+    @property
+    def alone(self) -> bool:
+        """Whether gradients are reduced over this rank alone. See Note: [Gradients of a group of one]."""
+        return self._slots_of_grads is None
+
+    @property
+    def _grad_slots(self) -> Slots:
+        assert self._slots_of_grads is not None, f"gradients of {self} need no slot"
+        return self._slots_of_grads
 
     def _show(self, values: list[Tensor]) -> None:
         for weight, value in zip(self.weights, values, strict=True):
@@ -166,6 +188,23 @@ class PlannedUnit:
 
     # Gradients
 
+    def collect(self, queue: WgradQueue, microbatch: int) -> None:
+        """Add the weight gradients that a queue computes to this step's. See Note: [Gradients of a group of one]."""
+        assert microbatch >= self._latest, f"{self} adds up gradients of microbatch {microbatch} behind {self._latest}"
+        self._latest = microbatch
+        group = self.group
+        if not self._sums:
+            group.make_grads()
+            self._sums = dict(zip(self.weights, group.layout.views(group.main_grad), strict=True))
+            group.begin_sum()
+        queue.drain(self._sums.__getitem__, self._collected, group.compute_dtype, 1.0 / group.groups.divide)
+
+    def complete(self) -> None:
+        """Behind all of a step: zero the gradients that nobody has collected."""
+        for weight, view in self._sums.items():
+            if weight not in self._collected:
+                view.zero_()
+
     def grad_views(self, slot: int) -> dict[Weight, Tensor]:
         """Where to write the gradient of each weight. The slot is taken until its reduce is done.
 
@@ -223,7 +262,8 @@ class PlannedUnit:
 
     def forget_grads(self) -> None:
         """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
-        self._sum = None
+        self._sum, self._sums, self._latest = None, {}, -1
+        self._collected.clear()
         self.group.forget_gradients()
 
     # The whole
@@ -246,7 +286,7 @@ class PlannedUnit:
         assert self.slot < 0, f"{self} was never released from slot {self.slot}"
         assert self.gathering.done, f"the gather of {self} was never waited for"
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"
-        held = [i for i, holder in enumerate(self._grad_slots.holders) if holder is self]
+        held = [] if self.alone else [i for i, holder in enumerate(self._grad_slots.holders) if holder is self]
         assert not held, f"{self} wrote gradients into slots {held} that were never reduced"
         assert not self.group.has_grad, f"{self} has gradients that no step has taken"
 
