@@ -374,11 +374,11 @@ def _add_units(
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
     per element, though the first of a step only writes. So does an add, of the whole unit; that the last reduce reads
-    the sum is left out. In a group of one, the products of weight gradients add to the fp32 gradient themselves, in
-    less time than they take to multiply: there are no slots, and a reduce does nothing. AdamW reads weight, gradient
-    and both averages and writes weight and averages: 28 bytes; the norm reads the gradients once more. In the step,
-    what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest, through the
-    norm's all-reduce.
+    the sum is left out. In a group of one, products of weight gradients add to the fp32 gradient themselves, in less
+    time than they take to multiply: there are no slots, unless weights are tied, and a reduce does nothing. AdamW reads
+    weight, gradient and both averages and writes weight and averages: 28 bytes; the norm reads the gradients once more.
+    In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest,
+    through the norm's all-reduce.
     """
     b = price.dtype_bytes
     traffic = 0
@@ -397,10 +397,11 @@ def _add_units(
             table["gather", unit, kind] = price.transfer("gather", wire, local_bytes=shard * (4 + b))
             sent = 2 * wire if whole else wire
             summed = price.transfer("reduce", sent, local_bytes=shard * (8 + b))
-            table["reduce", unit, kind] = summed if group > 1 else _FREE
+            slotted = group > 1 or (layout.tied and unit == "embed")
+            table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
             table["add", unit, kind] = replace(price.local(weights * (8 + b)), grad_bytes=sums)
-            largest[unit] = max(largest.get(unit, 0), weights * b if group > 1 else 0)
+            largest[unit] = max(largest.get(unit, 0), weights * b if slotted else 0)
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             shards += shard

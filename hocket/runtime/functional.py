@@ -164,7 +164,9 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dtype: torch.dtype = ctx.dtype
 
-        push(ctx.queue, ctx.weight, Product(partial(_linear_wgrad, x.detach(), g, dtype)))
+        write = partial(_linear_wgrad, x.detach(), g, dtype)
+        # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
+        push(ctx.queue, ctx.weight, Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
 
 

@@ -63,19 +63,19 @@ def local_of(full, weight, model):
     return full.chunk(model.groups.a2a.size)[model.groups.a2a.rank]
 
 
-def add_grads(model, grads, slot=0):
+def add_grads(model, grads, slot=0, microbatch=0):
     """One microbatch: write every gradient, reduce every unit."""
     for unit in model.units.values():
-        give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in unit.weights}, slot)
+        give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in unit.weights}, slot, microbatch)
 
 
-def give(unit, gradients, slot=0):
+def give(unit, gradients, slot=0, microbatch=0):
     """One microbatch of one unit: write its gradients, and reduce them."""
     if unit.alone:
         queue = WgradQueue()
         for weight, gradient in gradients.items():
             queue.push(weight, lambda out, gradient=gradient: out.copy_(gradient))
-        unit.collect(queue, 0)
+        unit.collect(queue, microbatch)
         unit.complete()
         return
     views = unit.grad_views(slot)

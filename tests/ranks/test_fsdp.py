@@ -73,7 +73,7 @@ def _reduce(rank, mesh, dtype):
         grads = {name: value.to(dtype) for name, value in tensors(100 * i + rank).items()}
         for unit in model.units.values():
             written = [weight for weight in unit.weights if not weight.name.endswith("norm")]
-            give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in written})
+            give(unit, {weight: local_of(grads[weight.name], weight, model) for weight in written}, microbatch=i)
     for unit in model.units.values():
         main_grad = unit.group.main_grad
         assert main_grad.dtype == torch.float32
@@ -106,8 +106,8 @@ def test_group_of_one_accumulates_exactly():
     """Sixteen microbatches on one rank: the path without communication adds each gradient once."""
     model, _ = build(0, Mesh())
     grads = tensors(3)
-    for _ in range(16):
-        add_grads(model, grads)
+    for m in range(16):
+        add_grads(model, grads, microbatch=m)
     for unit in model.units.values():
         for weight in unit.weights:
             kept = unit.group.layout.local(weight.name, 0)

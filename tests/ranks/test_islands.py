@@ -179,7 +179,7 @@ def test_drain_adds_to_what_another_queue_wrote() -> None:
 
 @pytest.mark.parametrize("case", ["linear_2d", "scale", "grouped", "grouped_no_rows"])
 def test_drain_adds_up_in_another_dtype(case: str) -> None:
-    """On a CPU, contributions of bf16 are rounded, multiplied in fp32 and added: what a reduction over one rank does."""
+    """On a CPU, contributions of bf16 are rounded, multiplied in fp32 and added, as a reduction over one rank does."""
     x_shape, p_shape, fn = CASES[case]
     p, total, expected = nn.Parameter(torch.empty(p_shape)), torch.full(p_shape, float("nan")), torch.zeros(p_shape)
     weight, written = manage(p, "p"), set[Weight]()

@@ -113,8 +113,10 @@ class PlannedModel:
                     assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
                     self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
             self._windows.append(window)
-        if reduce.size == 1:
-            return  # Note: [Gradients of a group of one]
+        if reduce.size == 1:  # Note: [Gradients of a group of one]
+            lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and program.layout.tied}
+        if not lengths:
+            return
         with reduce.window(max(lengths.values()) * self._numbers["dtype"].itemsize) as window:
             for kind, length in lengths.items():
                 count = program.grad_slots.get(kind, 0)

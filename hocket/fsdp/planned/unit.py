@@ -27,7 +27,8 @@ Note: [Gradients of a group of one]
 Where a unit's gradients are reduced over this rank alone, as those of experts where each rank has its own (ep = dp),
 nothing needs a slot: weight gradients are added up in the gradients at rest, divided, by the products that make them,
 on the compute lane. Nothing of them is rounded before the sum, but on CPUs, which have no such product. A reduce has
-nothing to do then. The order of the sum is that of the microbatches, since it is that of the unit's wgrad ops.
+nothing to do then. The order of the sum is that of the microbatches, since a part's wgrad ops have it. A tied embedding
+has two gradients in a microbatch, which are added up before they are added to others: so it has slots all the same.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class PlannedUnit:
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
         self._sums: dict[Weight, Tensor] = {}  # the gradients at rest, where they are added up; see `collect`
         self._collected: set[Weight] = set()
-        self._latest = -1  # the microbatch that was collected last
+        self._latest: dict[Weight, int] = {}  # the microbatch that was collected last
         if self.whole:
             self._show(group.layout.views(group.weight))
 
@@ -190,14 +191,19 @@ class PlannedUnit:
 
     def collect(self, queue: WgradQueue, microbatch: int) -> None:
         """Add the weight gradients that a queue computes to this step's. See Note: [Gradients of a group of one]."""
-        assert microbatch >= self._latest, f"{self} adds up gradients of microbatch {microbatch} behind {self._latest}"
-        self._latest = microbatch
         group = self.group
         if not self._sums:
             group.make_grads()
             self._sums = dict(zip(self.weights, group.layout.views(group.main_grad), strict=True))
             group.begin_sum()
-        queue.drain(self._sums.__getitem__, self._collected, group.compute_dtype, 1.0 / group.groups.divide)
+
+        def target(weight: Weight) -> Tensor:
+            latest = self._latest.get(weight, -1)
+            assert microbatch > latest, f"{weight.name}: the gradient of microbatch {microbatch} comes behind {latest}"
+            self._latest[weight] = microbatch
+            return self._sums[weight]
+
+        queue.drain(target, self._collected, group.compute_dtype, 1.0 / group.groups.divide)
 
     def complete(self) -> None:
         """Behind all of a step: zero the gradients that nobody has collected."""
@@ -262,7 +268,8 @@ class PlannedUnit:
 
     def forget_grads(self) -> None:
         """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
-        self._sum, self._sums, self._latest = None, {}, -1
+        self._sum, self._sums = None, {}
+        self._latest.clear()
         self._collected.clear()
         self.group.forget_gradients()
 
