@@ -25,15 +25,13 @@ from hocket.explain.explanation import (
     UnitRow,
     digest,
 )
-from hocket.explain.parts import ALIGN, CTAS, P2P_CTAS, TP_CTAS
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
-from hocket.fsdp import layout
+from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, Mesh
 from hocket.planning import hardware_of, predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.runtime.comm import CommOptions
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from hocket.settings.rules import Host
@@ -211,14 +209,20 @@ def test_groups_know_what_moves_them() -> None:
     assert {group.purpose: group.moved_by for group in placed.groups}["a2a"].startswith("kernels that store")
     moved = {group.purpose: group.moved_by for group in explained("moe_8gpu", train__transport="copy_engine").groups}
     assert moved["gather_dense"] == moved["a2a"] == "copy engines, no SM"
-    assert moved["pp_fwd"] == f"NCCL, at most {P2P_CTAS} SMs"
-    assert moved["control"] == f"NCCL, at most {CTAS} SMs"
+    assert moved["pp_fwd"] == f"NCCL, at most {HOP_SMS} SMs"
+    assert moved["control"] == f"NCCL, at most {SMS} SMs"
 
 
-def test_figures_that_are_written_twice_agree() -> None:
-    assert layout.ALIGN == ALIGN
-    options = CommOptions()
-    assert (options.max_ctas, options.tp_ctas, options.p2p_ctas) == (CTAS, TP_CTAS, P2P_CTAS)
+@pytest.mark.parametrize("mesh", [(2, 4, 2, 1), (1, 4, 4, 2), (3, 2, 1, 2), (2, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("order", ["interleaved", "zb_v"])
+def test_groups_are_counted_as_they_are_made(mesh: tuple[int, ...], order: str) -> None:
+    sizes: dict[str, Any] = dict(zip(("mesh__pp", "mesh__dp", "mesh__ep", "mesh__tp"), mesh, strict=True))
+    turning = order == "zb_v" and mesh[0] > 1
+    found = explained("tiny", plan__order=order if turning else "auto", train__microbatches=6, model__layers=6, **sizes)
+    made = Mesh(*mesh, turning=turning)
+    assert {group.purpose: group.count for group in found.groups} == {
+        purpose: len(groups) for purpose in PURPOSES if (groups := made.groups(purpose)) and len(groups[0]) > 1
+    }
 
 
 def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:

@@ -9,18 +9,16 @@ from hocket.config import COPIED
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
 from hocket.machine import hardware_of
-from hocket.parallel.mesh import PURPOSES
+from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, TP_SMS
 from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
+from hocket.plan.shard import ALIGN
 from hocket.resolve import Settings
 from hocket.settings.leaves import leaf
 from hocket.settings.rules import has_experts
 from hocket.settings.tensor_choice import DIRECTIONS, ROLES, setting_of
 from hocket.tensor_costs import model_of_rank
-
-ALIGN = 64
-"""Elements at whose multiples shards end: see fsdp/layout.py, which imports torch."""
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
@@ -28,10 +26,6 @@ LANES: dict[str, tuple[str, ...]] = {
     "pp_bwd": ("send_grad", "recv_grad"), "control": (),
 }  # fmt: skip
 """Purpose of a group -> lanes of the plan that use it."""
-
-CTAS, TP_CTAS, P2P_CTAS = 16, 24, 4
-"""SMs of one NCCL collective, of one of tensor-parallel ranks, and of one send or receive: `CommOptions` of
-runtime/comm.py, which imports torch."""
 
 
 def units(settings: Settings) -> tuple[UnitRow, ...]:
@@ -75,8 +69,9 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
         members = settings.mesh.members(purpose)
         if members == 1:
             continue
-        size = 2 if purpose in ("pp_fwd", "pp_bwd") else members
-        count = len(mesh.groups(purpose))
+        hop = purpose in ("pp_fwd", "pp_bwd")
+        size = 2 if hop else members
+        count = len(mesh.edges) * mesh.dp * mesh.tp if hop else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
         yield GroupRow(purpose=purpose, members=size, count=count, lanes=lanes, moved_by=moved)
@@ -87,12 +82,12 @@ def _moved_by(settings: Settings, purpose: str) -> str:
     if purpose == "a2a" and settings.overlap.ep.splits == "device" and on_gpu and transport != "null":
         return "kernels that store into the peers' memory"
     if purpose == "tp" and _by_pieces(settings) and on_gpu and transport != "null":
-        return f"copy engines, piece by piece; else NCCL, at most {TP_CTAS} SMs"
+        return f"copy engines, piece by piece; else NCCL, at most {TP_SMS} SMs"
     if purpose in COPIED.get(transport, ()):
         return "copy engines, no SM"
     if transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu):
-        ctas = P2P_CTAS if purpose.startswith("pp_") else TP_CTAS if purpose == "tp" else CTAS
-        return f"NCCL, at most {ctas} SMs"
+        sms = HOP_SMS if purpose.startswith("pp_") else TP_SMS if purpose == "tp" else SMS
+        return f"NCCL, at most {sms} SMs"
     return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
 
 

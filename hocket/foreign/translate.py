@@ -10,6 +10,7 @@ from typing import Any
 from hocket.foreign.entry import Answer, Entry, Given, State
 from hocket.foreign.read import Pairs
 from hocket.settings.leaves import beyond, describe, is_a, types
+from hocket.settings.tomlfile import MOST_KEYS
 
 Default = tuple[str, Callable[[Given], Answer | None]]
 """What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""
@@ -88,6 +89,8 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
 
     Raises ValueError, with a line for each, for values that cannot be, and for names that contradict each other.
     """
+    if len(pairs) > MOST_KEYS:
+        raise ValueError(f"{len(pairs)} settings ({system.name}): more than {MOST_KEYS}; fix: those of one run")
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in pairs:

@@ -22,8 +22,7 @@ from typing import Literal
 
 from torch import Tensor
 
-ALIGN = 64
-"""Elements; 128 bytes of bf16."""
+from hocket.plan.shard import ALIGN
 
 Granularity = Literal["element", "row", "tensor"]
 """What is never split between ranks."""

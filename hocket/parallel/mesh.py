@@ -16,6 +16,10 @@ from hocket.config import Purpose
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 """All purposes, in the order in which every rank creates their groups."""
 
+SMS, TP_SMS, HOP_SMS = 16, 24, 4
+"""Most SMs of one collective on NCCL, of one of tensor-parallel ranks, beside most of which nothing computes, and of
+one pipeline send or receive."""
+
 
 @dataclass(frozen=True)
 class Coordinates:

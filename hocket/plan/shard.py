@@ -27,6 +27,9 @@ from hocket.config import Strategy
 from hocket.plan.ops import UNITS, Layout, Op, Unit
 from hocket.plan.values import UnitName, unit_read, unit_written
 
+ALIGN = 64
+"""Elements at whose multiples shards end; 128 bytes of bf16."""
+
 
 @dataclass(frozen=True)
 class Sharding:

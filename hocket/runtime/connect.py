@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import COPIED
-from hocket.parallel.mesh import Purpose
+from hocket.parallel.mesh import HOP_SMS, SMS, TP_SMS, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
 from hocket.runtime.lanes import Side
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
@@ -28,11 +28,11 @@ class CommOptions:
     """How groups are made. Times in seconds, sizes in SMs."""
 
     timeout: float = 300.0
-    max_ctas: int = 16
+    max_ctas: int = SMS
     """SMs of one collective on NCCL."""
-    tp_ctas: int = 24
+    tp_ctas: int = TP_SMS
     """SMs of a collective of tensor-parallel ranks: nothing computes beside most of these."""
-    p2p_ctas: int = 4
+    p2p_ctas: int = HOP_SMS
     """SMs of one pipeline send or receive on NCCL."""
     arrival: int = 64 << 20
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""

@@ -12,25 +12,36 @@ from hocket.config import Config
 
 ANY = float("inf")
 
+MOST_RANKS = 10**6
+"""Of a mesh, and of each of its axes."""
+
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
+_WIDE, _MANY, _LONG = 2**20, 2**16, 2**27
+"""Of a layer; of parts and passes; of what a layer has a row for. All are far above what anybody has built."""
+
 BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.ffn"), (1, ANY)),
-    **dict.fromkeys(("model.expert_ffn", "model.top_k"), (1, ANY)),
-    **dict.fromkeys(("model.vocab", "model.head_dim"), (2, ANY)),
-    **dict.fromkeys(("model.experts", "model.shared_ffn", "model.dense_layers"), (0, ANY)),
-    **dict.fromkeys(("model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
+    **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn"), (1, _WIDE)),
+    "model.layers": (1, 1024),
+    **dict.fromkeys(("model.heads", "model.kv_heads", "model.top_k"), (1, _MANY)),
+    "model.vocab": (2, _LONG),
+    "model.head_dim": (2, _MANY),
+    "model.experts": (0, _MANY),
+    "model.shared_ffn": (0, _WIDE),
+    **dict.fromkeys(("model.dense_layers", "model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
     **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
-    **dict.fromkeys(("mesh.pp", "mesh.dp", "mesh.ep", "mesh.tp", "plan.chunks", "plan.layers_per_stage"), (1, ANY)),
-    **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, ANY)),
+    **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
+    **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp"), (1, MOST_RANKS)),
+    "plan.layers_per_stage": (1, ANY),
+    **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     "overlap.pp.defer_layers": (-1, ANY),
     "overlap.ep.room": (1, ANY),
-    "data.sequence_length": (1, ANY),
+    "data.sequence_length": (1, _LONG),
     "data.validation": (0, 0.9),
     **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
-    **dict.fromkeys(("train.steps", "train.microbatches", "train.sequences"), (1, ANY)),
-    **dict.fromkeys(("train.keep", "train.log_every"), (1, ANY)),
+    **dict.fromkeys(("train.microbatches", "train.sequences"), (1, _MANY)),
+    **dict.fromkeys(("train.steps", "train.keep", "train.log_every"), (1, ANY)),
     "train.hang_timeout": (1, 1e6),
     **dict.fromkeys(("train.min_lr", "train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
@@ -38,7 +49,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.betas": (0, 0.999999),
     "run.port": (0, 65535),
 }
-"""Smallest and largest value of every number; of a tuple, of each of its members."""
+"""Smallest and largest value of every number; of a tuple, of each of its members.
+
+Numbers from which tables and plans are made have a largest one, so that a slip of the keyboard is a message at once,
+and no process that says nothing for minutes.
+"""
 
 
 @cache
@@ -97,8 +112,14 @@ def beyond(setting: str, value: object) -> str:
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
     if all(low <= x <= high and x != ANY for x in numbers):
         return ""
-    most = f" and at most {high:g}" if high != ANY else ", and no infinity" if ANY in numbers else ""
-    return f"at least {low:g}{most}"
+    if high == ANY:
+        return f"at least {written(low)}{', and no infinity' if ANY in numbers else ''}"
+    return f"at most {written(high)}" if all(x >= low for x in numbers) else f"at least {written(low)}"
+
+
+def written(bound: float) -> str:
+    """A bound as one would type it."""
+    return f"{bound:.0f}" if bound == int(bound) and abs(bound) < 1e12 else f"{bound:g}"
 
 
 def ill_typed(config: Config, origins: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,9 @@ from hocket.plan.pipeline import groups, smallest_group, warmup
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.settings.rule import Rule
 
+MOST_PASSES = 200_000
+"""Microbatches times layers of a step: above two million operations, or half a minute of planning."""
+
 
 def stages(c: Config) -> int:
     return c.mesh.pp * c.plan.chunks
@@ -182,6 +185,13 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda c, h: c.plan.order == "interleaved" and c.train.microbatches < c.mesh.pp,
         "the interleaved order passes groups of at least mesh.pp = {mesh.pp} microbatches from chunk to chunk",
         "train.microbatches = {mesh.pp} or more, or plan.chunks = 1",
+    ),
+    Rule(
+        ("train.microbatches", "model.layers"),
+        lambda c, h: c.train.microbatches * c.model.layers > MOST_PASSES,
+        "{train.microbatches} microbatches through {model.layers} layers are a plan of millions of operations, which "
+        "takes minutes to make and to check",
+        f"fewer microbatches of more train.sequences: at most {MOST_PASSES} / model.layers",
     ),
     Rule(
         ("plan.group", "mesh.pp", "train.microbatches"),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.presets import PRESETS
-from hocket.settings.leaves import BOUNDS, describe, leaf, show, types
+from hocket.settings.leaves import BOUNDS, describe, leaf, show, types, written
 from hocket.settings.origins import DEFAULTS
 
 
@@ -65,6 +65,6 @@ def _values(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
     low, high = BOUNDS.get(name, (float("-inf"), float("inf")))
-    bounds = f", {low:g} or more" if low > float("-inf") else ""
-    bounds += f", {high:g} at most" if high < 1e18 else ""
+    bounds = f", {written(low)} or more" if low > float("-inf") else ""
+    bounds += f", {written(high)} at most" if high < 1e18 else ""
     return describe(hint) + bounds

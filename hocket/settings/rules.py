@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from hocket.config import Config
 from hocket.plan.layer import order_problem
 from hocket.settings.graph_rules import GRAPH_RULES
-from hocket.settings.leaves import line
+from hocket.settings.leaves import MOST_RANKS, line
 from hocket.settings.origins import asked
 from hocket.settings.plan_rules import PLAN_RULES, stages
 from hocket.settings.rule import Host, Rule
@@ -110,6 +110,12 @@ RULES: tuple[Rule, ...] = (
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks, "
         "but {host.workers} processes were started",
         "start {world} processes, or change mesh.pp or mesh.dp",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.tp"),
+        lambda c, h: c.mesh.world > MOST_RANKS,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks",
+        f"{MOST_RANKS} ranks at most",
     ),
     Rule(
         ("train.device",),

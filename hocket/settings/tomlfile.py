@@ -10,9 +10,12 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+MOST_KEYS = 1000
+"""Of a file; there are not as many settings, and a suggestion for every misspelt one takes time."""
 _WORD = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
 _NAME = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
 _TABLE = re.compile(rf"\s*\[\s*({_NAME})\s*\]")
@@ -42,7 +45,9 @@ def read(path: str) -> list[Entry]:
         raise ValueError(f"{path} (command line): {reason}; fix: name a TOML file that is there") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} (command line): not text; fix: a TOML file, in UTF-8") from None
-    lines = list(keys(text))
+    lines = list(islice(keys(text), MOST_KEYS + 1))
+    if len(lines) > MOST_KEYS:
+        raise ValueError(f"{path} (command line): more than {MOST_KEYS} keys; fix: a file of settings")
     if odd := _no_names(path, lines):
         raise ValueError("\n".join(odd))
     if double := _double(path, lines):

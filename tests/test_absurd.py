@@ -1,0 +1,66 @@
+"""Slips of the keyboard: sizes that nobody has, and files of thousands of names, are a message at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket import cli
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.leaves import ANY, BOUNDS, MOST_RANKS, changed, leaf
+from hocket.settings.plan_rules import MOST_PASSES
+from hocket.settings.rules import Host
+
+AT_ONCE = 10.0
+"""Seconds, most of them for imports on a busy machine; without bounds it is minutes."""
+TINY = recipe("tiny")
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
+    assert time.monotonic() - start < AT_ONCE
+    assert isinstance(end.value.code, int)
+    return end.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", [name for name, (_, high) in BOUNDS.items() if high not in (ANY, 1)])
+def test_one_more_than_the_most_is_refused_in_a_line(setting: str) -> None:
+    high = BOUNDS[setting][1]
+    value: Any = int(high) + 1 if isinstance(high, int) else high * 2
+    value = (value, 0.5) if isinstance(leaf(TINY, setting), tuple) else value
+    with pytest.raises(ValueError, match=rf"{setting} = .*fix: at most ") as error:
+        resolve(changed(TINY, {setting: value}), Host())
+    assert "e+" not in str(error.value).split("at most")[1] or high >= 1e12, "a number that can be typed"
+
+
+def test_a_mesh_of_too_many_ranks_and_a_step_of_too_many_passes_are_refused() -> None:
+    many = changed(TINY, {"mesh.pp": 1, "plan.chunks": 1, "mesh.dp": MOST_RANKS, "mesh.tp": 2})
+    with pytest.raises(ValueError, match=f"is {2 * MOST_RANKS} ranks; fix: {MOST_RANKS} ranks at most"):
+        resolve(many, Host())
+    long = changed(TINY, {"train.microbatches": MOST_PASSES // TINY.model.layers + 1})
+    with pytest.raises(ValueError, match="plan of millions of operations"):
+        resolve(long, Host())
+    resolve(changed(TINY, {"train.microbatches": MOST_PASSES // TINY.model.layers}), Host())
+
+
+@pytest.mark.parametrize("words", [("--gpus", "100000000"), ("--model.layers", "10000000"), ("--mesh.dp", "1000000")])
+def test_commands_answer_at_once(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    code, err = command(capsys, "explain", "tiny", *words)
+    assert code == 2
+    assert "fix: " in err
+
+
+def test_files_of_thousands_of_names_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\n" + "".join(f"stepz{i} = 1\n" for i in range(20_000)))
+    (tmp_path / "ds.json").write_text(json.dumps({f"stage{i}": i for i in range(20_000)}))
+    for words in (("explain", str(tmp_path / "run.toml")), ("explain", "--from-deepspeed", str(tmp_path / "ds.json"))):
+        code, err = command(capsys, *words)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert "more than 1000" in err
