@@ -296,6 +296,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),
     (TINY, {"run__name": ".."}, "run.name", "a folder's name"),
     (TINY, {"run__resume": ""}, "run.resume", "empty path"),
+    (TINY, {"train__microbatches": 60_000}, "train.microbatches", "plan of millions of operations"),
+    (TINY, {"mesh__dp": 600_000}, "mesh.dp", "is 1200000 ranks"),
     # Values that are impossible by themselves
     (TINY, {"train__steps": 0}, "train.steps", "out of range; fix: at least 1"),
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
