@@ -22,7 +22,7 @@ EXPERTS = (
     "--train.microbatches 4 --steps 2"
 )
 """A quarter of Qwen3-30B-A3B with its experts spread over all ranks: what the all-to-all costs."""
-EXPERTS_AGAINST = "--against bound_graph,bound,fsdp2_tuned,torchtitan,megatron_core,hocket_ce,hocket_graph"
+EXPERTS_AGAINST = "--against bound_graph,bound,fsdp2_tuned,torchtitan,megatron_core,hocket_ce,hocket_graph_ce"
 EXPERT_STEPS = (
     "qwen3_30b_a3b --model.layers 6 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
     "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --overlap.ep.copies per_expert "
@@ -33,14 +33,14 @@ EXPERT_STEPS = (
 """What each step from a sequential plan to replayed, merged steps on copy engines buys."""
 SHARED_EXPERT = (
     "moonlight_16b --model.layers 8 --model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 4 --against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph "
+    "--train.microbatches 4 --against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph_ce "
     "--blocks 4 --steps 2"
 )
 """Layers of a 16B model with 3B active, with a shared expert and a dense first layer."""
 SKINNY = (
     "qwen3_30b_a3b --model.hidden 1024 --model.heads 16 --model.expert_ffn 384 --model.vocab 32768 --model.layers 8 "
     "--mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 --train.sequences 4 "
-    "--against bound_graph,bound,exchanges,ep_sync,hocket_ce,hocket_graph --blocks 4 --steps 2"
+    "--against bound_graph,bound,exchanges,ep_sync,hocket_ce,hocket_graph_ce --blocks 4 --steps 2"
 )
 """Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
 COPIES = "--overlap.ep.copies per_expert --against hocket,hocket_per_rank,hocket_ce,hocket_per_rank_ce,hocket_null"

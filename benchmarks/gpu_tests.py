@@ -34,7 +34,8 @@ def main() -> int:
     options, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *off, f"--junitxml={report}"]
         status = subprocess.run([*command, *(words or ["tests"])], cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).iter("testcase"))
     tests = {
