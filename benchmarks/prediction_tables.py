@@ -12,9 +12,10 @@ from benchmarks.markdown import Result, table
 from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
+from hocket.config import Config
 from hocket.parallel.stages import costs_of
 from hocket.plan.formulas import STOCK
-from hocket.plan.simulate import simulate
+from hocket.plan.simulate import Timeline, simulate
 from hocket.planning import hardware_of, predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
@@ -75,19 +76,35 @@ def predicted_steps(*results: Result) -> str:
             config = changed(for_bench(options, origins), {"data.sequence_length": length})
             if found["config"]["train"]["microbatches"] != config.train.microbatches:
                 continue  # of a time when the preset had others
-            rows.append([f"{preset}, {tokens_of(found)} tokens", *_beside(resolve(config, Host(gpus=gpus)), found)])
+            rows.append([f"{preset}, {tokens_of(found)} tokens", *_beside(config, gpus, found)])
     head = ["step", "predicted", "of which compute", "measured without communication", "measured", "ratio"]
     return table([*head, "predicted to need beside weights", "measured to need"], rows)
 
 
-def _beside(settings: Settings, found: Result) -> list[str]:
-    """One step as predicted and as measured, both of the slowest rank."""
+def fastest(found: Result) -> str:
+    """The fastest of hocket's own contenders."""
+    ours = [name for name in ("hocket", "hocket_ce", "hocket_graph", "hocket_graph_ce") if name in found["contenders"]]
+    return min(ours, key=lambda name: found["contenders"][name]["seconds"])
+
+
+def as_measured(config: Config, gpus: int, found: Result, name: str) -> Settings:
+    """A configuration as a contender had it."""
+    graphs = "on" if "graphs = on" in found["contenders"][name]["settings"]["plan"] else "off"
+    return resolve(changed(config, {"plan.graphs": graphs}), Host(gpus=gpus))
+
+
+def needed(settings: Settings) -> tuple[Timeline, int]:
+    """The predicted step, and the bytes that the rank with the most needs beside weights, optimizer and slots."""
     program, costs = program_of(settings), costs_of(settings, hardware_of(settings))
-    timeline, by_name = simulate(program, costs), found["contenders"]
+    timeline = simulate(program, costs)
+    return timeline, max(use.peak_bytes - costs.fixed_bytes(program, rank) for rank, use in enumerate(timeline.ranks))
+
+
+def _beside(config: Config, gpus: int, found: Result) -> list[str]:
+    """One step as predicted and as measured, both of the slowest rank."""
+    by_name, best = found["contenders"], fastest(found)
+    timeline, needs = needed(as_measured(config, gpus, found, best))
     step, busy = float(timeline.makespan), max(float(use.busy) for use in timeline.ranks)
-    needs = max(use.peak_bytes - costs.fixed_bytes(program, rank) for rank, use in enumerate(timeline.ranks))
-    ours = [name for name in ("hocket", "hocket_ce", "hocket_graph") if name in by_name]
-    best = min(ours, key=lambda name: by_name[name]["seconds"])
     null = by_name.get("hocket_null", {}).get("seconds")
     measured = by_name[best]["seconds"]
     times = [step, busy, null, measured]

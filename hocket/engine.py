@@ -38,6 +38,8 @@ from hocket.runtime.executor import Executor
 from hocket.runtime.graphed import GraphedSteps, Record, recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
+from hocket.settings.leaves import changed
+from hocket.settings.predicted import fits, model_costs, predicted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,6 +56,8 @@ class StepResult:
     """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
     lacked: int = 0
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
+    grown: bool = False
+    """Whether there is more room since; if not, the host knows splits from then on."""
 
 
 _SLACK = 1.25
@@ -102,6 +106,9 @@ class Engine:
         update: bool = True,
     ) -> None:
         self.config, self.device = config, device
+        on_gpu = device.type == "cuda"
+        self.memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+        """Bytes that this rank can use; 0: not known."""
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
         self.layout: Layout = layout_of(config)
@@ -215,7 +222,7 @@ class Engine:
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
-        return StepResult(loss, self._grad_norm, self._loads, self._lacked)
+        return StepResult(loss, self._grad_norm, self._loads, self._lacked, self._room is not None)
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
@@ -254,13 +261,24 @@ class Engine:
         return losses
 
     def _make_more_room(self, rows: int) -> None:
-        """After so many rows found no room: have enough of it from now on."""
+        """After so many rows found no room: have enough of it from now on, or none at all if it would not fit."""
         assert self._room is not None
         config, capacity = self.config, rows_grown(self.config, rows)
-        self.groups.a2a.make_room(max(capacity, rows_evenly(config)) * config.model.hidden * self.dtype.itemsize)
-        self._room = replace(self._room, capacity=capacity)
+        if self._would_fit(capacity):
+            self.groups.a2a.make_room(max(capacity, rows_evenly(config)) * config.model.hidden * self.dtype.itemsize)
+            self._room = replace(self._room, capacity=capacity)
+        else:
+            self._room = self._graphed = None
         for executor in self._executors:
             executor.actions.room = self._room
+
+    def _would_fit(self, capacity: int) -> bool:
+        """Whether steps with room for so many rows are predicted to fit on the GPUs of all ranks."""
+        grown = changed(self.config, {"overlap.ep.room": capacity / rows_evenly(self.config)})
+        fit = not self.memory or fits(predicted(grown, model_costs).nbytes, self.memory)
+        agreed = torch.tensor([fit], dtype=torch.int64, device=self.device)
+        self.groups.control.all_reduce(agreed, "min").wait()
+        return bool(agreed)
 
     def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
         """See Note: [The mean over the tokens of a step]. None where every target counts."""

@@ -11,7 +11,7 @@ import os
 import re
 import runpy
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
@@ -158,49 +158,75 @@ def cores() -> int:
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, variables: Sequence[Finding] = ()) -> Host:
     """What is here. Imports torch only if it could use a GPU. `variables` are as they were before `prepare`."""
     copies = config.train.transport in COPIED
-    gpus, gpu, no_copy_engine = (0, "", "") if config.train.device == "cpu" else find_gpus(copies)
+    found = Gpus() if config.train.device == "cpu" else find_gpus(copies)
     return Host(
-        gpus=gpus,
-        gpu=gpu,
+        gpus=found.count,
+        gpu=found.name,
+        memory=found.memory,
         cores=cores(),
         workers=worker.world if worker else 0,
         local_workers=worker.local_world if worker else 0,
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
-        no_copy_engine=no_copy_engine,
+        no_copy_engine=found.no_copy_engine,
+        no_peer_memory=found.no_peer_memory,
         variables=tuple(variables),
     )
 
 
-def find_gpus(copies: bool = False) -> tuple[int, str, str]:
-    """(number of GPUs that torch can use, name of the first one, why they cannot serve `copies` by copy engines).
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs that torch can use."""
+
+    count: int = 0
+    name: str = ""
+    """Of the first one."""
+    memory: int = 0
+    """Bytes of the smallest."""
+    no_copy_engine: str = ""
+    """Why they cannot serve collectives by copy engines, where anybody asks."""
+    no_peer_memory: str = ""
+    """Why they cannot store into each other's memory."""
+
+
+def find_gpus(copies: bool = False) -> Gpus:
+    """The GPUs of this host; with `copies`, whether their copy engines can serve collectives.
 
     A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
     CUDA.
     """
     _, cuda = torch_build()
     if not cuda:
-        return 0, "", ""
+        return Gpus()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            import torch
-
-            count, missing = torch.cuda.device_count(), ""
-            name = torch.cuda.get_device_name(0) if count else ""
-            if count and copies:
-                from hocket.runtime.copy_engine import problem
-
-                missing = problem()
-            os.write(write, json.dumps([count, name, missing]).encode())
+            os.write(write, json.dumps(asdict(_look(copies))).encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    count, name, missing = json.loads(text) if text else (0, "", "")
-    return count, name, missing
+    return Gpus(**json.loads(text)) if text else Gpus()
+
+
+def _look(copies: bool) -> Gpus:
+    """Touches CUDA."""
+    import torch
+
+    from hocket.runtime import copy_engine, pushed_rows
+
+    count = torch.cuda.device_count()
+    if not count:
+        return Gpus()
+    return Gpus(
+        count=count,
+        name=torch.cuda.get_device_name(0),
+        memory=min(torch.cuda.get_device_properties(i).total_memory for i in range(count)),
+        no_copy_engine=copy_engine.problem() if copies else "",
+        no_peer_memory=pushed_rows.place()[1],
+    )
 
 
 def torch_build() -> tuple[str, str]:

@@ -12,18 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
-from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
 from hocket.plan.cost import CostTable
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Decision
 from hocket.settings.effects import effect_of
 from hocket.settings.ends_choice import choose_ends
-from hocket.settings.graph_rules import choose_graphs
+from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_that_pay
 from hocket.settings.hop_choice import choose_hops, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
+from hocket.settings.predicted import model_costs
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
@@ -53,11 +52,6 @@ class Settings(Config):
         return self.mesh.dp * self.train.microbatches * self.train.sequences
 
 
-def model_costs(config: Config) -> CostTable:
-    """What ops cost by the cost model alone, on the hardware that fits the run."""
-    return costs_of(config, hardware_of(config))
-
-
 def resolve(
     config: Config,
     host: Host | None = None,
@@ -82,9 +76,11 @@ def resolve(
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _add(settled, decisions, choose_tensor(settled, host))
+    open_ = {decision.setting for decision in decisions}
+    settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, price))
     settled = _add(settled, decisions, choose_copies(settled, price))
-    settled = _add(settled, decisions, choose_strategy(settled, price))
-    settled = _add(settled, decisions, choose_recompute(settled, price))
+    settled = _add(settled, decisions, choose_strategy(settled, host, price))
+    settled = _add(settled, decisions, choose_recompute(settled, host, price))
     costs = price(settled)
     for choose_by_costs in (choose_ends, choose_hops):
         settled = _add(settled, decisions, choose_by_costs(settled, costs))
@@ -139,10 +135,16 @@ def _unmet(name: str, rules: list[Rule], config: Config, host: Host, origins: Ma
 
 
 def _add(config: Config, decisions: list[Decision], choices: Iterable[tuple[str, Any, str]]) -> Config:
-    """A configuration with choices made. They are added to the decisions, but for those that need no reason."""
+    """A configuration with choices made. They are added to the decisions, but for those that need no reason.
+
+    What had been chosen of the same settings before gives way.
+    """
     for setting, value, reason in choices:
         config = changed(config, {setting: value})
-        if reason:
+        earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), None)
+        if earlier is not None:
+            decisions[earlier] = _choice(setting, value, reason)
+        elif reason:
             decisions.append(_choice(setting, value, reason))
     return config
 
@@ -251,17 +253,6 @@ def choose_defer(c: Config, h: Host) -> tuple[str, str]:
     return "off", "there is no send and no all-to-all to hide (mesh.pp and mesh.ep are 1)"
 
 
-def choose_splits(c: Config, h: Host) -> tuple[str, str]:
-    if not has_experts(c) or c.mesh.ep == 1:
-        return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
-    if c.plan.graphs == "on":
-        return "device", "a step that is replayed as one graph waits for no counts"
-    return (
-        "host",
-        "room for as many rows as come; splits that the device alone knows pay in replayed steps, plan.graphs",
-    )
-
-
 def choose_folder(c: Config, h: Host) -> tuple[str, str]:
     if c.train.transport == "null":
         return f"runs/{c.run.name}-null", "what is no training stays away from the run of that name"
@@ -275,8 +266,8 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("overlap.ep.merge", choose_merge),
     ("plan.order", choose_order),
     ("overlap.defer_wgrad", choose_defer),
-    ("overlap.ep.splits", choose_splits),
     ("plan.graphs", choose_graphs),
+    ("overlap.ep.splits", choose_splits),
     ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on."""

@@ -17,9 +17,10 @@ from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
-from hocket.resolve import Settings, model_costs
+from hocket.resolve import Settings
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import begun_with
+from hocket.settings.predicted import model_costs
 from hocket.settings.sizes import parse_bytes
 
 DOUBT = 0.07

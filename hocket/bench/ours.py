@@ -63,7 +63,7 @@ class Planned:
         result = self.engine.train_step(microbatches, self.lr)
         if result.lacked:
             self.twice += 1
-            self.settings["steps"] = f"{self.twice} {lack(self.engine.config, result.lacked)}"
+            self.settings["steps"] = f"{self.twice} {lack(self.engine.config, result.lacked, result.grown)}"
         return result.loss
 
     def rest(self) -> None:

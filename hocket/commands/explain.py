@@ -90,7 +90,8 @@ def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], 
 
 def with_probe(found: Explanation, settings: Settings) -> Explanation:
     """The explanation with what was timed on this host."""
-    gpus, name, _ = find_gpus()
+    found_here = find_gpus()
+    gpus, name = found_here.count, found_here.name
     asked = request(settings, gpus)
     measured = start.run(asked, os.environ)
     where = f"{asked.world} x {name}" if gpus else f"{asked.world} processes on the CPU"

@@ -16,7 +16,8 @@ from hocket.config import Config
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
-from hocket.resolve import Settings, model_costs, resolve
+from hocket.resolve import Settings, resolve
+from hocket.settings.predicted import model_costs
 from hocket.settings.rules import Host
 
 if TYPE_CHECKING:

@@ -31,10 +31,13 @@ def rows_grown(c: Config, rows: int) -> int:
     return min(math.ceil(MORE * rows), rows_at_most(c))
 
 
-def lack(c: Config, rows: int) -> str:
-    """What a user is told of a step in which so many rows came to one rank and found no room."""
+def lack(c: Config, rows: int, grown: bool) -> str:
+    """What a user is told of a step in which so many rows came to one rank and found no room, and whether it grew."""
     came, now = (count / rows_evenly(c) for count in (rows, rows_grown(c, rows)))
-    return (
-        f"made twice, since {came:.2f} times the rows of an even load came to one rank in a layer; "
-        f"there is room for {now:.2f} times from now on (overlap.ep.room = {c.overlap.ep.room:g})"
+    after = (
+        f"there is room for {now:.2f} times from now on"
+        if grown
+        else f"room for {now:.2f} times does not fit, so from now on hosts know the splits and issue every step"
     )
+    why = f"made twice, since {came:.2f} times the rows of an even load came to one rank in a layer"
+    return f"{why}; {after} (overlap.ep.room = {c.overlap.ep.room:g})"

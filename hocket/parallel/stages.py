@@ -57,7 +57,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
     if config.overlap.ep.splits == "device" and config.mesh.ep > 1:
-        costs = _with_room(costs, rows_allowed(config) / rows_evenly(config))
+        costs = _with_room(costs, config)
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := _carried_by(key)) in links}
@@ -69,15 +69,21 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     return costs if measured is None else costs.measured(measured.seconds)
 
 
-def _with_room(costs: CostTable, times: float) -> CostTable:
-    """The costs if experts' rows have so many times the room that they fill. What is not filled takes no time."""
+def _with_room(costs: CostTable, config: Config) -> CostTable:
+    """The costs if experts' rows have more room than they fill. What is not filled takes no time.
+
+    Rows arrive where products read them, so experts keep none of their own, nor gradients of them: the values of the
+    exchanges live as long.
+    """
+    times, rows = rows_allowed(config) / rows_evenly(config), rows_evenly(config) * config.model.hidden
     table = dict(costs.table)
     for key, cost in costs.table.items():
-        if key[:2] in (("fwd", "dispatch"), ("bwd", "combine"), ("fwd", "experts"), ("bwd", "experts")):
-            output, saved, grad = (
-                round(times * size) for size in (cost.output_bytes, cost.saved_bytes, cost.grad_bytes)
-            )
-            table[key] = replace(cost, output_bytes=output, saved_bytes=saved, grad_bytes=grad)
+        verb, part, _ = key
+        if part == "experts" or (verb, part) in (("fwd", "dispatch"), ("bwd", "combine")):
+            arrived = rows * config.element_bytes * {"fwd": 1, "recompute": 1, "bwd": 2}.get(verb, 0)
+            saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
+            output = cost.output_bytes
+            table[key] = replace(cost, output_bytes=round(times * output), saved_bytes=round(times * saved))
     return replace(costs, table=table)
 
 

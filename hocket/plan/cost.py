@@ -230,7 +230,8 @@ def part_size(
         case "unpermute":
             rows, shared = round(copies.count * d), d if model.shared_ffn else 0
             size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
-            return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=rows + 2 * model.top_k))
+            kept = rows if ep == 1 else 0  # rows that came back are a value, which lives as long
+            return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
         case "head":
             w = model.vocab * d
             matmul = PartSize(gemm=w, weights=0 if model.tied else w, output=1, grad=d)

@@ -42,13 +42,23 @@ Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[],
 
 
 def recorder_of(lanes: CudaLanes) -> Record:
-    """Records what a function issues on lanes."""
+    """Records what a function issues on lanes. What goes wrong in it is raised, not what that does to the recording."""
 
     def record(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = run()
-            lanes.join()
+        graph, first = torch.cuda.CUDAGraph(), list[BaseException]()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                try:
+                    result = run()
+                except BaseException as error:
+                    first.append(error)
+                    lanes.abort()  # a recording ends on the stream on which it began
+                    raise
+                lanes.join()
+        except BaseException as last:
+            if first and first[0] is not last:
+                raise first[0] from last
+            raise
         return result, graph.replay
 
     return record

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hocket.config import Config
-from hocket.settings.rule import Host, Rule
+from hocket.settings.rule import Rule
 
 
 def waits_for_counts(c: Config) -> bool:
     """Whether the host waits for the routers in each layer."""
     return c.model.experts > 0 and c.mesh.ep > 1 and c.overlap.ep.splits != "device"
-
-
-def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
-    on = replace(c, plan=replace(c.plan, graphs="on"))
-    for against in (rule for rule in GRAPH_RULES if rule.broken(on, h)):
-        return "off", against.reason.format(mesh=c.mesh, train=c.train)
-    if c.overlap.ep.splits != "device" or c.mesh.ep == 1:
-        return "off", "only where it is asked for: a graph holds memory of its own, and pays where the host is late"
-    return "on", "the host replays a step with one call, so that no GPU waits for it"
 
 
 def _graphed(c: Config) -> bool:

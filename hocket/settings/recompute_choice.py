@@ -14,33 +14,33 @@ from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.ops import Recomputable, recomputable
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import USABLE, gib, predicted
+from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.rule import Host
 
 
 def choose_recompute(
-    c: Config, price: Callable[[Config], CostTable]
+    c: Config, host: Host, price: Callable[[Config], CostTable]
 ) -> Iterator[tuple[str, tuple[Recomputable, ...], str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.plan.recompute != ("auto",):
         return
-    hardware = hardware_of(c)
-    if not hardware.memory:
-        yield "plan.recompute", (), f"how much memory a {hardware.name} rank can use is not known"
+    memory = memory_of(c, host)
+    if not memory:
+        yield "plan.recompute", (), f"how much memory a {hardware_of(c).name} rank can use is not known"
         return
-    room = USABLE * hardware.memory
     without = predicted(changed(c, {"plan.recompute": ()}), price)
-    if without.nbytes <= room:
-        yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(hardware.memory)} are needed without"
+    if fits(without.nbytes, memory):
+        yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
         return
     steps = {parts: predicted(changed(c, {"plan.recompute": parts}), price) for parts in _sets(c)}
-    fitting = [parts for parts, step in steps.items() if step.nbytes <= room]
+    fitting = [parts for parts, step in steps.items() if fits(step.nbytes, memory)]
     best = min(fitting, key=lambda p: steps[p].seconds) if fitting else min(steps, key=lambda p: steps[p].nbytes)
     longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
-    fits = "" if fitting else "; that is the least, and does not fit either"
+    short = "" if fitting else "; that is the least, and does not fit either"
     yield (
         "plan.recompute",
         best,
-        f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(hardware.memory)}, for {longer:.1%} more time{fits}",
+        f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}",
     )
 
 

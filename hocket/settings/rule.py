@@ -17,6 +17,8 @@ class Host:
     """GPUs of this host that torch can use."""
     gpu: str = ""
     """Name of the first of them."""
+    memory: int = 0
+    """Bytes of its memory; 0 means not known."""
     cores: int = 1
     """CPU cores this process may use."""
     workers: int = 0
@@ -27,6 +29,8 @@ class Host:
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
     """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
+    no_peer_memory: str = ""
+    """Why GPUs of this host cannot store into each other's memory; empty if they can, or if nobody looked."""
     variables: tuple[Finding, ...] = ()
     """What was found of the variables that decide about overlap, before hocket set any."""
 

@@ -17,7 +17,8 @@ from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import shares_units
-from hocket.settings.predicted import USABLE, Predicted, gib, predicted
+from hocket.settings.predicted import Predicted, fits, gib, memory_of, predicted
+from hocket.settings.rule import Host
 
 _SETTING = "overlap.dp.strategy"
 _LEAST: Strategy = "optim_grads_params"
@@ -26,27 +27,26 @@ _SAME = 0.01
 """By how much longer a step is as short as another one."""
 
 
-def choose_strategy(c: Config, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Strategy, str]]:
+def choose_strategy(c: Config, host: Host, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Strategy, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.dp.strategy == "auto":
-        yield _SETTING, *_chosen(c, price)
+        yield _SETTING, *_chosen(c, memory_of(c, host), price)
 
 
-def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[Strategy, str]:
-    hardware = hardware_of(c)
+def _chosen(c: Config, memory: int, price: Callable[[Config], CostTable]) -> tuple[Strategy, str]:
     if not shares_units(c):
         return _LEAST, "with one data-parallel rank nothing is shared out"
-    if not hardware.memory:
-        return _LEAST, f"how much memory a {hardware.name} rank can use is not known, and this needs the least"
+    if not memory:
+        return _LEAST, f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
     steps: dict[Strategy, Predicted] = {s: predicted(changed(c, {_SETTING: s}), price) for s in get_args(Strategy)}
-    room, least = USABLE * hardware.memory, steps[_LEAST]
-    fitting = {name: step for name, step in steps.items() if step.nbytes <= room}
+    least = steps[_LEAST]
+    fitting = {name: step for name, step in steps.items() if fits(step.nbytes, memory)}
     if not fitting:
-        return _LEAST, f"{gib(least.nbytes)} of {gib(hardware.memory)} are needed, and the others need more"
+        return _LEAST, f"{gib(least.nbytes)} of {gib(memory)} are needed, and the others need more"
     shortest = min(step.seconds for step in fitting.values())
     short = {name: step for name, step in fitting.items() if step.seconds <= (1 + _SAME) * shortest}
     best = min(short, key=lambda name: (short[name].moved, short[name].nbytes))
-    return best, _reason(best, steps[best], least, hardware.memory)
+    return best, _reason(best, steps[best], least, memory)
 
 
 def _reason(best: Strategy, step: Predicted, least: Predicted, memory: int) -> str:

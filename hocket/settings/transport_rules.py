@@ -70,6 +70,12 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         "overlap.ep.splits = host, or a mesh.ep that divides the {host.local_workers} processes of a host",
     ),
     Rule(
+        ("overlap.ep.splits",),
+        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and bool(h.no_peer_memory),
+        "{host.no_peer_memory}, and rows are stored there",
+        "overlap.ep.splits = host",
+    ),
+    Rule(
         ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
         lambda c, h: c.train.transport == "slow" and not (any(c.train.slow_latency) or any(c.train.slow_bandwidth)),
         "the slow transport imitates a network, and nothing says which",

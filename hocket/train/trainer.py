@@ -132,7 +132,7 @@ class Trainer:
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
         if result.lacked:
-            metrics.say(f"step {self.step + 1} {lack(settings, result.lacked)}")
+            metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
         load = 0.0
         if result.loads:  # the worst layer's, with one wait for the GPU
             rows = torch.stack(list(result.loads.values())).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -115,3 +117,34 @@ def muted(rank: int) -> list[int]:
 
 def test_a_recording_is_void_where_bytes_move_in_another_way() -> None:
     assert run_ranks(muted, 2) == [[1, 2, 3]] * 2
+
+
+class Streams:
+    """Lanes of which a recording only asks whether they were left."""
+
+    left = False
+
+    def abort(self) -> None:
+        self.left = True
+
+    def join(self) -> None:
+        raise AssertionError("joined behind an error")
+
+
+def test_the_first_error_in_a_recording_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def capture(graph: object, **how: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("the recording is broken")
+
+    def run() -> list[Tensor]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    lanes: Any = Streams()
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        graphed.recorder_of(lanes)(run)
+    assert lanes.left

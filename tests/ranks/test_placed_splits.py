@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.parallel.capacity import lack, rows_allowed, rows_at_most, rows_grown
+from hocket.parallel.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.placed import place_counts
@@ -83,9 +83,10 @@ PLACED = config(
 )
 
 
-def steps(rank: int, c: Config) -> tuple[list[int], list[float], list[Tensor]]:
+def steps(rank: int, c: Config, memory: tuple[int, int] = (0, 0)) -> tuple[list[int], list[float], list[Tensor]]:
     """Rows that lacked room in each of two steps and in a validation, losses and norms, weights."""
     engine = Engine(c, rank, CPU)
+    engine.memory = memory[rank]
     engine.init_weights()
     batches = [[Microbatch(*b[rank]) for b in step] for step in random_batches(c.model, 2, 2, c.mesh.dp, (2, 8))]
     results = [engine.train_step(step, 1e-2) for step in batches]
@@ -121,11 +122,21 @@ def test_a_step_whose_rows_find_no_room_is_made_again(merge: str) -> None:
 
 
 def test_a_user_is_told_how_much_room_there_is() -> None:
-    assert lack(PLACED, 40) == (
+    assert lack(PLACED, 40, grown=True) == (
         "made twice, since 1.25 times the rows of an even load came to one rank in a layer; "
         "there is room for 1.56 times from now on (overlap.ep.room = 1)"
     )
+    assert "room for 1.56 times does not fit" in lack(PLACED, 40, grown=False)
     assert rows_grown(PLACED, 60) == rows_at_most(PLACED)
+
+
+def test_where_more_room_does_not_fit_on_one_rank_the_hosts_of_all_know_splits_from_then_on() -> None:
+    (lacked, *found), _ = run_ranks(steps, 2, PLACED, (0, 1))
+    (_, *wanted), _ = run_ranks(steps, 2, planned(PLACED, splits="host"))
+    assert lacked[0], "the first step is made again"
+    assert not any(lacked[1:])
+    assert found[0] == wanted[0]
+    assert all(map(torch.equal, found[1], wanted[1]))
 
 
 def test_ranks_that_cannot_reach_each_other_are_refused() -> None:
@@ -184,4 +195,6 @@ def test_room_for_more_rows_takes_memory_and_no_time() -> None:
         assert (other.seconds, other.wire_bytes) == (cost.seconds, cost.wire_bytes)
         roomy = key[:2] in (("fwd", "dispatch"), ("bwd", "combine"), ("fwd", "experts"), ("bwd", "experts"))
         assert other.output_bytes == pytest.approx((1.5 if roomy else 1) * cost.output_bytes, abs=1)
-        assert other.saved_bytes == pytest.approx((1.5 if roomy else 1) * cost.saved_bytes, abs=1)
+        arrived = {("fwd", "experts"): 1, ("bwd", "experts"): 2}.get(key[:2], 0)  # tensors that exchanges keep
+        saved = cost.saved_bytes - arrived * rows_evenly(PLACED) * PLACED.model.hidden * PLACED.element_bytes
+        assert other.saved_bytes == pytest.approx((1.5 if roomy else 1) * saved, abs=1)

@@ -10,6 +10,7 @@ import pytest
 
 from hocket.commands.explain import run
 from hocket.commands.plan import resolve_for_plan
+from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
@@ -98,7 +99,7 @@ def test_the_command_probes_and_shows_both(capsys: pytest.CaptureFixture[str], m
         )
 
     monkeypatch.setattr("hocket.probing.start.run", measured)
-    monkeypatch.setattr("hocket.commands.explain.find_gpus", lambda: (0, "", ""))
+    monkeypatch.setattr("hocket.commands.explain.find_gpus", Gpus)
     assert run(["tiny", "--probe"]) == 0
     printed = capsys.readouterr().out
     assert "PROBED\n  on 2 processes on the CPU, gloo; predicted for laptop" in printed

@@ -1,0 +1,98 @@
+"""How `plan.graphs` and `overlap.ep.splits` are chosen where they are `auto`: together, by rules, time and memory.
+
+A step whose ops the host issues one by one lasts as long as the host needs for that, if GPUs are faster; a replayed one
+lasts as long as its GPUs need. So steps are recorded where hosts would be late. Where experts' rows travel, that takes
+splits that only the devices know, with room of a fixed size and kernels that store rows; where GPUs have enough to do,
+hosts that know the splits cost nothing, and leave rows to NCCL or to copy engines, which take less from products.
+
+Note: [What recorded steps cost]
+Memory: see `Note: [What a graph holds]`, and rows have room for more than come. Shapes are the same in each step, which
+packed documents are not; microbatches and sequences always are. Profiled steps and validations run op by op as ever. A
+step whose rows find no room runs twice, and the next one is recorded anew with more room, as long as that fits
+(`Engine._make_more_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from hocket.config import Config
+from hocket.machine import hardware_of
+from hocket.plan.cost import CostTable
+from hocket.plan.timeline import duration
+from hocket.settings.leaves import changed, leaf
+from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.rule import Host
+from hocket.settings.rules import RULES, has_experts, rule_text
+
+GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
+HOST = 0.45e-3
+"""Seconds in which a host issues one op, its kernels and its collectives: 0.40 to 0.58 on hosts of H200s."""
+_LATE = 0.75
+"""Share of the time of the GPUs from which on a host counts as late: some hosts are slower by a third than others."""
+
+
+def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
+    """By rules alone: whether steps could be replayed."""
+    wanted = _recorded(c)
+    for rule in RULES:
+        concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
+        if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
+            return "off", rule_text(rule.reason, wanted, h)
+    return "on", "the host replays a step with one call"
+
+
+def choose_splits(c: Config, h: Host) -> tuple[str, str]:
+    """What graphs need, where rows travel."""
+    if not _rows_travel(c):
+        return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
+    if c.plan.graphs == "on":
+        return "device", "a step that is replayed as one graph waits for no counts"
+    return "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
+
+
+def graphs_that_pay(
+    c: Config, h: Host, open_: Collection[str], price: Callable[[Config], CostTable]
+) -> Iterator[tuple[str, str, str]]:
+    """Setting, value and reason of what was chosen by rules and is now decided by time and memory.
+
+    `open_` are the settings that were left open. `c` is sound.
+    """
+    if GRAPHS not in open_ or c.plan.graphs != "on":
+        return
+    against, reason = _weighed(c, h, _rows_travel(c) and SPLITS not in open_, price)
+    yield GRAPHS, "off" if against else "on", reason
+    if against and SPLITS in open_ and _rows_travel(c):
+        yield SPLITS, "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
+
+
+def _weighed(c: Config, h: Host, decided: bool, price: Callable[[Config], CostTable]) -> tuple[bool, str]:
+    """Whether a graph does not pay or does not fit, and why. `decided`: hosts know no splits anyway."""
+    memory = memory_of(c, h)
+    if not memory:
+        return True, f"how much memory a {hardware_of(c).name} rank can use is not known, and a graph keeps its own"
+    step = predicted(_smallest(c), price)
+    issued = HOST * step.ops
+    times = f"a host issues {step.ops:,} ops in about {duration(issued)}, GPUs take {duration(step.seconds)}"
+    if issued < _LATE * step.seconds and not decided:
+        return True, f"{times}: they never wait for it"
+    needs = f"a graph and what lies beside it take {gib(step.nbytes)} of {gib(memory)}"
+    if not fits(step.nbytes, memory):
+        return True, f"{needs}, which does not fit; {times}"
+    return False, f"{times}; replayed, a step is one call; {needs}"
+
+
+def _rows_travel(c: Config) -> bool:
+    return has_experts(c) and c.mesh.ep > 1
+
+
+def _recorded(c: Config) -> Config:
+    """The configuration as it would be with graphs, as far as it is open."""
+    device = _rows_travel(c) and c.overlap.ep.splits == "auto"
+    return changed(c, {GRAPHS: "on", **({SPLITS: "device"} if device else {})})
+
+
+def _smallest(c: Config) -> Config:
+    """With rows as devices can place them and as little kept as can be, where that is open."""
+    least = {COPIES: "per_expert", "overlap.dp.strategy": "optim_grads_params"}
+    return changed(c, {name: value for name, value in least.items() if leaf(c, name) == "auto"})

@@ -1,0 +1,92 @@
+"""Memory of replayed steps is predicted within a tenth of what runs took; `auto` takes no graph that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.baselines import words
+from benchmarks.prediction_tables import needed
+from hocket.commands.bench import Bench, for_bench
+from hocket.commands.options import parse
+from hocket.config import Config
+from hocket.resolve import Settings, resolve
+from hocket.settings.decision import Decision
+from hocket.settings.leaves import changed
+from hocket.settings.predicted import fits, model_costs, predicted
+from hocket.settings.rule import Host
+
+GPU = Host(gpus=4)
+MEASURED = [
+    ("expert_parallel", 4, 4096, {"plan.graphs": "on"}, 32.78),
+    ("expert_parallel", 4, 4096, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 26.32),
+    ("expert_parallel", 2, 4096, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 34.13),
+    ("pipeline_peers", 4, 2048, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 18.43),
+]
+"""Presets on H200s, and GB that a step took beside what was held between steps, by the count of torch's allocator."""
+
+
+def preset(name: str, gpus: int, length: int, changes: dict[str, Any]) -> Settings:
+    options, origins = parse(Bench, "bench", words(name, gpus, []))
+    config = changed(for_bench(options, origins), {"data.sequence_length": length, **changes})
+    return resolve(config, Host(gpus=gpus))
+
+
+@pytest.mark.parametrize(("name", "gpus", "length", "changes", "gb"), MEASURED)
+def test_predicted_memory_is_what_runs_took(
+    name: str, gpus: int, length: int, changes: dict[str, Any], gb: float
+) -> None:
+    _, nbytes = needed(preset(name, gpus, length, changes))
+    assert nbytes == pytest.approx(gb * 1e9, rel=0.1)
+
+
+def decision(settings: Settings, name: str) -> Decision:
+    (found,) = [d for d in settings.decisions if d.setting == name]
+    return found
+
+
+def test_a_graph_is_taken_only_where_it_fits() -> None:
+    """One GPU has just enough memory for it, the other a little less: enough to issue the step op by op."""
+    graphed = preset("expert_parallel", 4, 4096, {})
+    assert (graphed.plan.graphs, graphed.overlap.ep.splits) == ("on", "device")
+    asked = changed(Config(**{s: getattr(graphed, s) for s in SECTIONS}), {"plan.graphs": "auto", SPLITS: "auto"})
+    graph, issued = (
+        predicted(changed(asked, {"plan.graphs": on, SPLITS: by}), model_costs).nbytes
+        for on, by in (("on", "device"), ("off", "host"))
+    )
+    assert graph > issued
+    enough = next(memory for memory in range(graph, 2 * graph, graph // 100) if fits(graph, memory))
+    least = enough - graph // 50
+    assert fits(issued, least)
+    roomy, tight = (resolve(asked, Host(gpus=4, memory=memory)) for memory in (enough, least))
+    assert (roomy.plan.graphs, roomy.overlap.ep.splits) == ("on", "device")
+    assert (tight.plan.graphs, tight.overlap.ep.splits) == ("off", "host")
+    assert "which does not fit" in decision(tight, "plan.graphs").reason
+    assert "pay in replayed steps" in decision(tight, SPLITS).reason
+    assert resolve(tight).decisions == tight.decisions
+
+
+def test_a_step_that_keeps_its_gpus_busy_is_issued_op_by_op() -> None:
+    """Twice the tokens are as many ops."""
+    short, long = (preset("expert_parallel", 4, length, {}) for length in (4096, 8192))
+    assert (short.plan.graphs, long.plan.graphs, long.overlap.ep.splits) == ("on", "off", "host")
+    assert decision(long, "plan.graphs").reason.endswith("they never wait for it")
+    asked = preset("expert_parallel", 4, 8192, {SPLITS: "device"})
+    assert asked.plan.graphs == "on", "without a graph, splits of the device's would gain nothing"
+
+
+def test_a_graph_that_a_user_asks_for_is_taken_whether_it_fits_or_not() -> None:
+    settings = preset("expert_parallel", 4, 4096, {"plan.graphs": "on"})
+    asked = changed(settings, {SPLITS: "auto"})
+    assert resolve(asked, Host(gpus=4, memory=1 << 30)).plan.graphs == "on"
+
+
+def test_validations_lie_beside_a_graph() -> None:
+    settings = preset("expert_parallel", 4, 4096, {"plan.graphs": "on"})
+    sizes = [predicted(changed(settings, {"train.eval_batches": n}), model_costs).nbytes for n in (0, 1)]
+    assert sizes[0] < sizes[1]
+
+
+SECTIONS = ("model", "mesh", "plan", "overlap", "data", "precision", "train", "run")
+SPLITS = "overlap.ep.splits"
