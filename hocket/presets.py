@@ -28,6 +28,7 @@ PRESETS: dict[str, Preset] = {
         "what fits: weights are given back after every use, gathers run one layer ahead, parts run forward again",
         {
             "plan.recompute": ("auto",),
+            "plan.graphs": "off",
             "overlap.dp.strategy": "optim_grads_params",
             "overlap.dp.prefetch": 1,
             "overlap.ep.merge_ends": "off",
@@ -36,7 +37,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "debug": Preset(
         "one thing after another, and hangs told soon: does a problem come from overlap?",
-        {**PLAIN, "overlap.dp.prefetch": 0, "train.hang_timeout": 60.0},
+        {**PLAIN, "overlap.dp.prefetch": 0, "plan.graphs": "off", "train.hang_timeout": 60.0},
     ),
 }
 

@@ -22,6 +22,7 @@ MEASURED = [
     ("expert_parallel", 4, 4096, {"plan.graphs": "on"}, 32.78),
     ("expert_parallel", 4, 4096, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 26.32),
     ("expert_parallel", 2, 4096, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 34.13),
+    ("shared_expert", 2, 8192, {"plan.graphs": "on"}, 43.25),
     ("pipeline_peers", 4, 2048, {"plan.graphs": "off", "overlap.ep.copies": "per_expert"}, 18.43),
 ]
 """Presets on H200s, and GB that a step took beside what was held between steps, by the count of torch's allocator."""
