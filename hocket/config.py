@@ -149,6 +149,9 @@ class DataOverlap:
     auto shares as little as fits into memory, where that makes a step shorter or moves fewer bytes."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
+    gather_in_update: Switch = "auto"
+    """Update weights unit by unit when the next step begins, so that its first gathers run beside the updates of other
+    units; off: update all of them when a step ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,7 @@ class Engine:
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
+        self._leaves_updates = update and config.overlap.dp.gather_in_update == "on"
         self._lr = t.lr
         self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
@@ -189,15 +190,23 @@ class Engine:
             on_step,
             self._room,
         )
+        if on_step is not None and self._optimizer is not None:
+            actions.on_update = self._optimizer.update
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep_records), order)
 
     @property
     def optimizer(self) -> PlannedAdamW:
-        """The optimizer of an engine that updates weights."""
+        """The optimizer of an engine that updates weights, which has made all updates so far."""
         assert self._optimizer is not None, "this engine has no optimizer"
+        self._optimizer.catch_up()
         return self._optimizer
+
+    def catch_up(self) -> None:
+        """Make the updates that the last step has left to the next one, for those who read weights in between."""
+        if self._optimizer is not None:
+            self._optimizer.catch_up()
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
@@ -218,7 +227,10 @@ class Engine:
         return {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
 
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
-        """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt."""
+        """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt.
+
+        With `overlap.dp.gather_in_update` weights change when the next step begins, or with `catch_up`.
+        """
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
@@ -233,7 +245,7 @@ class Engine:
             self.sharded.forget_grads()
             self.executor.actions.loads.clear()
             return
-        self._grad_norm = self._optimizer.step(self._lr)
+        self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
         self._balance()
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
@@ -325,6 +337,7 @@ class Engine:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
         assert len(microbatches) == self.program.microbatches
+        self.catch_up()
         if self._validation is None:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
@@ -381,6 +394,7 @@ class Engine:
         self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
         for executor in self._executors:
             executor.abort()
+        self.catch_up()  # by the step before, which was complete
         self.sharded.abort()
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.settings.strategy_choice import choose_strategy
 from hocket.settings.tensor_choice import choose_tensor
+from hocket.settings.update_choice import choose_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ def resolve(
     settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, price))
     settled = _add(settled, decisions, choose_copies(settled, price))
     settled = _add(settled, decisions, choose_strategy(settled, host, price))
+    settled = _add(settled, decisions, choose_update(settled, price))
     settled = _add(settled, decisions, choose_recompute(settled, host, price))
     costs = price(settled)
     for choose_by_costs in (choose_ends, choose_hops):

@@ -15,7 +15,7 @@ from hocket.plan.cost import CostTable, Hardware, Link, OpCost
 from hocket.plan.schedule import CostKey
 from hocket.settings.tensor_choice import Direction, Role, product_of, time_of
 
-_UNITS = ("gather", "reduce", "add", "step")
+_UNITS = ("gather", "reduce", "add", "step", "update")
 """Verbs whose costs go by the size of units."""
 
 

@@ -118,7 +118,7 @@ DATA: tuple[Entry, ...] = (
     entry(
         "--overlap-param-gather-with-optimizer-step",
         bool,
-        never("gathers begin once the step is over, since the gradient's norm is needed first"),
+        when({"overlap.dp.gather_in_update": "on"}),
     ),
     entry("--no-align-grad-reduce", bool, no_use("the plan issues a reduce where its weight gradients are done")),
     entry("--no-align-param-gather", bool, no_use("the plan issues a gather ahead of its reader, on every stage")),

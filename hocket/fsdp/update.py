@@ -18,13 +18,13 @@ An elementwise optimizer gives the same bits in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hocket.fsdp.api import context_of
+from hocket.fsdp.holding import holding
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 
@@ -77,23 +77,7 @@ def _updates(optimizer: Optimizer, units: Sequence[Unit]) -> Callable[[Unit | No
 
     def update(unit: Unit | None) -> None:
         if unit in chosen:
-            with _only(optimizer, chosen[unit]):
+            with holding(optimizer, chosen[unit]):
                 optimizer.step()
 
     return update
-
-
-@contextmanager
-def _only(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-    """Inside, the optimizer holds these parameters alone, group by group."""
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    for group, some in zip(groups, params, strict=True):
-        group["params"] = some
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-        for group, before in zip(groups, whole, strict=True):
-            group["params"] = before

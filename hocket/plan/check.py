@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from hocket.plan.check_memory import activations_capped, receives_paced, values_live
 from hocket.plan.check_order import deadlock_free, halves_independent, sends_match, work_queued
-from hocket.plan.check_slots import gradients_kept, weights_resident
+from hocket.plan.check_slots import gradients_kept, updates_first, weights_resident
 from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
 from hocket.plan.ops import Key, Layout, Op, Program
 from hocket.plan.values import follows
@@ -169,6 +169,7 @@ _RULES = (
     values_live,
     weights_resident,
     gradients_kept,
+    updates_first,
     activations_capped,
     receives_paced,
 )

@@ -199,3 +199,24 @@ def gradients_kept(facts: Facts) -> Iterator[Violation]:
         elif (unit := unit_written(op, facts.layout)) is not None:
             yield from slots.write(i, unit)
     yield from slots.finish()
+
+
+def updates_first(facts: Facts) -> Iterator[Violation]:
+    """Invariants 4 and 7: where a step updates weights, it does so of all units, before these are read or gathered.
+
+    And before new gradients are written where the old ones rest.
+    """
+    layout = facts.layout
+    updates = {unit_moved(op): i for i, op in enumerate(facts.ops) if op.verb == "update" and has_place(op, layout)}
+    missing = set[UnitName]()
+    for i, op in enumerate(facts.ops if updates else ()):
+        if not has_place(op, layout):
+            continue
+        unit = unit_moved(op) if op.verb == "gather" else unit_read(op, layout) or unit_written(op, layout)
+        if unit is None or unit in missing:
+            continue
+        if unit not in updates:
+            missing.add(unit)
+            yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
+        elif not facts.before(updates[unit], i):
+            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(updates[unit])}", i, updates[unit])

@@ -117,6 +117,7 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
     slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
     last_reader: dict[UnitName, int] = {}
+    updated: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
     computed = -1  # the latest compute op
     needs: list[list[int]] = []
@@ -140,7 +141,11 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
             if (op.part, op.slot) in released:
                 need.append(released[op.part, op.slot])
+            if unit_moved(op) in updated:
+                need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
+        elif op.verb == "update":  # before what reads a weight that is held whole, or writes a gradient: on this lane
+            updated[unit_moved(op)] = i
         elif op.verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[op.part, op.slot] = i

@@ -371,7 +371,7 @@ def op_costs(
 def _add_units(
     model: ModelConfig, layout: Layout, sharding: Sharding, price: _Pricing, table: dict[CostKey, OpCost]
 ) -> tuple[tuple[Mapping[Unit, int], ...], tuple[int, ...]]:
-    """Add gather, add, reduce and step to the table; return slot sizes and state per pipeline rank.
+    """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
     per element, though the first of a step only writes. So does an add, of the whole unit; that the last reduce reads
@@ -382,7 +382,7 @@ def _add_units(
     through the norm's all-reduce.
     """
     b = price.dtype_bytes
-    traffic = 0
+    traffic = normed = 0
     slots: list[Mapping[Unit, int]] = []
     state: list[int] = []
     for rank in range(layout.pp):
@@ -405,12 +405,17 @@ def _add_units(
             largest[unit] = max(largest.get(unit, 0), weights * b if slotted else 0)
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
+            cast = shard if whole and b != 4 else 0
+            table["update", unit, kind] = price.local(28 * shard + (4 + b) * cast)
             shards += shard
-            copied += shard if whole and b != 4 else 0
+            copied += cast
         slots.append(largest)
         state.append(12 * shards + b * copied)
         traffic = max(traffic, 32 * shards + (4 + b) * copied)
-    table["step", "all", ""] = price.transfer("reduce", 8 if layout.pp * sharding.dense > 1 else 0, local_bytes=traffic)
+        normed = max(normed, 4 * shards)
+    wire = 8 if layout.pp * sharding.dense > 1 else 0
+    table["step", "all", ""] = price.transfer("reduce", wire, local_bytes=traffic)
+    table["step", "norm", ""] = price.transfer("reduce", wire, local_bytes=normed)
     return tuple(slots), tuple(state)
 
 

@@ -84,6 +84,7 @@ class _Rank:
         self.weights: dict[tuple[str, int], UnitName] = {}  # slot -> what was last gathered into it
         self.resident: dict[UnitName, int] = {}  # unit -> its slot
         self.gradients: dict[tuple[str, int], tuple[UnitName, int, Gradients]] = {}
+        self.updated = {unit_moved(op): False for op in self.ops if op.verb == "update"}
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
 
     def run(self, position: int) -> None:
@@ -97,8 +98,12 @@ class _Rank:
                 self.mail[self.program.layout.peer(op, self.rank)] = inputs[0]
             case "recv":
                 self.values[op.key] = self._take(self.mail, (self.rank, op.key), op, "what was sent for")
+            case "update":
+                self.updated[unit_moved(op)] = True
             case "gather":
                 unit = unit_moved(op)
+                if not self.updated.get(unit, True):
+                    raise ValueError(f"dry run, rank {self.rank}: {op} comes before the unit's update")
                 self.weights[op.part, op.slot] = unit
                 self.resident[unit] = op.slot
             case "release":

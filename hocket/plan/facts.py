@@ -110,7 +110,7 @@ class Facts:
 
 def has_place(op: Op, layout: Layout) -> bool:
     """Whether an op's chunk and layer exist, and its unit if it works on one."""
-    if op.verb in ("gather", "release", "add", "reduce") and op.part not in UNITS:
+    if op.verb in ("gather", "release", "add", "reduce", "update") and op.part not in UNITS:
         return False
     return op.verb == "step" or (0 <= op.chunk < layout.chunks and op.layer < len(layout.kinds))
 

@@ -76,7 +76,7 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
         per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
         ranks.append(insert_p2p(per_step, steps, layout, rank))
     for prefetch in reversed(range(config.overlap.dp.prefetch + 1)):
-        nearer = changed(config, {"overlap.dp.prefetch": prefetch})
+        nearer = changed(config, {"overlap.dp.prefetch": prefetch, "overlap.dp.gather_in_update": "off"})
         program = _finish(layout, microbatches, order, ranks, sharding, nearer)
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
@@ -97,7 +97,7 @@ def _finish(
     overlap = config.overlap
     on_compute = overlap.pp.backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
-    sharded = shard(flat, layout, sharding, overlap.dp.prefetch)
+    sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.gather_in_update == "on")
     return Program(
         layout=layout,
         microbatches=microbatches,

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
-Verb = Literal["fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"]
+Verb = Literal[
+    "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update",
+]  # fmt: skip
 """fwd, recompute (forward once more, for the backward), bwd (input gradients), wgrad (weight gradients), pipeline send
 and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
-them over ranks, and the optimizer step."""
+them over ranks, the optimizer step, and the update of one unit by what the step before has reduced."""
 
 Part = Literal[
     "embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head",
     "act", "grad",
     "dense",
-    "all",
+    "all", "norm",
 ]  # fmt: skip
 """What an op works on. Parts of the model (first row); what a send or recv carries: a chunk's output
-activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step."""
+activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step: `all` of it,
+or the gradients' `norm` alone, if updates are left to the step that follows."""
 
 Lane = Literal[
     "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",

@@ -15,6 +15,12 @@ Note: [Gradients that stay whole]
 on the rank: an `add` behind the last weight gradient of the unit and microbatch, on the same lane, so the slot is
 free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
 group has one member there is nothing to put off: each reduce is local.
+
+Note: [A step may begin with the update that the last one left]
+The first gathers of a step have nothing before them to hide behind, and the optimizer's step has nothing beside it. So
+updates may be left to the step that follows: it begins with one `update` for each unit, in the order in which units are
+read, and the first gathers stand right behind those of their own units. They run beside all other updates. The step op
+at the end takes the gradients' norm and clips them, which needs all of them; they rest until they are taken.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from dataclasses import dataclass
 
 from hocket.config import Strategy
 from hocket.plan.ops import UNITS, Layout, Op, Unit
-from hocket.plan.values import UnitName, unit_read, unit_written
+from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
 
 ALIGN = 64
 """Elements at whose multiples shards end; 128 bytes of bf16."""
@@ -69,10 +75,11 @@ class Visit:
     end: int
 
 
-def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int) -> Sharded:
+def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int, updates: bool = False) -> Sharded:
     """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
 
-    A gather runs `prefetch` layer passes ahead of its first reader.
+    A gather runs `prefetch` layer passes ahead of its first reader. With `updates` a step begins with those that the
+    last one left: see Note: [A step may begin with the update that the last one left].
     """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
@@ -96,8 +103,26 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
         for unit, slots in weight_slots.items():
             _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
         placed = _reduce(ops, layout, sharding, grad_slots, behind)
-        out.append([*_merge(placed, before, behind), Op("step", "all")])
+        first = list(_updates(per_rank, before)) if updates else []
+        out.append([*first, *_merge(placed, before, behind), Op("step", "norm" if updates else "all")])
     return Sharded(out, weight_slots, grad_slots)
+
+
+def _updates(visits: list[Visit], before: dict[int, list[Op]]) -> Iterator[Op]:
+    """An update for each unit, in the order of their first visits, and behind it its gather, if that is a first one.
+
+    Those are the gathers that are issued with the first pass over a class of units; they are taken from `before`. That
+    of the head is left where it is, since layers are needed sooner.
+    """
+    first: dict[str, int] = {}
+    for visit in visits:
+        first.setdefault(visit.unit[0], visit.start)
+    gathers = {unit_moved(op): op for unit, start in first.items() if unit != "head" for op in before.pop(start, ())}
+    for unit in dict.fromkeys(visit.unit for visit in visits):
+        name, chunk, layer = unit
+        yield Op("update", name, -1, chunk, layer)
+        if unit in gathers:
+            yield gathers[unit]
 
 
 def _merge(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:

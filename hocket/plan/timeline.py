@@ -40,7 +40,7 @@ def letter(op: Op) -> str:
         return "+"
     if op.verb == "recv":
         return ">" if op.part == "act" else "<"
-    return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S"}.get(op.verb, " ")
+    return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S", "update": "S"}.get(op.verb, " ")
 
 
 def duration(seconds: float) -> str:
@@ -159,7 +159,7 @@ def _rows(program: Program) -> tuple[list[_Row], int]:
 
 def color(op: Op) -> str:
     """Name of an op's colour. A forward once more has that of a forward."""
-    return KIND_OF.get(op.lane, "fwd" if op.verb == "recompute" else op.verb)
+    return KIND_OF.get(op.lane, {"recompute": "fwd", "update": "step"}.get(op.verb, op.verb))
 
 
 class _Mark(NamedTuple):

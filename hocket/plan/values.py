@@ -163,7 +163,7 @@ def unit_read(op: Op, layout: Layout) -> UnitName | None:
 
 
 def unit_moved(op: Op) -> UnitName:
-    """The unit that a gather, release, add or reduce works on."""
+    """The unit that a gather, release, add, reduce or update works on."""
     assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
     return (op.part, op.chunk, op.layer)
 

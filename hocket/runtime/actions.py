@@ -77,6 +77,8 @@ class Actions:
         self._splits: dict[Place, Splits | PlacedSplits] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
+        self.on_update: Callable[[PlannedUnit], None] | None = None
+        """Updates a unit by what the step before has reduced, in programs that begin with that."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M: Tensor | None = None
@@ -99,7 +101,7 @@ class Actions:
 
     def _find(self, op: Op) -> Callable[..., Any]:
         name = f"{op.verb}_{op.part}"
-        if op.verb in ("wgrad", "send", "recv", "gather", "release", "add", "reduce", "step"):
+        if op.verb in ("wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update"):
             name = op.verb
         return getattr(self, name)
 
@@ -281,6 +283,10 @@ class Actions:
 
     def release(self, op: Op) -> None:
         self._units[unit_moved(op)].release()
+
+    def update(self, op: Op) -> None:
+        if self.on_update is not None:
+            self.on_update(self._units[unit_moved(op)])
 
     def step(self, op: Op) -> None:
         if self.on_step is not None:

@@ -17,6 +17,8 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.pp.backward_lane", "off"): "the whole step that reads a received gradient waits for it",
     ("overlap.pp.defer_layers", 0): "no weight gradient is put behind a send",
     ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
+    ("overlap.dp.gather_in_update", "on"): "a step begins with its update, and the first gathers run beside it",
+    ("overlap.dp.gather_in_update", "off"): "a step ends with its update, and the next one begins with gathers",
     ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",
     ("overlap.dp.strategy", "optim"): "optimizer state is shared out; gradients are reduced once a step",
     ("overlap.dp.strategy", "optim_grads"): "gradients are shared out too, and reduced in every microbatch",

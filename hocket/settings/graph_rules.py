@@ -29,6 +29,12 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "overlap.ep.splits = device, or plan.graphs = off",
     ),
     Rule(
+        ("plan.graphs", "overlap.dp.gather_in_update"),
+        lambda c, h: _graphed(c) and c.overlap.dp.gather_in_update == "on",
+        "a step is recorded without its update, with which this one would begin",
+        "overlap.dp.gather_in_update = off, or plan.graphs = off",
+    ),
+    Rule(
         ("plan.graphs", "data.packing"),
         lambda c, h: _graphed(c) and c.data.packing != "off",
         "a recorded step has the same shapes each time, and packed documents have not",

@@ -76,7 +76,7 @@ def _compute(
         key = np.array([numbers[cost_key(op, kinds)] for op in mine.ops], dtype=np.int64)
         parts.append(Overlaps(key, np.maximum(mine.seconds, 1e-9), shares_beside(trace, mine.start, mine.end)))
         calm = mine.late <= _STILL * (mine.end - mine.start)
-        steady.append(calm & np.array([op.verb not in ("step", "release") for op in mine.ops], dtype=bool))
+        steady.append(calm & np.array([op.verb not in ("step", "update", "release") for op in mine.ops], dtype=bool))
     known = {numbers[key]: value for key, value in _undisturbed(alone, kinds).items() if key in numbers}
     factors = factors_of(joined([part.take(kept) for part, kept in zip(parts, steady, strict=True)]), known)
     deciding = joined([parts[n] for n in _deciding(runs, parts, factors)])

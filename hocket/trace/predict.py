@@ -49,7 +49,7 @@ def predict(
     hardware = hardware_of(settings)
     timeline = predict_step(settings, program, hardware, costs)
     steps, ops = middle_steps(measured), all_plan_ops(traces, program)
-    causes = [_causes(step, traces, timeline, _step_ops(step, traces, ops)) for step in steps]
+    causes = [_causes(step, traces, timeline, _step_ops(step, traces, ops), program) for step in steps]
     explained = {cause: float(np.mean([each[cause] for each in causes])) for cause in causes[0]}
     notes = list(costs.notes) if costs else []
     if tax is not None and not (costs and costs.friction.contention):
@@ -111,15 +111,22 @@ def _step_ops(step: StepReport, traces: Sequence[RankTrace], ops: Sequence[PlanO
     return rows.take(np.flatnonzero(rows.step == index))
 
 
-def _causes(step: StepReport, traces: Sequence[RankTrace], timeline: Timeline, ops: PlanOps) -> Mapping[str, float]:
+_OPTIMIZER = ("step", "update")
+"""Verbs of the optimizer's step."""
+
+
+def _causes(
+    step: StepReport, traces: Sequence[RankTrace], timeline: Timeline, ops: PlanOps, program: Program
+) -> Mapping[str, float]:
     """Seconds of measured - predicted by cause, on the rank of `step`."""
     at = next(n for n, trace in enumerate(traces) if trace.rank == step.rank)
     trace = traces[at]
     rank = pipeline_rank(trace)
     use = timeline.ranks[rank]
     waited = _exposed_waiting(trace, waiting_of(traces)[at], step)
-    optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb == "step")
-    optimizer -= sum(float(s.end - s.start) for s in timeline.spans[rank][-1:])
+    optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb in _OPTIMIZER)
+    spans = zip(program.ranks[rank], timeline.spans[rank], strict=True)
+    optimizer -= sum(float(s.end - s.start) for op, s in spans if op.verb in _OPTIMIZER)
     return {
         "longer compute": step.compute - float(use.busy) - optimizer,
         "contention": 0.0,

@@ -59,6 +59,8 @@ OTHERS: dict[str, Config] = {
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
     "merged_v": planned(BASE, order="merged_v"),
+    "updates at the start": planned(BASE, gather_in_update="on"),
+    "updates at the start, gathered once": planned(BASE, gather_in_update="on", strategy="optim"),
 }
 OTHER_SEEDS = 5
 
@@ -77,6 +79,7 @@ def run(engine: Engine, batches: list[list[Microbatch]]) -> list[Tensor]:
     restart(engine)
     losses = [engine.train_step(batch, 1e-2).loss.clone() for batch in batches]
     engine.assert_clean()
+    engine.catch_up()
     return [*losses, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
 
 

@@ -54,9 +54,9 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     units = engine.sharded.units.values()
     finish = engine.optimizer.step
 
-    def step(lr: float | None = None) -> Tensor:
+    def step(lr: float | None = None, later: bool = False) -> Tensor:
         out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()])
-        return finish(lr)
+        return finish(lr, later)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     for microbatches in steps:
@@ -64,6 +64,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
+    engine.catch_up()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
     out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
     out["stats"] = dataclasses.asdict(engine.sharded.stats())
@@ -146,6 +147,7 @@ VALUES: dict[str, list[Any]] = {
     "defer_layers": [0, 1, 2, -1],
     "defer_parts": ["attn", "all"],
     "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    "gather_in_update": ["off", "on"],
     "ep": [1, 2],
     "dp": [1, 2],
     "pp": [1, 2],

@@ -57,6 +57,20 @@ def test_a_run_as_simulated_is_predicted(traces: tuple[RankTrace, ...]) -> None:
     assert per_rank["step all"] == 1
 
 
+def test_updates_at_the_start_of_a_step_are_predicted(tmp_path: Path) -> None:
+    settings = settings_for(**PLAN, gather_in_update="on")
+    program = program_of(settings)
+    timeline = predict_step(settings, program, hardware_of(settings))
+    traces = load(traces_of(settings, timeline, tmp_path))
+    found = predict(traces, report(traces))
+    assert found.ratio == pytest.approx(1, abs=0.002)
+    assert adds_up(found)
+    assert "optimizer" not in found.explained or abs(found.explained["optimizer"]) < 1e-6
+    per_rank = {row.name: row.count for row in found.ops}
+    updates = sum(op.verb == "update" and op.part == "experts" for _, _, op in program)
+    assert (per_rank["update experts moe"], per_rank["step norm"]) == (updates / 2, 1)
+
+
 def test_contention_is_told_apart_and_the_ops_that_missed_come_first(tmp_path: Path) -> None:
     settings = settings_for(**PLAN)
     program, hardware = program_of(settings), hardware_of(settings)

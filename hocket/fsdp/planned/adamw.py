@@ -7,15 +7,16 @@ from the reduces of a step until the optimizer has read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hocket.fsdp.holding import holding
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.fsdp.planned.unit import Piece
+from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
 
 
@@ -50,6 +51,14 @@ class PieceState:
     exp_avg_sq: Tensor
 
 
+def _by_decay(pieces: Iterable[Piece]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The shards that decay, and the others."""
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for piece in pieces:
+        found[len(piece.shape) < 2].append(piece.shard)
+    return found
+
+
 class PlannedAdamW:
     """The optimizer of one rank's sharded model. `control` joins all ranks of the world."""
 
@@ -64,13 +73,12 @@ class PlannedAdamW:
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         how = fastest(model.device)
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for piece in self._pieces.values():
-            groups[len(piece.shape) >= 2].append(piece.shard)
+        self._shards = {unit: _by_decay(unit.pieces()) for unit in model.units.values()}
+        groups = _by_decay(self._pieces.values())
         self._adamw = torch.optim.AdamW(
             [
-                {"params": groups[True], "weight_decay": options.weight_decay},
-                {"params": groups[False], "weight_decay": 0.0},
+                {"params": groups[0], "weight_decay": options.weight_decay},
+                {"params": groups[1], "weight_decay": 0.0},
             ],
             lr=options.lr,
             betas=options.betas,
@@ -122,8 +130,12 @@ class PlannedAdamW:
         return square.sqrt().squeeze(0)
 
     @torch.no_grad()
-    def step(self, lr: float | None = None) -> Tensor:
-        """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping."""
+    def step(self, lr: float | None = None, later: bool = False) -> Tensor:
+        """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping.
+
+        With `later`, gradients rest until `update` is called for each unit, or `catch_up`.
+        """
+        self.catch_up()
         norm = self.grad_norm()
         if self.options.clip:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
@@ -131,8 +143,27 @@ class PlannedAdamW:
         if lr is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
-        self._adamw.step()
         self._steps += 1
+        if later:
+            for unit in self.model.units.values():
+                unit.awaits_update = True
+            return norm
+        self._adamw.step()
         self.model.refresh()
         self.model.forget_grads()
         return norm
+
+    @torch.no_grad()
+    def update(self, unit: PlannedUnit) -> None:
+        """Update the weights of one unit, if its gradients wait for that."""
+        if unit.awaits_update:
+            unit.awaits_update = False
+            with holding(self._adamw, self._shards[unit]):
+                self._adamw.step()
+            unit.refresh()
+            unit.forget_grads()
+
+    def catch_up(self) -> None:
+        """Make the updates that were left to the next step: weights and state are those behind the last step."""
+        for unit in self.model.units.values():
+            self.update(unit)

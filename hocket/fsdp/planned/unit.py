@@ -16,7 +16,8 @@ what the reduce lane does to it lies in between in that order too:
   after all that the compute lane did in that memory before it was the gradients'. What other lanes read there is over
   as well: a value is dropped by the lane that made it, behind all readers (invariant 6).
 - The step comes after all reduces (invariant 5), and is on the compute lane. So what the compute lane does there next
-  comes after the last reduce and after the optimizer.
+  comes after the last reduce and after the optimizer. If updates are left to the next step, the memory goes with the
+  unit's update op, which is on the compute lane too; the next gradient is written behind it (invariant 7).
 
 What adds have summed up is held in the same way: made by the unit's first add, which is on the compute lane, read by
 its reduce, gone with the step.
@@ -103,6 +104,8 @@ class PlannedUnit:
         self.gathered_version = -1
         self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
+        self.awaits_update = False
+        """Whether its gradients are a whole step's, and rest until the next step begins with the update."""
         self._sum: Tensor | None = None  # of this step's gradients so far, whole; see `add`
         self._weight_views: dict[int, list[Tensor]] = {}
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
@@ -295,7 +298,7 @@ class PlannedUnit:
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"
         held = [] if self.alone else [i for i, holder in enumerate(self._grad_slots.holders) if holder is self]
         assert not held, f"{self} wrote gradients into slots {held} that were never reduced"
-        assert not self.group.has_grad, f"{self} has gradients that no step has taken"
+        assert self.awaits_update or not self.group.has_grad, f"{self} has gradients that no step has taken"
 
     def abort(self) -> None:
         """Forget gathered weights and gradients of an interrupted step."""

@@ -1,0 +1,55 @@
+"""How `overlap.dp.gather_in_update` is chosen where it is `auto`: by what the first gathers of a step would cost.
+
+They are exposed if weights are updated when a step ends, and hidden if each unit is gathered while others are updated,
+for as long as these updates last. In a step of many microbatches that is little, and a plan whose step ends with its
+update is easier to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hocket.config import Config, Switch
+from hocket.parallel.stages import layout_of
+from hocket.plan.cost import CostTable
+from hocket.plan.timeline import duration
+from hocket.settings.plan_rules import shares_units
+
+_SETTING = "overlap.dp.gather_in_update"
+_WORTH = 0.005
+"""Share of a step that must be hidden."""
+_COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
+
+
+def choose_update(c: Config, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Switch, str]]:
+    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
+    if c.overlap.dp.gather_in_update == "auto":
+        yield _SETTING, *_chosen(c, price)
+
+
+def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[Switch, str]:
+    if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
+        return "off", "nothing is gathered"
+    if c.train.device != "cuda":
+        return "off", "on CPUs no gather runs beside an update"
+    if c.plan.graphs == "on":
+        return "off", "a recorded step has no update in it (plan.graphs = on)"
+    hidden, step = _seconds(c, price(c))
+    gain = hidden / step
+    what = f"a step's first gathers take {duration(hidden)} beside the updates of other units, {gain:.1%} of a step"
+    return ("on", what) if gain >= _WORTH else ("off", f"{what}: too little to split the step's update")
+
+
+def _seconds(c: Config, costs: CostTable) -> tuple[float, float]:
+    """What is exposed before the first layer and could be hidden, and the compute of a rank's step, about."""
+    layout = layout_of(c)
+    kinds = layout.kinds
+    compute = updates = 0.0
+    for (verb, part, kind), cost in costs.table.items():
+        times = kinds.count(kind) / c.mesh.pp if kind else 1 / c.mesh.pp
+        if verb in _COMPUTE and part not in ("dispatch", "combine"):
+            compute += times * c.train.microbatches * float(cost.seconds)
+        if verb == "update":
+            updates += times * float(cost.seconds)
+    embed, layer = costs.table["gather", "embed", ""], costs.table["gather", "dense", kinds[0]]
+    return min(float(embed.seconds + layer.seconds), updates), compute + updates
