@@ -35,9 +35,10 @@ from hocket.runtime.actions import Actions, Activation, Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.executor import Executor
-from hocket.runtime.graphed import GraphedSteps, Record, recorder_of
+from hocket.runtime.graphed import GraphedSteps, Record, from_turn_one, recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
+from hocket.runtime.token_copies import CopiedTokens
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import fits, model_costs, predicted
 
@@ -139,6 +140,10 @@ class Engine:
 
     def graphed_by(self, record: Record) -> GraphedSteps:
         """What records and replays this engine's steps."""
+        tp, one = self.groups.tp, torch.zeros(1, device=self.device)
+        tokens = tp.tokens()
+        if isinstance(tokens, CopiedTokens):
+            record = from_turn_one(record, tokens, lambda: tp.all_reduce(one).wait())
         return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
 
     def _make_room(self) -> Room | None:

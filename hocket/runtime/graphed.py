@@ -33,6 +33,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CudaLanes
+from hocket.runtime.token_copies import CopiedTokens
 
 WARM_UP = 3
 """Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""
@@ -62,6 +63,28 @@ def recorder_of(lanes: CudaLanes) -> Record:
         return result, graph.replay
 
     return record
+
+
+def from_turn_one(record: Record, tokens: CopiedTokens, meet: Callable[[], object]) -> Record:
+    """Records with turns of `tokens` that begin at one, and makes them so before each replay.
+
+    `meet` orders the current queues of all ranks. See Note: [Recorded turns begin at one].
+    """
+
+    def recorded(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        tokens.rewind()
+        result, replay = record(run)
+        last = tokens.turns
+
+        def again() -> None:
+            tokens.rewind()
+            meet()
+            replay()
+            tokens.turns = last
+
+        return result, again
+
+    return recorded
 
 
 class GraphedSteps:

@@ -10,6 +10,11 @@ A rank may overwrite a peer's buffer once the peer has read it. Each spread and 
 group take the same turns, and each uses the other buffer than the one before. In turn n - 1 this rank waited for a
 piece of every peer. A peer sends that piece behind all that its own current queue had been given by then, which
 includes reading what arrived in turn n - 2. So turn n may use the buffer of turn n - 2, and no barrier is needed.
+
+Note: [Recorded turns begin at one]
+A recording always writes the same numbers, and a word that is already as large would let readers go on too early. So
+before each replay every rank makes its own words zero, and then all meet: nobody writes before everybody has. What was
+written before has been waited for, so nothing comes late. After a replay turns count on from its last one.
 """
 
 from __future__ import annotations
@@ -79,7 +84,8 @@ class CopiedTokens:
         self.nbytes = (memories[0].numel() - WORDS) // 2
         """Bytes of one buffer: all tokens of the widest tensor that is moved."""
         self._starts = [memory.data_ptr() for memory in memories]
-        self._turns = 0
+        self.turns = 0
+        """Those that were taken so far, or since all words were zero."""
         self._views: dict[Any, Tensor] = {}
         self.others = [(rank + step) % self.size for step in range(1, self.size)]
         """The peers, from the next one on: each rank begins with another."""
@@ -88,13 +94,13 @@ class CopiedTokens:
         """The number of a new turn, and what arrives in it: [P, S, D]."""
         needed = self.size * like_SD.nbytes
         assert needed <= self.nbytes, f"{needed} bytes of tokens for arrival buffers of {self.nbytes}"
-        self._turns += 1
-        key = self._turns % 2, like_SD.shape, like_SD.dtype
+        self.turns += 1
+        key = self.turns % 2, like_SD.shape, like_SD.dtype
         if key not in self._views:
             start = key[0] * self.nbytes
             flat = self.memories[self.rank][start : start + needed]
             self._views[key] = flat.view(like_SD.dtype).view(self.size, *like_SD.shape)
-        return self._turns, self._views[key]
+        return self.turns, self._views[key]
 
     def push(self, stream: int, turn: int, peer: int, source: int, nbytes: int) -> None:
         """Copy this rank's piece for a peer, and tell it."""
@@ -105,6 +111,11 @@ class CopiedTokens:
     def wait(self, stream: int, turn: int, peer: int) -> None:
         """Until a peer's piece is here."""
         self.driver.wait(stream, self._starts[self.rank] + 2 * self.nbytes + 4 * peer, turn)
+
+    def rewind(self) -> None:
+        """Begin with turn one again, when all ranks of the group do: Note: [Recorded turns begin at one]."""
+        self.memories[self.rank][2 * self.nbytes :].zero_()
+        self.turns = 0
 
     def spread(self, x_SD: Tensor) -> Spread:
         return _CopiedSpread(self, x_SD.contiguous())

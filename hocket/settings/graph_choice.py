@@ -39,6 +39,8 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
         concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
         if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
             return "off", rule_text(rule.reason, wanted, h)
+    if c.mesh.tp > 1:
+        return "off", "only where it is asked for: replays of tensor-parallel ranks have not been timed"
     return "on", "the host replays a step with one call"
 
 

@@ -40,10 +40,4 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "a recorded step has the same shapes each time, and packed documents have not",
         "data.packing = off, or plan.graphs = off",
     ),
-    Rule(
-        ("plan.graphs", "mesh.tp"),
-        lambda c, h: _graphed(c) and c.mesh.tp > 1,
-        "steps of tensor-parallel ranks are not recorded (mesh.tp = {mesh.tp})",
-        "mesh.tp = 1, or plan.graphs = off",
-    ),
 )

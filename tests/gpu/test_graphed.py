@@ -23,6 +23,7 @@ from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import changed
 from tests.gpu.test_parity import BASE, restart
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of
+from tests.gpu.test_tensor import ALL, OFF
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 
@@ -88,6 +89,11 @@ BESIDE: dict[str, Config] = {
     "zb_h1": changed(PIPED, {**APART, "plan.order": "zb_h1"}),
     "recomputed": planned(PIPED, recompute=("attn", "experts")),
 }
+TENSORS = {"mesh.dp": WORLD // 2, "plan.order": "sequential", "overlap.defer_wgrad": "on"}
+BESIDE |= {
+    "tokens by NCCL": changed(OFF, TENSORS),
+    "tokens by copies": changed(ALL, TENSORS),
+}
 if WORLD == 4:
     MERGED = dataclasses.replace(
         BASE,
@@ -120,11 +126,13 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
     assert isinstance(engine.lanes, CudaLanes)
     assert engine._graphed is not None
     watchdog = Watchdog(40.0, lambda: engine.report(rank), lambda: engine.current_recorder)
-    plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
+    plain = dataclasses.replace(
+        config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig(tp=config.overlap.tp)
+    )
     same = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.splits": "host"}
     plan = {"plan.order": "sequential", "plan.graphs": "off", **PLAIN, **same}
     sequential = Engine(changed(plain, plan), rank, device, groups=engine.groups)
-    batches = batches_of(sequential, 3)
+    batches, other = batches_of(sequential, 3), batches_of(sequential, 4)[3]
     expected = train(sequential, batches)
     sequential.executor.recorder.end()
     train(engine, batches)  # op by op
@@ -147,6 +155,7 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
         engine.forget_graph()
         engine.lanes.delays = [0 if chooser.random() < 0.7 else chooser.randrange(1_000_000) for _ in range(997)]
         found = train(engine, batches)
+        engine.evaluate(other)  # op by op, between replays
         if not all(map(torch.equal, expected, found)):
             different.append(seed)
     engine.forget_graph()

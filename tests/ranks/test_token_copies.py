@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.runtime.graphed import from_turn_one
 from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import WORDS, CopiedTokens
 
@@ -100,3 +102,75 @@ def test_what_does_not_fit_is_refused() -> None:
         return []
 
     on_ranks(2, work)
+
+
+class Recorded:
+    """A driver that keeps operations while it records, and does them in replays. All of a test's share one `Memcpy`."""
+
+    def __init__(self, real: Memcpy) -> None:
+        self.real, self.calls = real, list[Callable[[], None]]()
+        self.recording = False
+
+    def _do(self, call: Callable[[], None]) -> None:
+        self.calls.append(call) if self.recording else call()
+
+    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
+        self._do(lambda: self.real.copy(stream, into, source, nbytes))
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        self._do(lambda: self.real.write(stream, word, value))
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        self._do(lambda: self.real.wait(stream, word, value))
+
+    def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        self.recording, self.calls = True, []
+        result, calls = run(), self.calls
+        self.recording = False
+        return result, lambda: [call() for call in calls].clear()
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
+    """Replays and turns that are issued follow each other, on ranks of which one is late."""
+    size, nbytes = 2, 2 * TOKENS * WIDTH * 4
+    memories, real = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Memcpy()
+    barrier = threading.Barrier(size, timeout=10.0)
+
+    def work(rank: int) -> list[Tensor]:
+        driver = Recorded(real)
+        tokens = CopiedTokens(rank, memories, driver, Side(CPU))
+        mine = [torch.empty(TOKENS, WIDTH) for _ in range(turns)]
+
+        def step() -> list[Tensor]:
+            outs = [torch.zeros(size * TOKENS, WIDTH) for _ in mine]
+            for x, out in zip(mine, outs, strict=True):
+                spread = tokens.spread(x)
+                spread.whole(out)()
+                spread.end()
+            return outs
+
+        def fill(number: int) -> None:
+            for turn, x in enumerate(mine):
+                x.copy_(tokens_of(rank, turns * number + turn))
+            time.sleep(0.01 * (rank == number % size))
+
+        found = list[Tensor]()
+        for number in range(turns):  # as many as a recording has, and more
+            fill(number)
+            found += step()
+        outs, replay = from_turn_one(driver.record, tokens, barrier.wait)(step)
+        for number in range(turns, turns + 6):
+            fill(number)
+            if number % 3:
+                replay()
+                found += [out.clone() for out in outs]
+            else:
+                found += step()
+            barrier.wait()  # as behind each step, where gradients of whole parameters are added up
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(work, range(size)):
+            for number, out in enumerate(found):
+                assert torch.equal(out, torch.cat([tokens_of(rank, number) for rank in range(size)]))
