@@ -72,9 +72,12 @@ def from_turn_one(record: Record, tokens: CopiedTokens, meet: Callable[[], objec
     """
 
     def recorded(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        tokens.rewind()
-        result, replay = record(run)
-        last = tokens.turns
+        before, tokens.turns = tokens.turns, 0
+        try:
+            result, replay = record(run)
+            last = tokens.turns
+        finally:
+            tokens.turns = before
 
         def again() -> None:
             tokens.rewind()
