@@ -245,8 +245,11 @@ class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the optimizer's state, the router and the loss are fp32."""
 
     compute: Literal["auto", "fp32", "bf16"] = "auto"
-    """What layers compute in, and what they send: activations, gathered weights, gradients on their way. auto is bf16
-    on GPUs and fp32 on CPUs."""
+    """What layers compute in, and what they send: activations and gathered weights. auto is bf16 on GPUs and fp32 on
+    CPUs."""
+    wire: Literal["auto", "fp32", "bf16"] = "auto"
+    """What gradients of weights travel in; auto is what is computed in, to which each rank's gradient is rounded. fp32
+    beside bf16 rounds none, for twice the bytes. Where nothing travels, products add to the fp32 gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,3 +382,8 @@ class Config:
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype, which must not be `auto`."""
         return 2 if self.precision.compute == "bf16" else 4
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element of a gradient of a weight on its way."""
+        return {"bf16": 2, "fp32": 4}.get(self.precision.wire, self.element_bytes)

@@ -121,8 +121,9 @@ class Engine:
         self._room, self._lacked = self._make_room(), 0
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
         self._linears = self._make_linears()
+        wire = DTYPES.get(config.precision.wire, self.dtype)
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
-        self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device)
+        self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None

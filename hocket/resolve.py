@@ -216,6 +216,12 @@ def choose_dtype(c: Config, h: Host) -> tuple[str, str]:
     return ("bf16", "the ranks compute on GPUs") if c.train.device == "cuda" else ("fp32", "the ranks compute on CPUs")
 
 
+def choose_wire(c: Config, h: Host) -> tuple[str, str]:
+    if c.precision.compute == "fp32":
+        return "fp32", "as precision.compute"
+    return c.precision.compute, "as precision.compute: fp32 would round nothing, and send twice the bytes"
+
+
 def choose_transport(c: Config, h: Host) -> tuple[str, str]:
     return ("nccl", "the ranks compute on GPUs") if c.train.device == "cuda" else ("gloo", "the ranks compute on CPUs")
 
@@ -264,6 +270,7 @@ def choose_folder(c: Config, h: Host) -> tuple[str, str]:
 CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("train.device", choose_device),
     ("precision.compute", choose_dtype),
+    ("precision.wire", choose_wire),
     ("train.transport", choose_transport),
     ("overlap.ep.merge", choose_merge),
     ("plan.order", choose_order),

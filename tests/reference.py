@@ -63,6 +63,8 @@ class Reference:
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] = adamw
     strategy: Strategy = "optim_grads_params"
     per_rank: bool = False
+    wire: torch.dtype | None = None
+    """In which gradients travel, where they do; None is `dtype`."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -140,17 +142,17 @@ class Reference:
         for name in params[0]:
             parts = self.ep if ".experts." in name else 1
             late = self.strategy in ("no_shard", "optim") and self.dp > parts
-            all_grads = [of_rank[name].grad for of_rank in params]
+            wire = (self.wire or self.dtype) if self.dp > parts else self.dtype
+            all_grads = [grad_of(of_rank[name], wire) for of_rank in params]
             if late:
                 for r, grad in enumerate(all_grads):
-                    assert grad is not None
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
                 if not last:
                     continue
-                all_grads = [held[r, name].to(self.dtype) for r in range(self.dp)]
+                all_grads = [held[r, name].to(wire) for r in range(self.dp)]
             for part, out in enumerate(grads[name].chunk(parts)):
                 total = rank_sum(all_grads[part::parts])
-                total = total.to(self.dtype).float() if late and self.strategy == "no_shard" else total
+                total = total.to(wire).float() if late and self.strategy == "no_shard" else total
                 out += total * (1 / self.dp)
 
     def _step(self, optimizer: torch.optim.Optimizer, main: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
@@ -186,12 +188,16 @@ def moe_layer(
     return outputs, torch.stack([routing.load_E for routing in routings]).sum(0)
 
 
-def rank_sum(grads: Sequence[Tensor | None]) -> Tensor:
+def grad_of(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a parameter, rounded to a dtype if that is narrower."""
+    assert param.grad is not None
+    return param.grad.to(dtype)
+
+
+def rank_sum(grads: Sequence[Tensor]) -> Tensor:
     """fp32 sum in the order given."""
-    assert grads[0] is not None
     total = grads[0].float().clone()
     for grad in grads[1:]:
-        assert grad is not None
         total += grad.float()
     return total
 

@@ -55,7 +55,7 @@ class Planned:
             "transport": transport,
             "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
-            "reduce": f"{config.precision.compute}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
+            "reduce": f"{config.precision.wire}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
             "optimizer": optimizer_name(workload, "on what is fp32"),
         }
 

@@ -25,7 +25,7 @@ MICRO, ACCUMULATION, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 STAGES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 UNITS = "what is gathered and reduced as one is a layer, and overlap.dp.prefetch says how far ahead"
-QUANTIZED = "weights and gradients travel in the compute dtype"
+QUANTIZED = "weights travel in precision.compute and gradients in precision.wire: fp32 or bf16"
 
 
 def stage(value: Any, given: Given) -> Answer:
@@ -96,8 +96,13 @@ REST: tuple[Entry, ...] = (
         "communication_data_type",
         str,
         choice(
-            {None: to(needless="the compute dtype"), "bf16": to(needless="the compute dtype is bf16, too")},
-            "gradients travel in the compute dtype; train.transport = copy_engine sums them in fp32",
+            {
+                None: to(needless="as in hocket: what computes"),
+                "bf16": Answer("becomes", {"precision.wire": "bf16"}),
+                "bfp16": Answer("becomes", {"precision.wire": "bf16"}),
+                "fp32": Answer("becomes", {"precision.wire": "fp32"}),
+            },
+            "fp32 and bf16 alone",
         ),
     ),
     entry("data_types.grad_accum_dtype", str, only("fp32", "gradients at rest are fp32", "fp32 too")),

@@ -102,9 +102,10 @@ def microbatches(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"train.microbatches": value // (dp * size)}, f"{dp} data ranks, {size} sequences each")
 
 
-WIRE = (
-    "gradients travel in the compute dtype; train.transport = copy_engine sums them in fp32, and at rest they are fp32"
-)
+def in_fp32(value: Any, given: Given) -> Answer:
+    """Where gradients travel in fp32; otherwise in what computes. At rest they are fp32 anyway."""
+    return Answer("becomes", {"precision.wire": "fp32" if value else "auto"})
+
 
 GRAPH = "the whole step is one graph, not parts of it"
 
@@ -116,8 +117,8 @@ PRECISION: tuple[Entry, ...] = (
     entry("--fp8-param-gather", bool, never("no fp8")),
     entry("--fp4-format", str, never("no fp4")),
     entry("--first-last-layers-bf16", bool, no_use("all layers are bf16")),
-    entry("--accumulate-allreduce-grads-in-fp32", bool, never(WIRE)),
-    entry("--grad-reduce-in-bf16", bool, no_use(WIRE)),
+    entry("--accumulate-allreduce-grads-in-fp32", bool, in_fp32),
+    entry("--grad-reduce-in-bf16", bool, when({"precision.wire": "bf16"})),
     entry("--no-gradient-accumulation-fusion", bool, no_use("a weight gradient is written where the reduce reads it")),
     entry("--use-precision-aware-optimizer", bool, never("main weights and both averages of AdamW are fp32")),
     entry("--main-grads-dtype", str, only("fp32", "gradients at rest are fp32", "fp32 too")),

@@ -23,6 +23,14 @@ from hocket.foreign.translate import Assumed, Default, System
 STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
 
 
+REDUCED = {
+    "--accumulate-allreduce-grads-in-fp32",
+    "--grad-reduce-in-bf16",
+    "--ddp-reduce-scatter-with-fp32-accumulation",
+}
+"""What says in which format Megatron-LM reduces gradients."""
+
+
 def ranks(given: Given, sizes: tuple[str, ...]) -> Answer | None:
     """Data ranks: those that the other axes leave."""
     if not given.gpus and DATA_RANKS in given.values:
@@ -47,6 +55,22 @@ def _shards(given: Given) -> Answer | None:
     if any(given.values.get(name) for name in STRATEGIES):
         return None
     return Answer("becomes", {"overlap.dp.strategy": "no_shard"}, "hocket by itself shards the weights, too")
+
+
+def _wire(given: Given) -> Answer | None:
+    """With bf16 alone Megatron-LM reduces in fp32, and Bridge with its bf16_mixed."""
+    said = REDUCED & given.values.keys()
+    mixed = given.values.get("mixed_precision") in ("bf16_mixed", "bf16-mixed")
+    if said or not (given.values.get("--bf16") or mixed):
+        return None
+    return Answer("becomes", {"precision.wire": "fp32"}, "hocket by itself sends gradients in bf16")
+
+
+def _titan_wire(given: Given) -> Answer | None:
+    """Torchtitan reduces in fp32, as long as it shards."""
+    if f"{torchtitan.T}mixed_precision_reduce" in given.values:
+        return None
+    return Answer("becomes", {"precision.wire": "fp32"}, "hocket by itself sends them in what computes")
 
 
 def _kv_heads(given: Given) -> Answer | None:
@@ -83,6 +107,7 @@ _MESH: tuple[Assumed, ...] = (
 _MEGATRON_DEFAULTS: tuple[Default, ...] = (
     ("(--gpus)", lambda given: ranks(given, AXES)),
     ("(no sharding flag)", _shards),
+    ("(no --grad-reduce-in-bf16)", _wire),
     ("(no --expert-tensor-parallel-size)", _expert_tensors),
     ("(no --num-query-groups)", _kv_heads),
     ("(no --kv-channels)", _head_dim),
@@ -99,6 +124,7 @@ TORCHTITAN = System(
     (
         ("(--gpus)", lambda given: _titan_ranks(given)),
         ("(no parallelism.fsdp_reshard_after_forward)", torchtitan.sharded),
+        ("(no training.mixed_precision_reduce)", _titan_wire),
     ),
     torchtitan.spelled,
     (

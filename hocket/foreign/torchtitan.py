@@ -33,9 +33,6 @@ AXES = (PP, TP, f"{P}context_parallel_degree")
 LOCAL, MICRO = f"{T}local_batch_size", f"{P}pipeline_parallel_microbatch_size"
 
 LAYOUT = "plan.layers_per_stage takes the layers of every stage, plan.chunks the stages of a rank"
-WIRE = (
-    "gradients travel in the compute dtype; train.transport = copy_engine sums them in fp32, and at rest they are fp32"
-)
 
 
 def reshard(value: Any, given: Given) -> Answer:
@@ -174,7 +171,17 @@ TRAINING: tuple[Entry, ...] = (
             "fp32 and bf16 alone",
         ),
     ),
-    entry(f"{T}mixed_precision_reduce", str, only("bfloat16", WIRE, "as in hocket")),
+    entry(
+        f"{T}mixed_precision_reduce",
+        str,
+        choice(
+            {
+                "bfloat16": Answer("becomes", {"precision.wire": "bf16"}),
+                "float32": Answer("becomes", {"precision.wire": "fp32"}),
+            },
+            "fp32 and bf16 alone",
+        ),
+    ),
     entry(f"{T}dtype", str, only("float32", "main weights are fp32", "main weights are fp32")),
     entry(f"{T}enable_cpu_offload", bool, never("nothing is offloaded")),
     entry(f"{T}gc_freq", int, no_use("the garbage collector runs as Python wants")),

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from hocket.config import ModelConfig
 from hocket.plan.copies import Copies, copies_of
 from hocket.plan.formulas import FUSED, STOCK, Formulas, PartSize, plus
-from hocket.plan.ops import UNITS, Layout, Op, Program, Unit
+from hocket.plan.ops import Layout, Op, Program, Unit
 from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
 from hocket.plan.shard import Sharding
 
@@ -135,13 +135,13 @@ class OpCost:
 class CostTable:
     """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
 
-    `slot_bytes[rank]` is the size of one weight or gradient slot of each class of units, `state_bytes[rank]` that of
-    main weights, copies of those that are held whole, and optimizer state.
+    `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot of each class of units, `state_bytes[rank]`
+    is that of main weights, copies of those that are held whole, and optimizer state.
     """
 
     kinds: tuple[str, ...]
     table: Mapping[CostKey, OpCost]
-    slot_bytes: tuple[Mapping[Unit, int], ...] = ()
+    slot_bytes: tuple[Mapping[Unit, tuple[int, int]], ...] = ()
     state_bytes: tuple[int, ...] = ()
 
     def of(self, op: Op) -> OpCost:
@@ -165,9 +165,9 @@ class CostTable:
     def fixed_bytes(self, program: Program, rank: int) -> int:
         if not self.slot_bytes:
             return 0
-        size = self.slot_bytes[rank]
         return self.state_bytes[rank] + sum(
-            (program.weight_slots.get(unit, 0) + program.grad_slots.get(unit, 0)) * size.get(unit, 0) for unit in UNITS
+            program.weight_slots.get(unit, 0) * weight + program.grad_slots.get(unit, 0) * gradient
+            for unit, (weight, gradient) in self.slot_bytes[rank].items()
         )
 
     def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
@@ -370,7 +370,7 @@ def op_costs(
 
 def _add_units(
     model: ModelConfig, layout: Layout, sharding: Sharding, price: _Pricing, table: dict[CostKey, OpCost]
-) -> tuple[tuple[Mapping[Unit, int], ...], tuple[int, ...]]:
+) -> tuple[tuple[Mapping[Unit, tuple[int, int]], ...], tuple[int, ...]]:
     """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
@@ -381,28 +381,27 @@ def _add_units(
     In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest,
     through the norm's all-reduce.
     """
-    b = price.dtype_bytes
+    b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = 0
-    slots: list[Mapping[Unit, int]] = []
+    slots: list[Mapping[Unit, tuple[int, int]]] = []
     state: list[int] = []
     for rank in range(layout.pp):
-        largest: dict[Unit, int] = {}
+        largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = 0
         for unit, kind in _units(layout, rank):
             weights = unit_weights(model, unit, kind, layout.ep)
             group = sharding.size(unit)
             whole = not sharding.gathers(unit)
             part = -(-weights // group)
-            wire = part * (group - 1) * b
+            others = part * (group - 1)
             shard = weights if whole else part
-            table["gather", unit, kind] = price.transfer("gather", wire, local_bytes=shard * (4 + b))
-            sent = 2 * wire if whole else wire
-            summed = price.transfer("reduce", sent, local_bytes=shard * (8 + b))
+            table["gather", unit, kind] = price.transfer("gather", others * b, local_bytes=shard * (4 + b))
+            summed = price.transfer("reduce", (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
             slotted = group > 1 or (layout.tied and unit == "embed")
             table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
-            table["add", unit, kind] = replace(price.local(weights * (8 + b)), grad_bytes=sums)
-            largest[unit] = max(largest.get(unit, 0), weights * b if slotted else 0)
+            table["add", unit, kind] = replace(price.local(weights * (8 + w)), grad_bytes=sums)
+            largest[unit] = max(largest.get(unit, (0, 0)), (weights * b, weights * w) if slotted else (0, 0))
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0

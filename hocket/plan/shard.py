@@ -44,6 +44,8 @@ class Sharding:
     dense: int = 1
     experts: int = 1
     strategy: Strategy = "optim_grads_params"
+    wire_bytes: int = 0
+    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense

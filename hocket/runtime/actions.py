@@ -260,7 +260,7 @@ class Actions:
             return
         written = self._written.setdefault((name, op.slot), set())
         views = unit.grad_views(op.slot)
-        island.queue.drain(lambda weight: views[weight], written)
+        island.queue.drain(lambda weight: views[weight], written, unit.group.compute_dtype)
 
     def add(self, op: Op) -> None:
         self._complete(op).add(op.slot)

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
+from hocket.settings.absent import why_not
 
 ANY = float("inf")
 
@@ -100,7 +101,8 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     for setting, hint in types().items():
         value = leaf(config, setting)
         if not is_a(value, hint):
-            lines[setting] = line(config, origins, setting, "not " + describe(hint), f"give {describe(hint)}")
+            reason = why_not(setting, value) or "not " + describe(hint)
+            lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines

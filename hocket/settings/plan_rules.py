@@ -380,6 +380,13 @@ PLAN_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("precision.wire", "mesh.dp"),
+        lambda c, h: not shares_units(c),
+        "no effect: no gradient travels, since no two ranks share weights",
+        "mesh.dp = 2 or more, or leave precision.wire out",
+        remark=True,
+    ),
+    Rule(
         ("overlap.dp.prefetch", "overlap.dp.strategy"),
         lambda c, h: shares_units(c) and c.overlap.dp.strategy == "no_shard",
         "no effect: every rank has all weights, and nothing is gathered",

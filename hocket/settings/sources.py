@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.presets import preset
 from hocket.recipes import recipe
+from hocket.settings.absent import why_no, why_not
 from hocket.settings.former import FORMER
 from hocket.settings.leaves import changed, describe, is_a, leaf, problem, types
 from hocket.settings.origins import DEFAULTS, Implied
@@ -114,6 +115,8 @@ def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
     if inside:
         example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"
         return f"{name} = {entry.value} ({where}): is a table of settings; fix: {example}"
+    if why := why_no(name):
+        return problem(name, as_setting(entry.value), {name: where}, why, "leave it out")
     if name not in types():
         return _unknown(name, where)
     if isinstance(entry.value, dict):
@@ -121,7 +124,7 @@ def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
     value, hint = as_setting(entry.value), types()[name]
     if is_a(value, hint):
         return ""
-    return problem(name, value, {name: where}, f"not {describe(hint)}", _fix(value, hint))
+    return problem(name, value, {name: where}, why_not(name, value) or f"not {describe(hint)}", _fix(value, hint))
 
 
 def as_setting(value: Any) -> Any:

@@ -111,11 +111,12 @@ def _of_today(stored: Any) -> Any:
         return stored
     tree = renamed(stored)
     there = flat(tree)
+    later = {**_LATER, "precision.wire": there.get("precision.compute")}
     for setting in types():
         default = leaf(DEFAULTS, setting)  # of a section that came later; what is automatic now was something then
         if setting not in there and setting.split(".")[0] in tree:
-            if setting in _LATER or (setting.startswith("overlap.") and default != "auto"):
-                put(tree, setting, _LATER.get(setting, default))
+            if setting in later or (setting.startswith("overlap.") and default != "auto"):
+                put(tree, setting, later.get(setting, default))
     return tree
 
 

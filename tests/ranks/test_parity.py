@@ -101,7 +101,8 @@ def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> 
     dtype, strategy = DTYPES[c.precision.compute], c.overlap.dp.strategy
     assert strategy != "auto"
     per_rank = c.overlap.ep.copies == "per_rank"
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank)
+    wire = DTYPES.get(c.precision.wire)
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank, wire)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)
@@ -139,6 +140,7 @@ def worst(a: Tensor, b: Tensor) -> str:
 
 VALUES: dict[str, list[Any]] = {
     "dtype": ["fp32", "bf16"],
+    "wire": ["auto", "fp32", "bf16"],
     "merge": ["off", "on"],
     "merge_ends": ["off", "on"],
     "copies": ["per_expert", "per_rank"],
@@ -196,13 +198,13 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    others = ("dtype", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents")
+    others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents")
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
-    return changed(whole, {"data.packing": case["documents"]})
+    return changed(whole, {"data.packing": case["documents"], "precision.wire": case["wire"]})
 
 
 def name_of(case: dict[str, Any]) -> str:

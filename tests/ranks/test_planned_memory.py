@@ -14,6 +14,7 @@ from hocket.machine import hardware_of
 from hocket.parallel.stages import costs_of
 from hocket.plan.values import unit_moved, unit_written
 from hocket.runtime.actions import Microbatch
+from hocket.settings.leaves import changed
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import config
 from tests.reference import random_batches
@@ -55,18 +56,26 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     }
 
 
-WAYS: list[tuple[dict[str, int], str, str]] = [
-    (mesh, "optim_grads_params", dtype)
+WAYS: list[tuple[dict[str, int], str, str, str]] = [
+    (mesh, "optim_grads_params", dtype, "auto")
     for mesh in (dict(), dict(dp=2), dict(dp=2, ep=2), dict(pp=2, dp=2))
     for dtype in ("fp32", "bf16")
 ]
-WAYS += [(dict(dp=2, ep=2), "no_shard", "bf16"), (dict(dp=2), "no_shard", "fp32"), (dict(dp=2, ep=2), "optim", "bf16")]
+WAYS += [
+    (dict(dp=2, ep=2), "no_shard", "bf16", "auto"),
+    (dict(dp=2), "no_shard", "fp32", "bf16"),
+    (dict(dp=2, ep=2), "optim", "bf16", "auto"),
+    (dict(dp=4, ep=2), "optim_grads", "bf16", "fp32"),
+]
 
 
-@pytest.mark.parametrize(("mesh", "strategy", "dtype"), WAYS, ids=str)
-def test_a_plan_predicts_what_is_kept_and_what_gradients_take(mesh: dict[str, int], strategy: str, dtype: Any) -> None:
+@pytest.mark.parametrize(("mesh", "strategy", "dtype", "wire"), WAYS, ids=str)
+def test_a_plan_predicts_what_is_kept_and_what_gradients_take(
+    mesh: dict[str, int], strategy: str, dtype: Any, wire: str
+) -> None:
     model = dict(layers=4, dense_layers=(0, 2), hidden=64, head_dim=16, ffn=192, expert_ffn=128, vocab=256)
     c = config(model, mesh, dict(merge="on", strategy=strategy), 3, dtype)
+    c = changed(c, {"precision.wire": wire})
     for found in run_ranks(bytes_of, c.mesh.pp * c.mesh.dp, c):
         for what, (allocated, predicted) in found.items():
             assert allocated == pytest.approx(predicted, rel=PADDING), what

@@ -68,10 +68,13 @@ class PlannedModel:
         program: Program,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        wire: torch.dtype | None = None,
     ) -> None:
+        """`wire` is the dtype in which gradients travel, None the one that computes."""
         self.groups = groups
         self.device = device
-        self._numbers = _Numbers(dtype=dtype, device=device)
+        self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
         self._windows: list[Window] = []
         self.held = False
         """Whether gradients stay where they are: a recorded step writes them there again (`runtime/graphed.py`)."""
@@ -89,7 +92,7 @@ class PlannedModel:
         ):
             gather = alone if replicated else gather
             where = ShardGroups(gather, reduce, alone, alone, mesh.dp, outer_shards=False, part=part)
-            formats = Precision(compute=dtype)
+            formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
             self._allocate(stored, where, program)
             for name, group in stored.items():
@@ -117,10 +120,10 @@ class PlannedModel:
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and program.layout.tied}
         if not lengths:
             return
-        with reduce.window(max(lengths.values()) * self._numbers["dtype"].itemsize) as window:
+        with reduce.window(max(lengths.values()) * self._wire.itemsize) as window:
             for kind, length in lengths.items():
                 count = program.grad_slots.get(kind, 0)
-                self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, **self._numbers)
+                self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, self._wire, self.device)
         self._windows.append(window)
 
     def close(self) -> None:

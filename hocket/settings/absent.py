@@ -1,0 +1,36 @@
+"""Settings and values that one may look for in vain, and why there are none: for messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ABSENT: dict[str, str] = {
+    "precision.gather": "weights are gathered in precision.compute, which nothing narrower could be computed with",
+    "precision.main": "main weights are fp32, or small updates would be lost",
+    "precision.accumulate": "gradients at rest are fp32",
+    "precision.router": "the router computes in fp32: a close choice must not flip by rounding",
+    "precision.loss": "the loss is computed in fp32",
+    "mesh.cp": "there is no context parallelism",
+    "overlap.pp.batch": "sends are never batched: each has a lane of its own, and waits for no other",
+    "overlap.tp.sms": "copy engines move pieces, and what NCCL moves has a bound of SMs by what the group is for",
+}
+"""Name -> why there is no such setting."""
+
+_FORMATS = {
+    "fp8": "there are no products in fp8",
+    "fp4": "there are no products in fp4",
+    "fp16": "bf16 has the range of fp32, so that no loss needs a scale",
+}
+"""Beginning of a number format that `precision` does not know -> why."""
+
+
+def why_no(setting: str) -> str:
+    """Why there is no setting of that name; empty if nothing is known of it."""
+    return ABSENT.get(setting, "")
+
+
+def why_not(setting: str, value: Any) -> str:
+    """Why a setting of `precision` cannot have that value; empty if nothing is known of it."""
+    said = str(value).lower().replace("float", "fp").replace("mxfp", "fp")
+    known = next((why for start, why in _FORMATS.items() if said.startswith(start)), "")
+    return known if setting.startswith("precision.") else ""

@@ -1,0 +1,111 @@
+"""Number formats: what is chosen, what it costs, what there is not, and what older runs and other systems did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.foreign import read
+from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
+from hocket.foreign.translate import translate
+from hocket.parallel.stages import costs_of
+from hocket.plan.cost import H200
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.absent import ABSENT
+from hocket.settings.leaves import changed, types
+from hocket.settings.overrides import given
+from hocket.settings.rules import Host
+from hocket.settings.sources import begin
+from hocket.trace.rebuild import _of_today
+
+TINY, MOE = recipe("tiny"), recipe("moe_8gpu")
+
+
+@pytest.mark.parametrize(
+    ("compute", "wire", "found"), [("bf16", "auto", "bf16"), ("fp32", "auto", "fp32"), ("bf16", "fp32", "fp32")]
+)
+def test_gradients_travel_in_what_computes_unless_somebody_asks(compute: str, wire: str, found: str) -> None:
+    settings = resolve(changed(TINY, {"precision.compute": compute, "precision.wire": wire}), Host())
+    assert settings.precision.wire == found
+    chosen = [decision for decision in settings.decisions if decision.setting == "precision.wire"]
+    assert len(chosen) == (wire == "auto")
+    assert resolve(settings) == settings
+
+
+def test_a_wire_that_nothing_travels_on_is_remarked_and_no_error() -> None:
+    alone = changed(TINY, {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "precision.wire": "fp32"})
+    settings = resolve(alone, Host(), {"precision.wire": "command line, --precision.wire"})
+    [remark] = [decision for decision in settings.decisions if decision.setting == "precision.wire"]
+    assert "no gradient travels" in remark.reason
+    assert remark.fix
+
+
+def test_fp32_on_the_wire_sends_twice_the_bytes_of_gradients_alone() -> None:
+    narrow, wide = (
+        costs_of(resolve(changed(MOE, {"precision.wire": wire}), Host(gpus=8)), H200) for wire in ("bf16", "fp32")
+    )
+    for key, cost in narrow.table.items():
+        times = 2 if key[0] == "reduce" else 1
+        assert wide.table[key].wire_bytes == times * cost.wire_bytes, key
+    for one, two in zip(narrow.slot_bytes, wide.slot_bytes, strict=True):
+        assert {unit: (weight, 2 * gradient) for unit, (weight, gradient) in one.items()} == two
+
+
+def test_there_is_no_setting_for_what_is_said_to_be_absent() -> None:
+    assert not set(ABSENT) & set(types())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("precision.gather", "fp8", "weights are gathered in precision.compute"),
+        ("precision.compute", "fp8", "there are no products in fp8"),
+        ("precision.compute", "float8_e4m3fn", "there are no products in fp8"),
+        ("precision.wire", "fp16", "bf16 has the range of fp32"),
+        ("overlap.pp.batch", "on", "sends are never batched"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_value_origin_reason_and_fix(
+    tmp_path: Path, setting: str, value: str, reason: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'recipe = "tiny"\n{setting} = "{value}"\n')
+    [in_file] = begin(str(file)).problems
+    [typed] = given([f"--{setting}", value], TINY, {})[1]
+    for line, origin in ((in_file, f"{file}:2"), (typed, f"command line, --{setting}")):
+        assert line.startswith(f"{setting} = {value} ({origin}): {reason}")
+        assert "; fix: " in line
+    if setting in types():
+        with pytest.raises(ValueError, match=reason):
+            resolve(changed(TINY, {setting: value}), Host())
+
+
+def wire_of(system: Any, words: str) -> str | None:
+    pairs = read.keys(words) if system is BRIDGE else read.flags(words)
+    return translate(system, pairs, 8).settings.get("precision.wire")
+
+
+@pytest.mark.parametrize(
+    ("system", "words", "wire"),
+    [
+        (MEGATRON, "--bf16", "fp32"),
+        (MEGATRON, "--bf16 --grad-reduce-in-bf16", "bf16"),
+        (MEGATRON, "--bf16 --accumulate-allreduce-grads-in-fp32", "fp32"),
+        (MEGATRON, "--bf16 --ddp-reduce-scatter-with-fp32-accumulation", None),
+        (MEGATRON, "--seq-length 8", None),
+        (BRIDGE, "mixed_precision=bf16_mixed", "fp32"),
+        (BRIDGE, "mixed_precision=bf16_mixed ddp.grad_reduce_in_fp32=false", "auto"),
+        (TORCHTITAN, "--training.seq_len 8", "fp32"),
+        (TORCHTITAN, "--training.mixed_precision_reduce bfloat16", "bf16"),
+    ],
+)
+def test_other_systems_reduce_in_fp32_by_themselves(system: Any, words: str, wire: str | None) -> None:
+    assert wire_of(system, words) == wire
+
+
+def test_runs_from_before_there_was_a_choice_sent_what_they_computed_in() -> None:
+    stored = {"train": {"dtype": "bf16", "steps": 3}, "overlap": {"ep": {}, "dp": {}, "pp": {}, "tp": {}}}
+    assert _of_today(stored)["precision"] == {"compute": "bf16", "wire": "bf16"}
