@@ -32,9 +32,9 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     finish = engine.optimizer.step
     units = engine.sharded.units.values()
 
-    def step(lr: float | None = None) -> Tensor:
+    def step(lr: float | None = None, **how: Any) -> Tensor:
         gradients.append(sum(unit.group.grads.nbytes + unit.sum_bytes for unit in units))
-        return finish(lr)
+        return finish(lr, **how)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
