@@ -56,6 +56,7 @@ OTHERS: dict[str, Config] = {
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
     "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
+    "gradients that travel in fp32": changed(BASE, {"precision.wire": "fp32"}),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
     "merged_v": planned(BASE, order="merged_v"),

@@ -36,7 +36,7 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
         layer.router.bias = torch.zeros(config.model.experts, device=device)
     out: dict[str, Any] = {}
 
-    def keep(lr: float | None = None) -> torch.Tensor:
+    def keep(lr: float | None = None, **how: Any) -> torch.Tensor:
         units = engine.sharded.units.values()
         pieces = [p for unit in units for p in unit.pieces()]
         out["grads"] = [(p.name, p.shape, p.lo, p.hi, p.grad.cpu()) for p in pieces]
@@ -57,12 +57,12 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
 @pytest.mark.gpu
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gradients_are_those_of_the_plain_step(dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "wire"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_gradients_are_those_of_the_plain_step(dtype: Any, wire: Any) -> None:
     torch.set_num_threads(8)
     train = dataclasses.replace(BASE.train, microbatches=3)
     data = dataclasses.replace(BASE.data, sequence_length=64)
-    precision = dataclasses.replace(BASE.precision, compute=dtype)
+    precision = dataclasses.replace(BASE.precision, compute=dtype, wire=wire)
     mesh = dataclasses.replace(BASE.mesh, dp=2)
     config = dataclasses.replace(BASE, mesh=mesh, precision=precision, train=train, data=data)
     batches = random_batches(config.model, 1, 3, 2, (config.train.sequences, 64))

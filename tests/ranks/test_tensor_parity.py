@@ -31,9 +31,9 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     out["first"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     finish = engine.optimizer.step
 
-    def step(lr: float | None = None) -> Tensor:
+    def step(lr: float | None = None, **how: Any) -> Tensor:
         out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
-        return finish(lr)
+        return finish(lr, **how)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     for microbatches in steps:
