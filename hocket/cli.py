@@ -23,7 +23,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket doctor                               check environment and hardware: what costs overlap here
-       hocket recipes                              list the recipes
+       hocket recipes                              list recipes, and presets with what they set
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.
 Every setting of a recipe can be changed, for example --train.steps 50 --overlap.ep.merge off --data.paths my/texts

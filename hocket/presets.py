@@ -37,7 +37,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "debug": Preset(
         "one thing after another, and hangs told soon: does a problem come from overlap?",
-        {**PLAIN, "overlap.dp.prefetch": 0, "plan.graphs": "off", "train.hang_timeout": 60.0},
+        {
+            **PLAIN,
+            "overlap.dp.prefetch": 0,
+            "overlap.dp.gather_in_update": "off",
+            "plan.graphs": "off",
+            "train.hang_timeout": 60.0,
+        },
     ),
 }
 

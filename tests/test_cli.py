@@ -48,6 +48,9 @@ def test_recipes_and_presets_are_listed_with_a_line_each(capsys):
     code, out, _ = command(capsys, "recipes")
     assert code == 0
     lines = [line.split() for line in out.splitlines() if line]
+    set_by = [[setting, "="] for preset in PRESETS.values() for setting in preset.changes]
+    assert [line[:2] for line in lines if line[1] == "="] == set_by
+    lines = [line for line in lines if line[1] != "="]
     assert [line[0] for line in lines] == [*RECIPES, "presets,", *PRESETS]
     assert all(len(line) > 4 for line in lines if line[0] != "presets,")
 
