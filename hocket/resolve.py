@@ -84,8 +84,8 @@ def resolve(
     settled = _add(settled, decisions, choose_update(settled, price))
     settled = _add(settled, decisions, choose_recompute(settled, host, price))
     costs = price(settled)
-    for choose_by_costs in (choose_ends, choose_hops):
-        settled = _add(settled, decisions, choose_by_costs(settled, costs))
+    settled = _add(settled, decisions, choose_ends(settled, host, costs))
+    settled = _add(settled, decisions, choose_hops(settled, costs))
     decisions = [decision for decision in decisions if decision.setting not in unmet]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}

@@ -68,6 +68,16 @@ def test_a_graph_is_taken_only_where_it_fits() -> None:
     assert resolve(tight).decisions == tight.decisions
 
 
+def test_pairs_at_the_ends_do_not_take_the_memory_of_a_graph() -> None:
+    graphed, ends = preset("expert_parallel", 4, 4096, {}), "overlap.ep.merge_ends"
+    less, more = (predicted(changed(graphed, {ends: value}), model_costs).nbytes for value in ("off", "on"))
+    memory = next(memory for memory in range(less, 2 * less, less // 100) if fits(less, memory))
+    assert not fits(more, memory)
+    asked = Config(**{s: getattr(graphed, s) for s in SECTIONS})
+    found = resolve(changed(asked, {"plan.graphs": "auto", SPLITS: "auto", ends: "auto"}), Host(gpus=4, memory=memory))
+    assert (found.plan.graphs, found.overlap.ep.merge_ends) == ("on", "off")
+
+
 def test_a_step_that_keeps_its_gpus_busy_is_issued_op_by_op() -> None:
     """Twice the tokens are as many ops."""
     short, long = (preset("expert_parallel", 4, length, {}) for length in (4096, 8192))

@@ -12,26 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config, Switch
-from hocket.machine import hardware_of
-from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_program
-from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import group_of, has_pairs
+from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
 _BOTH: tuple[Switch, ...] = ("off", "on")
-_GROUPS = 3
-"""Groups of microbatches of a simulated step."""
 
 
-def choose_ends(c: Config, costs: CostTable) -> Iterator[tuple[str, str, str]]:
+def choose_ends(c: Config, host: Host, costs: CostTable) -> Iterator[tuple[str, str, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.ep.merge_ends == "auto":
         idle = _nothing_to_gain(c)
-        value, reason = ("off", idle) if idle else _simulated(c, costs)
+        value, reason = ("off", idle) if idle else _simulated(c, host, costs)
         yield "overlap.ep.merge_ends", value, reason
 
 
@@ -53,20 +49,15 @@ def _nothing_to_gain(c: Config) -> str:
     return ""
 
 
-def _simulated(c: Config, costs: CostTable) -> tuple[str, str]:
-    count = min(c.train.microbatches, _GROUPS * group_of(c))
-    off, on = (_step(changed(c, {"overlap.ep.merge_ends": ends}), costs, count) for ends in _BOTH)
-    memory, hardware = max(use.peak_bytes for use in on.ranks), hardware_of(c)
-    if hardware.memory and memory > hardware.memory:
-        return "off", f"one more activation in flight, {memory / 2**30:.0f} GiB in all, does not fit {hardware.name}"
-    before, after = duration(float(off.makespan)), duration(float(on.makespan))
-    if on.makespan >= off.makespan:
+def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[str, str]:
+    off, on = (predicted(changed(c, {"overlap.ep.merge_ends": ends}), lambda _: costs) for ends in _BOTH)
+    memory, count = memory_of(c, host), on.microbatches
+    if memory and not fits(on.nbytes, memory):
+        return "off", f"one more activation in flight, {gib(on.nbytes)} of {gib(memory)} in all, does not fit"
+    before, after = duration(off.seconds), duration(on.seconds)
+    if on.seconds >= off.seconds:
         return "off", f"{count} microbatches would take {after} instead of {before}"
     return (
         "on",
         f"hides the all-to-alls at the start and the end: {count} microbatches take {after} instead of {before}",
     )
-
-
-def _step(c: Config, costs: CostTable, microbatches: int) -> Timeline:
-    return simulate(build_program(layout_of(c), microbatches, c, sharding_of(c)), costs)
