@@ -11,8 +11,7 @@ kernel instead, before it is rounded (`addmm`), also into a float32 buffer from 
 and never less exact, but not always the same bits. On a CPU, where no kernel does that for all dtypes, it is
 autograd's way and autograd's bits.
 
-`nn.Embedding` is left to autograd: torch has no kernel that sums rows into a given tensor in the order of
-`embedding_dense_backward` (its `out=` form computes a tensor of its own and copies it).
+`embedding.py` does the same for rows of a table.
 
 Shapes: R rows (all leading dimensions together), D input width, F output width.
 """
@@ -61,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     each operation or gradient: under autocast, `torch.compile` and function transforms, for tensor subclasses,
     and for parameters with gradient hooks.
     """
-    if not _writes_itself(x, weight, bias):
+    if not writes_itself(x, weight, bias):
         return F.linear(x, weight, bias)
     if x.dim() == 2:
         return _Linear.apply(x, weight, bias)
@@ -78,16 +77,8 @@ def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
-FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward}
-"""The forward that replaces the one of a class of modules in a sharded unit."""
-
-
-def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The replacement for a class of `FORWARDS` or a subclass that runs its forward unchanged, None for others."""
-    return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
-
-
-def _writes_itself(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def writes_itself(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the gradient of a weight goes to its sink; see `linear`."""
     if torch.compiler.is_compiling():  # first, for the rest cannot be traced
         return False
     return (
@@ -125,8 +116,8 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("a weight of a linear layer was modified in place between its forward and its backward")
 
         dx = _input_gradient(g_RF, x_RD, weight) if ctx.needs_input_grad[0] else None
-        dw = _contribute(ctx, 1, weight, lambda: g_RF.t() @ x_RD, partial(write_product, g_RF.t(), x_RD))
-        db = _contribute(ctx, 2, bias, lambda: g_RF.sum(0), partial(_write_sum, g_RF))
+        dw = contribute(ctx, 1, weight, lambda: g_RF.t() @ x_RD, partial(write_product, g_RF.t(), x_RD))
+        db = contribute(ctx, 2, bias, lambda: g_RF.sum(0), partial(_write_sum, g_RF))
         return dx, dw, db
 
 
@@ -137,7 +128,7 @@ def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
     return g_RF @ weight_FD
 
 
-def _contribute(
+def contribute(
     ctx: Any, index: int, param: Tensor, compute: Callable[[], Tensor], write: Callable[[Tensor, bool], None]
 ) -> Tensor | None:
     """The gradient to return for input `index`: None if nobody asks for it, or once `write` has put it into the sink.

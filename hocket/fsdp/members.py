@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hocket.fsdp.linear import forward_of
+from hocket.fsdp.forwards import forward_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.fsdp import embedding as sunk_rows
 from hocket.fsdp import linear as sunk
 from hocket.fsdp.linear import write_product
 from hocket.fsdp.shard_grads import put
@@ -67,7 +68,7 @@ def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
     """Rows `p[ids]`, of shape [..., D]."""
     weight = weight_of(p_VD)
     if weight is None:
-        return F.embedding(ids_T, p_VD)
+        return sunk_rows.embedding(ids_T, p_VD)
     queue = current_queue()
     if queue is None:
         return F.embedding(ids_T, weight.tensor())
@@ -148,10 +149,6 @@ def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
     torch.sum(g * x, list(range(x.dim() - 1)), out=out_D)
 
 
-def _embedding_wgrad(ids: Tensor, g: Tensor, out_VD: Tensor) -> None:
-    torch.ops.aten.embedding_dense_backward.out(g, ids, out_VD.shape[0], -1, False, out=out_VD)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, dtype: torch.dtype) -> Tensor:
@@ -227,5 +224,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        push(ctx.queue, ctx.weight, partial(_embedding_wgrad, ids, g))
+        push(ctx.queue, ctx.weight, partial(sunk_rows.write_rows, ids, g))
         return None, None, None, None

@@ -16,7 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hocket.fsdp.linear import FORWARDS, forward_of, linear_forward, sink_of
+from hocket.fsdp.embedding import embedding_forward
+from hocket.fsdp.forwards import FORWARDS, forward_of
+from hocket.fsdp.linear import linear_forward, sink_of
 from tests.fsdp.sinks import F_OUT, LAYOUTS, D, attach, equal, linears, pair, same
 
 
@@ -280,7 +282,7 @@ def test_which_classes_are_replaced() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(input, self.weight) * 2
 
-    assert list(FORWARDS.items()) == [(nn.Linear, linear_forward)]
+    assert {nn.Linear: linear_forward, nn.Embedding: embedding_forward} == FORWARDS
     assert forward_of(nn.Linear) is forward_of(NonDynamicallyQuantizableLinear) is linear_forward
     assert [forward_of(cls) for cls in (Own, nn.Bilinear, nn.Module, nn.Identity)] == [None] * 4
     assert sink_of(torch.ones(1)) is None

@@ -108,3 +108,16 @@ def test_no_gradient_tensor_is_made(wire: torch.dtype) -> None:
     weight = 2 * 8192 * 8192
     assert taken["autograd"] >= weight
     assert taken["written"] < weight / 10
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_rows_of_a_table_are_autograds(tokens: int) -> None:
+    """Few tokens and many: torch has a kernel for either."""
+    ids = (torch.randn(2, tokens // 2, device="cuda").abs() * 3000).long().clamp_(max=32000)
+    g = torch.randn(*ids.shape, 256, device="cuda", dtype=torch.bfloat16)
+    wanted = dense_gradient(ids, g, 32001)
+    out = torch.full_like(wanted, float("nan"))
+    write_rows(ids, g, out)
+    assert torch.equal(out, wanted)
+    write_rows(ids, g, out, add=True)
+    assert torch.equal(out, 2 * wanted)

@@ -1,0 +1,87 @@
+"""The gradient of a table's rows, written where the reduction reads it.
+
+Note: [Rows that nobody looked up]
+Autograd makes a gradient of the whole table: it clears it, adds up rows, and hands it on to be copied. Of a large
+vocabulary a microbatch looks up few rows, so that is three passes over zeros. Here rows are added up in a tensor as
+long as the tokens, where the rows of one id have one place, and these sums are put into the cleared destination. They
+are sums of `embedding_dense_backward`, which adds rows in the order of tokens wherever their place is: so are the bits.
+
+Shapes: T tokens, or any leading dimensions, V rows of the table, D width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.fsdp.linear import contribute, writes_itself
+from hocket.fsdp.shard_grads import put
+
+
+def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """`F.embedding`, whose backward writes the table's gradient to its sink, if it has one: see `linear`."""
+    if not writes_itself(ids_T, weight_VD):
+        return F.embedding(ids_T, weight_VD)
+    return _Embedding.apply(ids_T, weight_VD)
+
+
+def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
+    """`embedding` with the module's table; what its options ask for beyond that is left to torch."""
+    plain = module.padding_idx is None and module.max_norm is None
+    if plain and not module.scale_grad_by_freq and not module.sparse:
+        return embedding(ids_T, module.weight)
+    return nn.Embedding.forward(module, ids_T)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(ids_T)
+        ctx.weight = weight_VD
+        return F.embedding(ids_T, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, g_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (ids_T,) = ctx.saved_tensors
+        rows = len(ctx.weight)
+        return None, contribute(
+            ctx, 1, ctx.weight, lambda: dense_gradient(ids_T, g_TD, rows), partial(write_rows, ids_T, g_TD)
+        )
+
+
+def dense_gradient(ids_T: Tensor, g_TD: Tensor, rows: int) -> Tensor:
+    """The gradient of the whole table, as autograd makes it."""
+    return torch.ops.aten.embedding_dense_backward(g_TD, ids_T, rows, -1, False)
+
+
+def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False) -> None:
+    """Write the gradient of the whole table, or add it. See `Note: [Rows that nobody looked up]`."""
+    if out_VD.is_cuda and 0 < ids_T.numel() < len(out_VD):
+        write_sums(ids_T, g_TD, out_VD, add)
+    else:
+        put(dense_gradient(ids_T, g_TD, len(out_VD)), out_VD, add)
+
+
+def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool) -> None:
+    """Clear the table, and write the rows that were looked up; or add to these."""
+    ids_T = ids_T.reshape(-1).long()
+    rows_TD = sums_by_id(ids_T, g_TD.reshape(len(ids_T), -1))
+    if add:
+        rows_TD = out_VD.index_select(0, ids_T).add_(rows_TD)
+    else:
+        out_VD.zero_()
+    out_VD.index_copy_(0, ids_T, rows_TD.to(out_VD.dtype))  # tokens of one id write the same row
+
+
+def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
+    """For every token the sum of the rows of all tokens with its id, [T, D]; no host waits for the number of ids."""
+    order = ids_T.argsort(stable=True)
+    in_order = ids_T[order]
+    begins = torch.zeros_like(order)
+    begins[1:] = in_order[1:] != in_order[:-1]
+    place_T = torch.empty_like(order).scatter_(0, order, begins.cumsum(0))
+    return dense_gradient(place_T, g_TD, len(ids_T)).index_select(0, place_T)
