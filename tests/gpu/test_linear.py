@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.embedding import dense_gradient, write_rows
 from hocket.fsdp.layout import ALIGN
 from tests.fsdp.sinks import DTYPES, LAYOUTS, OUTPUTS, attach, compare_bits, linears, pair
 
