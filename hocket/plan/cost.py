@@ -374,12 +374,12 @@ def _add_units(
     """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
-    per element, though the first of a step only writes. So does an add, of the whole unit; that the last reduce reads
-    the sum is left out. In a group of one, products of weight gradients add to the fp32 gradient themselves, in less
-    time than they take to multiply: there are no slots, unless weights are tied, and a reduce does nothing. AdamW reads
-    weight, gradient and both averages and writes weight and averages: 28 bytes; the norm reads the gradients once more.
-    In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest,
-    through the norm's all-reduce.
+    per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
+    What an add stands for, products of weight gradients do themselves, in less time than they take to multiply, and in
+    a group of one what a reduce stands for too: then there are no slots. A tied embedding has both. AdamW reads weight,
+    gradient and both averages and writes weight and averages: 28 bytes; the norm reads the gradients once more. In the
+    step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest, through the
+    norm's all-reduce.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = 0
@@ -391,16 +391,16 @@ def _add_units(
         for unit, kind in _units(layout, rank):
             weights = unit_weights(model, unit, kind, layout.ep)
             group = sharding.size(unit)
-            whole = not sharding.gathers(unit)
+            whole, twice = not sharding.gathers(unit), layout.tied and unit == "embed"
             part = -(-weights // group)
             others = part * (group - 1)
             shard = weights if whole else part
             table["gather", unit, kind] = price.transfer("gather", others * b, local_bytes=shard * (4 + b))
             summed = price.transfer("reduce", (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
-            slotted = group > 1 or (layout.tied and unit == "embed")
+            slotted = group > 1 or twice
             table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
-            table["add", unit, kind] = replace(price.local(weights * (8 + w)), grad_bytes=sums)
+            table["add", unit, kind] = replace(price.local(weights * (8 + w)) if twice else _FREE, grad_bytes=sums)
             largest[unit] = max(largest.get(unit, (0, 0)), (weights * b, weights * w) if slotted else (0, 0))
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)

@@ -14,7 +14,8 @@ Note: [Gradients that stay whole]
 `no_shard` and `optim` reduce a unit's gradients once a step. Those of all microbatches but the last are added up
 on the rank: an `add` behind the last weight gradient of the unit and microbatch, on the same lane, so the slot is
 free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
-group has one member there is nothing to put off: each reduce is local.
+group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
+may do the adding, and then an `add`, or a local reduce, says no more than that those of a microbatch are complete.
 
 Note: [A step may begin with the update that the last one left]
 The first gathers of a step have nothing before them to hide behind, and the optimizer's step has nothing beside it. So

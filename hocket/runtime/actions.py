@@ -255,7 +255,7 @@ class Actions:
         assert name is not None
         unit = self._units[name]
         island = self._islands.pop((op.part, _place(op)))
-        if unit.alone:
+        if unit.collects:
             unit.collect(island.queue, op.microbatch)
             return
         written = self._written.setdefault((name, op.slot), set())
@@ -266,16 +266,14 @@ class Actions:
         self._complete(op).add(op.slot)
 
     def reduce(self, op: Op) -> CommResult:
-        """See Note: [Gradients of a group of one]."""
-        if self._units[unit_moved(op)].alone:
-            return None, Pending()
         return None, self._complete(op).reduce(op.slot)
 
     def _complete(self, op: Op) -> PlannedUnit:
-        """The unit of an op, with all of its gradient in the slot."""
+        """The unit of an op, with all of its gradient in the slot, if that is where it is written."""
         name = unit_moved(op)
         unit = self._units[name]
-        unit.zero_missing(op.slot, self._written.pop((name, op.slot)))
+        if not unit.collects:
+            unit.zero_missing(op.slot, self._written.pop((name, op.slot)))
         return unit
 
     def gather(self, op: Op) -> CommResult:

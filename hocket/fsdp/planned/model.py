@@ -17,7 +17,7 @@ from hocket.fsdp.precision import Precision
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
-from hocket.plan.values import UnitName
+from hocket.plan.values import UnitName, unit_moved
 from hocket.runtime.comm import Group, Groups, Window
 from hocket.runtime.transports import Local, local_sum
 
@@ -85,6 +85,7 @@ class PlannedModel:
         experts = {name: params for name, params in members.items() if name[0] == "experts"}
         dense = {name: params for name, params in members.items() if name not in experts}
         alone = Group("outer", (0,), 0, Local())
+        added = {unit_moved(op) for ops in program.ranks for op in ops if op.verb == "add"}
         replicated = not program.weight_slots  # nothing is gathered: each rank has all weights
         for units, gather, reduce, part in (
             (dense, groups.gather_dense, groups.reduce_dense, (0, 1)),
@@ -98,7 +99,8 @@ class PlannedModel:
             for name, group in stored.items():
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
-                made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp))
+                adds = name in added and not (kind == "embed" and program.layout.tied)
+                made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp), adds)
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
@@ -116,7 +118,7 @@ class PlannedModel:
                     assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
                     self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
             self._windows.append(window)
-        if reduce.size == 1:  # Note: [Gradients of a group of one]
+        if reduce.size == 1:  # Note: [Gradients that are collected]
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and program.layout.tied}
         if not lengths:
             return

@@ -19,17 +19,21 @@ what the reduce lane does to it lies in between in that order too:
   comes after the last reduce and after the optimizer. If updates are left to the next step, the memory goes with the
   unit's update op, which is on the compute lane too; the next gradient is written behind it (invariant 7).
 
-What adds have summed up is held in the same way: made by the unit's first add, which is on the compute lane, read by
-its reduce, gone with the step.
+The sum of a unit whose gradients stay whole until the last microbatch is held in the same way: made by the unit's
+first wgrad, or add, read by its reduce, gone with the step.
 
 After an exception no op says so. Then the caller's stream waits for all lanes, and the next step's lanes for that.
 
-Note: [Gradients of a group of one]
-Where a unit's gradients are reduced over this rank alone, as those of experts where each rank has its own (ep = dp),
-nothing needs a slot: weight gradients are added up in the gradients at rest, divided, by the products that make them,
-on the compute lane. Nothing of them is rounded before the sum, but on CPUs, which have no such product. A reduce has
-nothing to do then. The order of the sum is that of the microbatches, since a part's wgrad ops have it. A tied embedding
-has two gradients in a microbatch, which are added up before they are added to others: so it has slots all the same.
+Note: [Gradients that are collected]
+Where gradients of several microbatches are added up on this rank, the products that make them do it, on the compute
+lane: nothing of them is written, read and rounded before the sum, but on CPUs, which have no such product. The order of
+the sum is that of the microbatches, since a part's wgrad ops have it. There are two cases. In a group of one, as that
+of experts where each rank has its own (ep = dp), gradients are collected at rest, divided, so there are no slots, and a
+reduce has nothing to do. Where a step's gradients stay whole until the last microbatch, they are collected in their
+sum: adds have nothing to do, and the reduce sends the sum, rounded into its slot.
+
+A tied embedding has two gradients in a microbatch, which are added up before they are added to others. So they go
+through a slot all the same.
 """
 
 from __future__ import annotations
@@ -89,14 +93,15 @@ class PlannedUnit:
         weight_slots: Slots | None,
         grad_slots: Slots | None,
         tensors: tuple[int, int] = (0, 1),
+        adds: bool = False,
     ) -> None:
         """Slots are None where the group has one member that gathers weights, or the one that reduces gradients.
 
-        `tensors` is (rank, size) of the tp group.
+        `tensors` is (rank, size) of the tp group. With `adds`, gradients stay whole until a step's last microbatch.
         """
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
-        self._weight_slots, self._slots_of_grads = weight_slots, grad_slots
+        self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.version = 0
@@ -109,7 +114,7 @@ class PlannedUnit:
         self._sum: Tensor | None = None  # of this step's gradients so far, whole; see `add`
         self._weight_views: dict[int, list[Tensor]] = {}
         self._grad_views: dict[int, dict[Weight, Tensor]] = {}
-        self._sums: dict[Weight, Tensor] = {}  # the gradients at rest, where they are added up; see `collect`
+        self._sums: dict[Weight, Tensor] = {}  # where they are added up; see `collect`
         self._collected: set[Weight] = set()
         self._latest: dict[Weight, int] = {}  # the microbatch that was collected last
         if self.whole:
@@ -125,8 +130,13 @@ class PlannedUnit:
 
     @property
     def alone(self) -> bool:
-        """Whether gradients are reduced over this rank alone. See Note: [Gradients of a group of one]."""
+        """Whether gradients are reduced over this rank alone."""
         return self._slots_of_grads is None
+
+    @property
+    def collects(self) -> bool:
+        """Whether products add up gradients. See Note: [Gradients that are collected]."""
+        return self.alone or self._adds
 
     @property
     def _grad_slots(self) -> Slots:
@@ -193,12 +203,16 @@ class PlannedUnit:
     # Gradients
 
     def collect(self, queue: WgradQueue, microbatch: int) -> None:
-        """Add the weight gradients that a queue computes to this step's. See Note: [Gradients of a group of one]."""
+        """Add the weight gradients that a queue computes to this step's. See Note: [Gradients that are collected]."""
         group = self.group
         if not self._sums:
             group.make_grads()
-            self._sums = dict(zip(self.weights, group.layout.views(group.main_grad), strict=True))
-            group.begin_sum()
+            if self.alone:
+                group.begin_sum()
+            else:
+                self._sum = self._new_sum()
+            flat = group.main_grad if self._sum is None else self._sum
+            self._sums = dict(zip(self.weights, group.layout.views(flat), strict=True))
 
         def target(weight: Weight) -> Tensor:
             latest = self._latest.get(weight, -1)
@@ -206,12 +220,13 @@ class PlannedUnit:
             self._latest[weight] = microbatch
             return self._sums[weight]
 
-        queue.drain(target, self._collected, group.compute_dtype, 1.0 / group.groups.divide)
+        scale = 1.0 / group.groups.divide if self.alone else 1.0
+        queue.drain(target, self._collected, group.compute_dtype, scale)
 
     def complete(self) -> None:
-        """Behind all of a step: zero the gradients that nobody has collected."""
+        """Behind all of a step: zero the gradients at rest that nobody has collected."""
         for weight, view in self._sums.items():
-            if weight not in self._collected:
+            if self.alone and weight not in self._collected:
                 view.zero_()
 
     def grad_views(self, slot: int) -> dict[Weight, Tensor]:
@@ -235,16 +250,27 @@ class PlannedUnit:
     def add(self, slot: int) -> None:
         """Add a gradient in a slot to the sum of this step's earlier ones, which the reduce takes in. Frees the slot.
 
-        The sum is whole, in the dtype in which gradients are kept; where those are whole themselves, in their place.
+        What is collected has been added.
         """
-        flat = self._grad_slots.buffers[slot][: self.group.layout.total]
+        if self.collects:
+            return
+        flat = self._flat(slot)
         if self._sum is None:
-            alike, kept = self.group.groups.alike > 1, self.group.main_grad
-            self._sum = kept if alike else torch.empty_like(flat, dtype=kept.dtype)
+            self._sum = self._new_sum()
             self._sum.copy_(flat)
         else:
             self._sum.add_(flat)
         self._grad_slots.free(slot)
+
+    def _flat(self, slot: int) -> Tensor:
+        return self._grad_slots.buffers[slot][: self.group.layout.total]
+
+    def _new_sum(self) -> Tensor:
+        """Whole, in the dtype in which gradients are kept; where those are whole themselves, in their place."""
+        kept = self.group.main_grad
+        if self.group.groups.alike > 1:
+            return kept
+        return torch.empty(self.group.layout.total, dtype=kept.dtype, device=kept.device)
 
     @property
     def sum_bytes(self) -> int:
@@ -253,7 +279,14 @@ class PlannedUnit:
 
     def reduce(self, slot: int) -> Pending:
         """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait."""
+        if self.alone:
+            return Pending()
         slots = self._grad_slots
+        if self._adds:
+            assert self._sum is not None, f"{self} reduces what it has not collected"
+            slots.claim(slot, self)
+            self._flat(slot).copy_(self._sum)  # rounded once
+            self.zero_missing(slot, self._collected)
         assert slots.holders[slot] is self, f"{self} reduces gradient slot {slot}, which it does not hold"
         assert slot not in self.reducing, f"{self} reduces gradient slot {slot} twice"
 
@@ -261,8 +294,8 @@ class PlannedUnit:
             slots.free(slot)
             self.reducing.pop(slot, None)
 
-        if self._sum is not None:
-            flat = slots.buffers[slot][: self.group.layout.total]
+        if self._sum is not None and not self._adds:
+            flat = self._flat(slot)
             flat.copy_(self._sum.add_(flat))  # rounded once
         pending = self.group.reduce(slots.buffers[slot])
         if not pending.done:
