@@ -190,6 +190,10 @@ def _lasting(cost: OpCost, seconds: Time) -> OpCost:
 
 _FREE = OpCost()
 
+_COLLECTED = 4
+"""Bytes per element that a product needs time for when it adds to fp32, of 6 that it moves more than in bf16: what
+`benchmarks.expert_grads` and `benchmarks.weight_grads` have measured on an H200. The others are hidden by arithmetic."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -307,8 +311,8 @@ class _Pricing:
     tokens: int
     dtype_bytes: int
 
-    def compute(self, size: PartSize, verb: str) -> OpCost:
-        """Cost of fwd, bwd or wgrad of a part."""
+    def compute(self, size: PartSize, verb: str, collects: bool = False) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part; `collects`: weight gradients are added up in fp32 by their products."""
         hw, t, b = self.hardware, self.tokens, self.dtype_bytes
         gemm, grouped = 2.0 * t * size.gemm, 2.0 * t * size.grouped
         core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
@@ -319,6 +323,8 @@ class _Pricing:
         matmul = gemm / hw.gemm_flops + grouped / hw.grouped_flops
         if matmul:  # few tokens: reading the weights takes longer than the arithmetic
             matmul = max(matmul, size.weights * b / hw.memory_bandwidth)
+        if verb == "wgrad" and collects:
+            traffic += _COLLECTED * size.weights
         seconds = max(matmul + core / rate + traffic / hw.memory_bandwidth, hw.host_gap)
         output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * t * b
         saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * t * b
@@ -355,8 +361,10 @@ def op_costs(
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
                 table[verb, part, kind] = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, nbytes)
             continue
+        unit = layout.unit(part)
+        collects = unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
         for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
-            table[verb, part, kind] = price.compute(size, verb)
+            table[verb, part, kind] = price.compute(size, verb, collects)
         if part in layout.recompute:
             once = table["fwd", part, kind]
             # Nothing but its value keeps the residual of a MoE layer's attn part then: see `_before_dispatch`.
@@ -375,11 +383,10 @@ def _add_units(
 
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
     per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
-    What an add stands for, products of weight gradients do themselves, in less time than they take to multiply, and in
-    a group of one what a reduce stands for too: then there are no slots. A tied embedding has both. AdamW reads weight,
-    gradient and both averages and writes weight and averages: 28 bytes; the norm reads the gradients once more. In the
-    step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits for the slowest, through the
-    norm's all-reduce.
+    What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
+    too: then there are no slots. A tied embedding has both. AdamW reads weight, gradient and both averages and writes
+    weight and averages: 28 bytes; the norm reads the gradients once more. In the step, what is held whole is cast,
+    unless fp32 is what computes. Every rank's step waits for the slowest, through the norm's all-reduce.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = 0

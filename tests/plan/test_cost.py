@@ -129,7 +129,7 @@ def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
 
 
 def test_few_tokens_cost_reading_the_weights_and_no_op_is_quicker_than_the_host() -> None:
-    few = table(LLAMA, MeshConfig(), 8, 8).table
+    few = table(LLAMA, MeshConfig(dp=2), 8, 8).table
     assert few["wgrad", "mlp", "dense"].seconds == pytest.approx((3 * 4096 * 14336 + 4096) * 2 / H200.memory_bandwidth)
     assert few["bwd", "embed", ""].seconds == H200.host_gap
     assert Link(1e-3, 1e9).seconds(0) == 0
@@ -204,7 +204,9 @@ def test_strategies_differ_in_what_is_kept_sent_and_added_up() -> None:
     assert state["no_shard"] == pytest.approx(state["optim"] * 4 * 14 / 12, rel=1e-3)
     add, weights = Op("add", "dense", 0, 0, 0, slot=0), unit_weights(LLAMA, "dense", "dense", 1)
     assert [costs.grad_bytes(0, add) for costs in built.values()][:2] == [0, 4 * weights]
-    assert built["optim"].seconds(0, add) == pytest.approx(10 * weights / H200.memory_bandwidth)
+    assert built["optim"].seconds(0, add) == 0  # products do it
+    wgrad = Op("wgrad", "mlp", 0, 0, 0, slot=0)
+    assert built["optim"].seconds(0, wgrad) > built["optim_grads"].seconds(0, wgrad)
 
 
 def test_measured_seconds_replace_modelled_ones_and_nothing_else() -> None:
