@@ -191,8 +191,8 @@ def _lasting(cost: OpCost, seconds: Time) -> OpCost:
 _FREE = OpCost()
 
 _COLLECTED = 4
-"""Bytes per element that a product needs time for when it adds to fp32, of 6 that it moves more than in bf16: what
-`benchmarks.expert_grads` and `benchmarks.weight_grads` have measured on an H200. The others are hidden by arithmetic."""
+"""Bytes per element that a product needs time for when it adds to fp32, of 6 that it moves more than in bf16: measured
+by `benchmarks.expert_grads` and `benchmarks.weight_grads` on an H200. Arithmetic hides the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
