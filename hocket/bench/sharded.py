@@ -170,7 +170,7 @@ class Sharded:
             "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
-            "weight gradients": "autograd's, copied" if how.copied else "linear layers write them where they are sent",
+            "weight gradients": "autograd's, copied" if how.copied else "layers write them where they are sent",
             "optimizer": optimizer_name(self.workload, "on fp32 shards, unit by unit"),
             "compile": "each layer" if self.workload.compile else "off",
         }

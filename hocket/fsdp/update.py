@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
     The same as `optimizer.step()`, bit for bit; see Note: [A step between two collectives]. As many units are gathered
     as the strategy keeps, and `prefetch` allows. Step hooks of the optimizer run once per unit. Every rank calls this.
 
-    Raises: ValueError inside of a backward.
+    Raises: ValueError inside of a backward, and while a CUDA graph is recorded, which would end in its midst.
     """
     context = context_of(module)
     if not isinstance(optimizer, Optimizer):
@@ -44,6 +45,11 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
         raise ValueError(
             "step_and_gather is called inside of a backward: call it afterwards; after a backward that ended with an "
             "exception, call abort() of the ShardContext on all ranks"
+        )
+    if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "step_and_gather starts gathers of the next step, which a CUDA graph that is recorded step by step cannot "
+            "hold: call optimizer.step() there"
         )
     order = context.order_of_use()
     ahead = context.to_gather_first(order)
