@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -148,31 +148,41 @@ def test_what_is_no_overlap_stays_an_error() -> None:
 
 # ------------------------------------------------------------------------------------------------ properties
 
-VALUES: dict[str, tuple[Any, ...]] = {
+NUMBERS: dict[str, tuple[Any, ...]] = {
     "mesh.pp": (1, 2, 3),
     "mesh.dp": (1, 2, 4),
     "mesh.ep": (1, 2),
+    "mesh.tp": (1, 2),
     "model.experts": (0, 4),
-    "plan.order": ("auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"),
     "plan.chunks": (1, 2),
+    "plan.group": (0, 2, 4),
+    "plan.recompute": ((), ("auto",), ("attn", "mlp")),
     "train.microbatches": (1, 2, 6),
-    "overlap.ep.merge": ("auto", "on", "off"),
-    "overlap.ep.merge_ends": ("auto", "on", "off"),
-    "overlap.defer_wgrad": ("auto", "on", "off"),
-    "overlap.pp.backward_lane": ("auto", "on", "off"),
+    "train.sequences": (1, 4),
     "overlap.pp.defer_layers": ("auto", 0, 2, -1),
-    "overlap.pp.defer_parts": ("auto", "attn", "all"),
-    "overlap.dp.strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "overlap.dp.prefetch": (0, 2, 5),
+    "overlap.ep.room": (1.5, 2.0),
+    "overlap.tp.pieces": (0, 1, 2),
 }
-TREES = st.fixed_dictionaries(
-    {"overlap.on_unmet": st.sampled_from(["error", "warn", "warn"]), "model.layers": st.just(6)},
-    optional={name: st.sampled_from(values) for name, values in VALUES.items()},
-)
+SETTLED = ("overlap.on_unmet", "train.device", "run.resume")
+"""What is given to all trees, or is no matter of resolving."""
+NAMED = {name: get_args(hint) for name, hint in types().items() if get_origin(hint) is Literal and name not in SETTLED}
+VALUES = {**NUMBERS, **NAMED}
+"""Every setting that has a list of names, whichever there are, and numbers that make a difference."""
+FIRM = ("mesh.pp", "mesh.dp", "mesh.ep", "model.experts", "plan.order", "plan.chunks", "train.microbatches")
+"""Drawn in most trees: what the others depend on."""
 
 
-@settings(max_examples=60, deadline=None)
-@given(TREES)
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, Any]:
+    """A few settings, so that some trees can be had, together with what they depend on."""
+    names = [*draw(st.sets(st.sampled_from(FIRM))), *draw(st.sets(st.sampled_from(sorted(VALUES)), max_size=5))]
+    tree = {name: draw(st.sampled_from(VALUES[name])) for name in names}
+    return {"overlap.on_unmet": draw(st.sampled_from(["error", "warn", "warn"])), "model.layers": 6, **tree}
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees())
 def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any]) -> None:
     config, origins = changed(Config(), tree), flags(tree)
     before = repr((config, origins))
