@@ -166,6 +166,9 @@ class PipelineOverlap:
     what makes the step shortest."""
     defer_parts: Literal["auto", "attn", "all"] = "auto"
     """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
+    defer_head: int | Literal["auto"] = "auto"
+    """Last microbatches whose weight gradient of the head (the vocabulary's projection) waits until its rank has
+    nothing else to compute and others still do; -1 means all, auto as many as make the step shorter and fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from hocket.settings.decision import Decision
 from hocket.settings.effects import effect_of
 from hocket.settings.ends_choice import choose_ends
 from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_that_pay
+from hocket.settings.head_choice import choose_head
 from hocket.settings.hop_choice import choose_hops, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source

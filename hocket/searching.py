@@ -28,7 +28,7 @@ DOUBT = 0.07
 _ORDERS = 3
 """Orders of a merged layer step that are tried beside those with names."""
 
-_BY_SIMULATION = ("overlap.pp.defer_layers", "overlap.pp.defer_parts")
+_BY_SIMULATION = ("overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head")
 """Settings that `auto` chooses by simulating steps: too slow to do it for every plan that is tried."""
 
 

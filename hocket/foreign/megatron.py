@@ -181,9 +181,13 @@ PIPELINE_SENDS: tuple[Entry, ...] = (
     entry(
         "--defer-embedding-wgrad-compute",
         bool,
-        when({"overlap.defer_wgrad": "on"}, "the head's weight gradient is an op of its own, like all others"),
+        lambda value, given: (
+            Answer("becomes", {"overlap.pp.defer_head": given.number("--wgrad-deferral-limit", default=0) or -1})
+            if value
+            else Answer("not needed", words="that is how it is without it")
+        ),
     ),
-    entry("--wgrad-deferral-limit", int, no_use("slots for gradients bound what can be deferred")),
+    entry("--wgrad-deferral-limit", int, no_use("it goes into overlap.pp.defer_head, where anything is deferred")),
 )
 
 EXPERTS: tuple[Entry, ...] = (

@@ -4,6 +4,7 @@
     expand     steps x layer templates          the parts of every layer, in host order
     insert_p2p                                  sends and receives
     defer_past_send                             weight gradients that hide the send
+    defer_head                                  those of the head, for when its rank would idle
     shard      shard.py                         gather, release, add, reduce; slots
     connect    connect.py                       dependencies
     free       connect.py                       where each value is dropped
@@ -59,6 +60,8 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
             layers = 1 if overlap.pp.defer_layers == "auto" else overlap.pp.defer_layers
             layers = len(layout.kinds) if layers < 0 else layers
             per_step = [defer_past_send(ops, layers, overlap.pp.defer_parts) for ops in per_step]
+        if overlap.defer_wgrad != "off" and layout.pp > 1:
+            per_step = defer_head(per_step, 0 if overlap.pp.defer_head == "auto" else overlap.pp.defer_head)
         ranks.append(per_step)
     program = _finish(layout, microbatches, order, ranks, sharding, config, frees)
     return replace(program, notes=tuple(notes))
@@ -316,3 +319,19 @@ def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
     head = [op for op in ops if op.verb == "fwd" and op.part == "head"]
     rest = [op for op in ops if not is_late(op) and op not in head]
     return rest + [op for op in ops if is_late(op)] + head
+
+
+def defer_head(per_step: list[StepOps], count: int) -> list[StepOps]:
+    """Move the head's weight gradients of the last `count` microbatches, -1 for all, behind everything else of a rank.
+
+    In front of them nobody waits: the gradient that goes back through the pipeline leaves earlier, and the rank, which
+    is done before the others, adds up what is left while they finish. The last ones it is, so that gradients are still
+    added up in the order of microbatches. Until then inputs and gradients of the logits are kept.
+    """
+    found = [op for ops in per_step for op in ops if op.verb == "wgrad" and op.part == "head"]
+    late = found if count < 0 else found[max(0, len(found) - count) :]
+    if not late:
+        return per_step
+    moved = set(late)
+    rest = [[op for op in ops if op not in moved] for ops in per_step]
+    return [*rest[:-1], rest[-1] + late]

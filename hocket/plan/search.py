@@ -162,6 +162,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
         Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
+    (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
     (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
     (Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),),
     (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),

@@ -105,6 +105,16 @@ def makespan(program: Program, costs: Costs) -> Time:
     return max(schedule(program, _durations(program, costs), NO_FRICTION)[1], default=0)
 
 
+def quiet_end(program: Program, costs: Costs, rank: int) -> tuple[Time, Time]:
+    """The time of one step, and for how long at its end a rank has nothing left to compute while others have."""
+    ends = schedule(program, _durations(program, costs), NO_FRICTION)[1]
+    last: list[Time] = [0] * len(program.ranks)
+    for number, (where, _, op) in enumerate(program):
+        if op.lane == "compute" and op.verb != "step":
+            last[where] = max(last[where], ends[number])
+    return max(ends, default=0), max(last) - last[rank]
+
+
 def _durations(program: Program, costs: Costs) -> list[Time]:
     return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 

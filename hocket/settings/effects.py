@@ -19,6 +19,8 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
     ("overlap.dp.gather_in_update", "on"): "a step begins with its update, and the first gathers run beside it",
     ("overlap.dp.gather_in_update", "off"): "a step ends with its update, and the next one begins with gathers",
+    ("overlap.pp.defer_head", 0): "the head's weight gradient follows its input gradient",
+    ("overlap.pp.defer_head", -1): "the head's weight gradients run at the end, while other ranks finish",
     ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",
     ("overlap.dp.strategy", "optim"): "optimizer state is shared out; gradients are reduced once a step",
     ("overlap.dp.strategy", "optim_grads"): "gradients are shared out too, and reduced in every microbatch",

@@ -36,7 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp"), (1, MOST_RANKS)),
     "plan.layers_per_stage": (1, ANY),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
-    "overlap.pp.defer_layers": (-1, ANY),
+    **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
     "overlap.ep.room": (1, ANY),
     "data.sequence_length": (1, _LONG),
     "data.validation": (0, 0.9),

@@ -361,6 +361,27 @@ PLAN_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("overlap.pp.defer_head", "mesh.pp"),
+        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp == 1,
+        "no effect: the only pipeline rank waits for no other at the end",
+        "mesh.pp = 2 or more, or leave overlap.pp.defer_head out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("overlap.pp.defer_head", "overlap.defer_wgrad"),
+        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
+        "no effect: only deferred weight gradients can run at the end",
+        "overlap.defer_wgrad = on, or overlap.pp.defer_head = 0",
+        only_if_set=True,
+    ),
+    Rule(
+        ("overlap.pp.defer_head", "train.microbatches"),
+        lambda c, h: c.overlap.pp.defer_head != "auto" and c.overlap.pp.defer_head > c.train.microbatches,
+        "a step has {train.microbatches} microbatches",
+        "-1 for all of them",
+        only_if_set=True,
+    ),
+    Rule(
         ("plan.layer_order", "overlap.defer_wgrad"),
         lambda c, h: (
             c.plan.layer_order != "literature"

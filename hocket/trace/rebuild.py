@@ -21,6 +21,7 @@ VERSION = 1
 
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",
+    "overlap.pp.defer_head": 0,
     "overlap.ep.merge_ends": "off",
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",

@@ -83,6 +83,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         backward_lane=among(("on", "off")),
         defer_layers=among((0, 1, 2, -1)),
         defer_parts=among(("attn", "all")),
+        defer_head=among((0, 1, 2, -1)),
         prefetch=among((0, 1, 2, 4)),
     )
     strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))

@@ -105,6 +105,20 @@ def test_deferral_leaves_steps_that_send_nothing() -> None:
     assert defer_past_send(ops, 1, "all") == ops
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 9, -1])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_heads_last_weight_gradients_come_last(count: int, chunks: int) -> None:
+    program = build(Layout(("dense",) * 4, pp=2, chunks=chunks), 4, chunks=chunks, defer_head=count)
+    compute = [op for op in program.ranks[1] if op.lane == "compute" and op.verb in ("fwd", "bwd", "wgrad")]
+    found = [op.microbatch for op in compute if op.verb == "wgrad" and op.part == "head"]
+    assert found == [0, 1, 2, 3]
+    late = 4 if count < 0 else min(count, 4)
+    behind = 0 if not late else len([op for op in compute[-late:] if op.part == "head" and op.verb == "wgrad"])
+    assert behind == late
+    assert late == 4 or compute[-late - 1].part != "head"
+    assert all(op.part != "head" for op in program.ranks[0])
+
+
 def test_rows_that_experts_keep_as_they_came_live_until_their_weight_gradients() -> None:
     """Their memory belongs to the lane that brought them, which must not use it again before."""
     early = {}

@@ -148,6 +148,7 @@ VALUES: dict[str, list[Any]] = {
     "backward_lane": ["on", "off"],
     "defer_layers": [0, 1, 2, -1],
     "defer_parts": ["attn", "all"],
+    "defer_head": [0, 1, -1],
     "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "gather_in_update": ["off", "on"],
     "ep": [1, 2],

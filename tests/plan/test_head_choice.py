@@ -1,0 +1,99 @@
+"""How many of the head's weight gradients wait for the end of the step, by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.parallel.stages import costs_of
+from hocket.plan.cost import H200, HARDWARE
+from hocket.plan.simulate import quiet_end, simulate
+from hocket.planning import program_of
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
+from hocket.settings.rule import Host
+
+MODEL = ModelConfig(vocab=128256, hidden=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+BASE = Config(
+    model=MODEL,
+    mesh=MeshConfig(pp=4),
+    train=TrainConfig(microbatches=8, sequences=32, device="cuda"),
+    precision=PrecisionConfig(compute="bf16"),
+)
+
+
+def settings(**changes: object) -> Settings:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return resolve(changed(BASE, named), Host(gpus=8))
+
+
+def seconds(s: Settings) -> float:
+    return float(simulate(program_of(s), costs_of(s, H200)).makespan)
+
+
+def reason(s: Settings) -> str:
+    return next(d.reason for d in s.decisions if d.setting == "overlap.pp.defer_head")
+
+
+def test_what_fills_the_time_at_the_end_is_deferred() -> None:
+    found = settings()
+    count = found.overlap.pp.defer_head
+    assert isinstance(count, int)
+    assert count > 1
+    assert "instead of" in reason(found)
+    times = {n: seconds(settings(overlap__pp__defer_head=n)) for n in (0, 1, count)}
+    assert times[count] < times[1] < times[0]
+    whole, quiet = quiet_end(program_of(found), costs_of(found, H200), 3)
+    assert whole == pytest.approx(times[count])
+    assert 0 <= quiet < quiet_end(program_of(settings(overlap__pp__defer_head=0)), costs_of(found, H200), 3)[1]
+
+
+def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = settings().overlap.pp.defer_head
+    assert isinstance(wanted, int)
+    peaks = {
+        n: simulate(program_of(s), costs_of(s, H200)).ranks[3].peak_bytes
+        for n in (0, wanted)
+        for s in [settings(overlap__pp__defer_head=n)]
+    }
+    assert peaks[wanted] > peaks[0]
+    tight = replace(H200, memory=int((peaks[0] + 0.5 * (peaks[wanted] - peaks[0])) / 0.9))
+    monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
+    less = settings(plan__recompute=())
+    assert 0 < less.overlap.pp.defer_head < wanted  # type: ignore[operator]
+    assert "no memory" in reason(less)
+    monkeypatch.setitem(HARDWARE, "h200", replace(H200, memory=int(peaks[0] / 0.95)))  # type: ignore[arg-type]
+    none = settings(plan__recompute=())
+    assert none.overlap.pp.defer_head == 0
+    assert "does not fit" in reason(none)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh__pp": 1}, "waits for no other"),
+        ({"overlap__defer_wgrad": "off"}, "are not deferred"),
+        ({"model__vocab": 256}, "would take"),
+    ],
+)
+def test_where_nothing_is_gained_none_is(changes: dict[str, object], words: str) -> None:
+    found = settings(**changes)
+    assert found.overlap.pp.defer_head == 0
+    assert words in reason(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh__pp": 1}, "waits for no other|only pipeline rank"),
+        ({"overlap__defer_wgrad": "off"}, "only deferred weight gradients"),
+        ({"train__microbatches": 1}, "a step has 1 microbatches"),
+    ],
+)
+def test_what_has_no_effect_is_refused(changes: dict[str, object], words: str) -> None:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    config = changed(BASE, {**named, "overlap.pp.defer_head": 2})
+    with pytest.raises(ValueError, match=words):
+        resolve(config, Host(gpus=8), {"overlap.pp.defer_head": "--overlap.pp.defer_head"})
