@@ -244,14 +244,19 @@ class Engine:
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
+        enter = self.executor.recorder.enter
+        enter("looking for rows that found no room")
         self._look_for_room()
         self.sharded.complete_grads()
+        enter("the sum, over tensor-parallel ranks, of gradients that all of them have")
         self.sharded.sum_shared_grads()
         if self._optimizer is None or self._lacked:
             self.sharded.forget_grads()
             self.executor.actions.loads.clear()
             return
+        enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
+        enter("the sum of the experts' loads")
         self._balance()
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
@@ -355,6 +360,9 @@ class Engine:
 
         Waits for the step. Every rank calls this.
         """
+        for executor in self._executors:
+            if executor.recorder.active:
+                executor.recorder.enter("the mean of all ranks' losses, behind all ops")
         total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
         largest = torch.tensor([load, float(signal)], device=self.device)
         self.groups.control.all_reduce(total).wait()
@@ -381,7 +389,10 @@ class Engine:
     def report(self, rank: int) -> str:
         """What this rank is doing, for a report of a hang."""
         recorder = self.current_recorder
-        return "" if recorder is None else recorder.report(rank, lambda op, p: self.lanes.completed(op.lane, p))
+        if recorder is None:
+            return ""
+        ops = recorder.report(rank, lambda op, p: self.lanes.completed(op.lane, p))
+        return f"{ops}\n  calls of each group, and the last: {self.groups.report()}"
 
     def assert_clean(self) -> None:
         """After a step nothing may be left: no value, island, slot or pending collective."""

@@ -172,7 +172,8 @@ def test_a_hang_is_reported_by_every_rank_that_waits(tmp_path):
     for rank in (0, 1, 3):
         assert any(line.startswith(f"  | rank {rank}: stuck for ") for line in lines)
     assert sum(line.startswith("  |   last completed: ") for line in lines) == 3
-    assert any(line.startswith("  |   waits for op ") for line in lines)
+    assert any(line.startswith("  |   waits for op ") or " s in the " in line for line in lines)
+    assert sum(line.startswith("  |   calls of each group") for line in lines) == 3
     assert not any(map(alive, workers))
 
 

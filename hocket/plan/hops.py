@@ -104,11 +104,11 @@ def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable
     )
     rank = max(range(layout.pp), key=lambda r: three[r] - two[r])
     more = three[rank] - two[rank]
-    largest = max(_activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
+    largest = max(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
     return Price(max(group, wide), more, more * largest)
 
 
-def _activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
+def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
     """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs."""
     total = 0
     for layer in layout.layers(rank, chunk):

@@ -95,6 +95,8 @@ class Group:
         self.size = len(ranks)
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0
+        self.last = ""
+        """The call that was made last."""
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks {list(self.ranks)}, rank {self.rank})"
@@ -130,6 +132,7 @@ class Group:
 
     def _count(self, call: str, nbytes: int) -> None:
         self.calls[call] += 1
+        self.last = call
         self.sent_bytes += nbytes if self.size > 1 else 0
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -249,6 +252,11 @@ class Groups:
     def __iter__(self) -> Iterator[Group]:
         for name in self.made:
             yield getattr(self, name)
+
+    def report(self) -> str:
+        """How many calls this rank has made on each group, and the last of them: ranks that differ wait in it."""
+        used = [group for group in self if group.size > 1 and group.last]
+        return "; ".join(f"{group.name} {group.calls.total()}, {group.last}" for group in used) or "none"
 
     def edges(self) -> Iterator[Group]:
         """Those between pipeline ranks."""

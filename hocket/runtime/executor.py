@@ -110,6 +110,7 @@ class Executor:
                 for lane, position in c.waits:
                     recorder.waiting = position
                     lanes.wait(lane, position)
+                recorder.waiting = None
                 result = c.run(c.op, *[values[p] for p in c.inputs])
                 pending = None
                 if c.lane != "compute":

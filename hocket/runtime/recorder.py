@@ -44,10 +44,13 @@ class Recorder:
         self.active = self.replayed = False
         self.waiting: int | None = None
         """The op that the one being issued waits for, if any."""
+        self.inside = ""
+        """What the host is at that is no op: a part of the step's end, or what comes behind all ops."""
 
     def begin(self, replayed: bool = False) -> None:
         """A step starts: from now on a standstill is a hang. A `replayed` one is issued as a whole."""
         self.issued.clear()
+        self.waiting, self.inside = None, ""
         self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
@@ -58,7 +61,11 @@ class Recorder:
         """Note that the op at `position` is being issued."""
         now = time.monotonic()
         self.issued.append((position, now))
-        self.last_progress, self.waiting = now, None
+        self.last_progress, self.waiting, self.inside = now, None, ""
+
+    def enter(self, what: str) -> None:
+        """Note that the host goes on to something that is no op of its own and may have to wait for other ranks."""
+        self.last_progress, self.waiting, self.inside = time.monotonic(), None, what
 
     def report(self, rank: int, completed: Callable[[Op, int], bool], count: int = 5) -> str:
         """What the rank is doing, what it waits for and the last ops that completed."""
@@ -69,8 +76,11 @@ class Recorder:
             )
         if not self.issued:
             return f"rank {rank}: no op has been issued"
-        position, since = self.issued[-1]
-        lines = [f"rank {rank}: stuck for {time.monotonic() - since:.0f} s at op {position}: {self._ops[position]}"]
+        position = self.issued[-1][0]
+        seconds = time.monotonic() - self.last_progress
+        op = f"op {position}: {self._ops[position]}"
+        where = f"in {self.inside}; the last that was issued is {op}" if self.inside else f"at {op}"
+        lines = [f"rank {rank}: stuck for {seconds:.0f} s {where}"]
         if self.waiting is not None:
             lines.append(f"  waits for op {self.waiting}: {self._ops[self.waiting]}")
         done = [p for p, _ in self.issued if p != position and completed(self._ops[p], p)][-count:]

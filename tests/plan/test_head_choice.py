@@ -9,9 +9,10 @@ import pytest
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.parallel.stages import costs_of
 from hocket.plan.cost import H200, HARDWARE
-from hocket.plan.simulate import quiet_end, simulate
+from hocket.plan.simulate import makespan, quiet_end, simulate
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
+from hocket.settings.head_choice import moved
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 
@@ -26,7 +27,7 @@ BASE = Config(
 
 def settings(**changes: object) -> Settings:
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    return resolve(changed(BASE, named), Host(gpus=8))
+    return resolve(changed(BASE, named), Host(gpus=64))
 
 
 def seconds(s: Settings) -> float:
@@ -48,6 +49,16 @@ def test_what_fills_the_time_at_the_end_is_deferred() -> None:
     whole, quiet = quiet_end(program_of(found), costs_of(found, H200), 3)
     assert whole == pytest.approx(times[count])
     assert 0 <= quiet < quiet_end(program_of(settings(overlap__pp__defer_head=0)), costs_of(found, H200), 3)[1]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_moved_program_takes_as_long_as_one_made_anew(count: int, strategy: str) -> None:
+    sharded = {"mesh__dp": 2, "overlap__dp__strategy": strategy, "plan__recompute": ()}
+    plain = program_of(settings(**sharded, overlap__pp__defer_head=0))
+    anew = settings(**sharded, overlap__pp__defer_head=count)
+    costs = costs_of(anew, H200)
+    assert makespan(moved(plain, 3, count), costs) == pytest.approx(makespan(program_of(anew), costs), rel=1e-2)
 
 
 def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,4 +107,4 @@ def test_what_has_no_effect_is_refused(changes: dict[str, object], words: str) -
     named = {name.replace("__", "."): value for name, value in changes.items()}
     config = changed(BASE, {**named, "overlap.pp.defer_head": 2})
     with pytest.raises(ValueError, match=words):
-        resolve(config, Host(gpus=8), {"overlap.pp.defer_head": "--overlap.pp.defer_head"})
+        resolve(config, Host(gpus=64), {"overlap.pp.defer_head": "--overlap.pp.defer_head"})

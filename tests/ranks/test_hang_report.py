@@ -1,0 +1,68 @@
+"""What a rank says that waits at the end of a step, where no op is to blame."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from hocket.config import Config
+from hocket.engine import Engine
+from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import LR, batches_of
+from tests.ranks.test_tensor_parity import MIXED, of
+from tests.reference import microbatch
+
+LATE = 0.6
+"""Seconds by which rank 1 is late, and after two thirds of which rank 0 is asked what it waits for."""
+PLACES = ("sum_shared_grads", "grad_norm", "agree")
+
+
+def steps(rank: int, config: Config) -> list[str]:
+    """By place: what rank 0 says while rank 1 is late there."""
+    torch.set_num_threads(1)
+    engine = Engine(config, rank, torch.device("cpu"))
+    engine.init_weights()
+    holders: tuple[Any, ...] = (engine.sharded, engine.optimizer, engine)
+    (batches,) = batches_of(config)[:1]
+    said = []
+    for holder, place in zip(holders, PLACES, strict=True):
+        call, reached = getattr(holder, place), threading.Event()
+
+        def late(*args: Any, call: Any = call, reached: threading.Event = reached) -> Any:
+            reached.set()
+            if rank == 1:
+                time.sleep(LATE)
+            return call(*args)
+
+        setattr(holder, place, late)
+
+        def ask(reached: threading.Event = reached) -> None:
+            assert reached.wait(20)
+            time.sleep(LATE * 2 / 3)
+            said.append(engine.report(rank))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        result = engine.train_step([microbatch(of_ranks[0]) for of_ranks in batches], LR)
+        engine.agree(result.loss)
+        asking.join(20)
+        setattr(holder, place, call)
+    engine.close()
+    return said
+
+
+def test_a_rank_that_waits_behind_all_ops_says_for_what() -> None:
+    said = run_ranks(steps, 2, of(MIXED, {}, {}))[0]
+    for text, where in zip(said, ("sum, over tensor-parallel ranks", "norm of all grad", "losses"), strict=True):
+        first, *rest = text.splitlines()
+        assert first.startswith("rank 0: stuck for ")
+        assert where in first
+        assert "step all" in first
+        assert not any("waits for op" in line for line in rest)
+        assert "calls of each group, and the last: " in rest[-1]
+    assert "tp " in said[0].splitlines()[-1]
+    assert "all_gather" in said[0].splitlines()[-1]
+    assert "control" in said[1].splitlines()[-1]
