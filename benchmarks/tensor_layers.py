@@ -256,7 +256,7 @@ class Layer:
             return linear(role, x, self.weights[role], tensors, ways[role])
 
         qkv = apply("qkv", rms_norm(self.x, self.norms[0], c.norm_eps))
-        heads, keys = c.heads // size, c.kv_heads // size
+        heads, keys = c.heads // size, max(1, c.kv_heads // size)
         q, k, v = qkv.view(1, -1, heads + 2 * keys, c.head_dim).transpose(1, 2).split((heads, keys, keys), 1)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = self.x + apply("proj", o.transpose(1, 2).reshape(-1, heads * c.head_dim))

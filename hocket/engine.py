@@ -218,10 +218,10 @@ class Engine:
         """Give every weight its first value; the same on any mesh."""
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
-        model, seed, tp = self.config.model, self.config.train.seed, self.mesh.tp
+        model, seed, tensors = self.config.model, self.config.train.seed, self.sharded.tensors
         self.sharded.load(
             lambda name: init_tensor(
-                name, whole_shape(name, shapes[name], tp), model, seed, first_expert=first, device=str(self.device)
+                name, whole_shape(name, shapes[name], tensors), model, seed, first_expert=first, device=str(self.device)
             )
         )
         for chunk in self.chunks:

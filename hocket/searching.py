@@ -170,7 +170,9 @@ def steady(settings: Settings) -> tuple[int, int]:
     group = plan.group or smallest_group(pp, plan.stride)
     warm = warmup(pp, plan.chunks, count, group, 0, settings.overlap.ep.merge == "on", plan.stride)
     period = group if plan.chunks > 1 else 1
-    few = period * (1 - -warm // (plan.chunks * period)) + count % period
+    late = settings.overlap.pp.defer_head
+    assert late != "auto"
+    few = period * (1 - -(warm + max(0, late) * plan.chunks) // (plan.chunks * period)) + count % period
     return few, few + period
 
 

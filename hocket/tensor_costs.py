@@ -22,8 +22,13 @@ _UNITS = ("gather", "reduce", "add", "step", "update")
 def model_of_rank(c: Config) -> ModelConfig:
     """A model with the weights that one tensor-parallel rank has."""
     m, tp = c.model, c.mesh.tp
-    narrow = {name: getattr(m, name) // tp for name in ("heads", "kv_heads", "ffn", "shared_ffn", "vocab")}
-    return replace(m, **narrow)
+    narrow = {name: getattr(m, name) // tp for name in ("heads", "ffn", "shared_ffn", "vocab")}
+    return replace(m, **narrow, kv_heads=max(1, m.kv_heads // tp))
+
+
+def model_of_ranks(c: Config) -> ModelConfig:
+    """The model as all tensor-parallel ranks together compute it: heads that several of them have count as often."""
+    return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads))
 
 
 def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware) -> CostTable:

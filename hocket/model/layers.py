@@ -30,7 +30,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
         self.config, self.linears = config, linears
-        self.heads, self.kv_heads = config.heads // linears.size, config.kv_heads // linears.size
+        self.heads = config.heads // linears.size
+        self.kv_heads = config.kv_heads * linears.sharing(config.kv_heads) // linears.size
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         self.wq = new_weight(queries, config.hidden)
         self.wk = new_weight(keys, config.hidden)

@@ -36,7 +36,8 @@ class Coordinates:
 class Mesh:
     """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
 
-    Activations go round a ring of pipeline ranks; with `turning`, to the last one and back.
+    Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones.
     """
 
     pp: int = 1
@@ -44,6 +45,7 @@ class Mesh:
     ep: int = 1
     tp: int = 1
     turning: bool = False
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "tp"):

@@ -1,7 +1,8 @@
 """Which part of each weight a tensor-parallel rank has.
 
-Heads, columns of MLPs and the vocabulary are spread evenly. Norms and routers are whole on every rank, and so are
-routed experts, which are spread over ranks in other ways (`parallel/mesh.py`).
+Heads, columns of MLPs and the vocabulary are spread evenly. Where there are fewer key and value heads than ranks, as
+many neighbours as have the same one each keep it. Norms and routers are whole on every rank, and so are routed experts,
+which are spread over ranks in other ways (`parallel/mesh.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,31 @@ from hocket.fsdp.flat_tensor import Part
 
 
 @dataclass(frozen=True)
+class TensorRank:
+    """A rank in its tensor-parallel group."""
+
+    rank: int = 0
+    size: int = 1
+    sharing: int = 1
+    """Neighbours, itself included, that have the same key and value heads."""
+
+
+ALONE = TensorRank()
+
+
+@dataclass(frozen=True)
 class Split:
     """A weight is cut along a dimension; of several `blocks` stacked there, each is."""
 
     dim: int
     blocks: int = 1
+    keys: bool = False
+    """Whether it makes keys or values, of which there may be fewer heads than ranks."""
 
 
-_HEADS, _INTO, _PAIR = Split(0), Split(1), Split(0, 2)
+_HEADS, _INTO, _PAIR, _KEYS = Split(0), Split(1), Split(0, 2), Split(0, keys=True)
 SPLITS = {
-    "attn.wq": _HEADS, "attn.wk": _HEADS, "attn.wv": _HEADS, "attn.wo": _INTO,
+    "attn.wq": _HEADS, "attn.wk": _KEYS, "attn.wv": _KEYS, "attn.wo": _INTO,
     "mlp.w_gate_up": _PAIR, "mlp.w_down": _INTO, "shared.w_gate_up": _PAIR, "shared.w_down": _INTO,
     "embed.weight": Split(0), "head.weight": Split(0),
 }  # fmt: skip
@@ -36,23 +52,30 @@ def split_of(name: str) -> Split | None:
     return SPLITS.get(".".join(name.split(".")[-2:]))
 
 
-def whole_shape(name: str, shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """The shape in the whole model of a parameter that has `shape` on each of `size` ranks."""
+def copies_of(name: str, at: TensorRank) -> int:
+    """How many neighbouring ranks, itself included, have the same part of a parameter; all, where that is the whole."""
     split = split_of(name)
-    return tuple(n * size if split and i == split.dim else n for i, n in enumerate(shape))
+    return at.size if split is None else at.sharing if split.keys else 1
 
 
-def part_of(name: str, whole: Sequence[int], rank: int, size: int) -> Part | None:
+def whole_shape(name: str, shape: Sequence[int], at: TensorRank) -> tuple[int, ...]:
+    """The shape in the whole model of a parameter that has `shape` on each rank."""
+    split, parts = split_of(name), at.size // copies_of(name, at)
+    return tuple(n * parts if split and i == split.dim else n for i, n in enumerate(shape))
+
+
+def part_of(name: str, whole: Sequence[int], at: TensorRank) -> Part | None:
     """Where a rank's part of a parameter of the shape `whole` lies in it; None if it has all of it."""
-    split = split_of(name)
-    if split is None or size == 1:
+    split, copies = split_of(name), copies_of(name, at)
+    if split is None or at.size == copies:
         return None
-    shape = tuple(n // size if i == split.dim else n for i, n in enumerate(whole))
+    parts, number = at.size // copies, at.rank // copies
+    shape = tuple(n // parts if i == split.dim else n for i, n in enumerate(whole))
     block, mine = whole[split.dim] // split.blocks, shape[split.dim] // split.blocks
-    return Part(shape, split.dim, tuple(i * block + rank * mine for i in range(split.blocks)))
+    return Part(shape, split.dim, tuple(i * block + number * mine for i in range(split.blocks)))
 
 
-def take(name: str, value: Tensor, rank: int, size: int) -> Tensor:
+def take(name: str, value: Tensor, at: TensorRank) -> Tensor:
     """A rank's part of the whole value of a parameter."""
-    part = part_of(name, value.shape, rank, size)
+    part = part_of(name, value.shape, at)
     return value if part is None else part.of(value)

@@ -11,13 +11,13 @@ from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
-from hocket.tensor_costs import model_of_rank, with_tensors
+from hocket.tensor_costs import model_of_rank, model_of_ranks, with_tensors
 
 
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
-    m = config.mesh
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning)
+    m, sharing = config.mesh, max(1, config.mesh.tp // config.model.kv_heads)
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing)
 
 
 def layout_of(config: Config) -> Layout:
@@ -53,7 +53,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     """
     length = config.data.sequence_length
     sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
-    costs = op_costs(config.model, *sizes)
+    costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
     if config.overlap.ep.splits == "device" and config.mesh.ep > 1:

@@ -68,8 +68,9 @@ def product_of(c: Config, role: str, direction: str) -> Product:
     """The product beside which tokens are moved: forward, or of the input gradient."""
     m, tp = c.model, c.mesh.tp
     rows = c.train.sequences * c.data.sequence_length
-    heads = m.heads * m.head_dim
-    spread = {"qkv": heads + 2 * m.kv_heads * m.head_dim, "proj": heads, "fc1": 2 * m.ffn, "fc2": m.ffn}[role] // tp
+    heads, keys = m.heads * m.head_dim, max(tp, m.kv_heads) * m.head_dim
+    ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
+    spread = {"qkv": heads + 2 * keys, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
     inner, columns = m.hidden, spread
     if (role in COLUMNS) != (direction == "forward"):
         inner, columns = columns, inner

@@ -31,10 +31,17 @@ TENSOR_RULES: tuple[Rule, ...] = (
             f"a mesh.tp that divides {setting}",
         )
         for setting, name, what in (
-            ("model.kv_heads", "kv_heads", "each tensor-parallel rank has key and value heads of its own"),
+            ("model.heads", "heads", "each tensor-parallel rank has query heads of its own"),
             ("model.vocab", "vocab", "each tensor-parallel rank has a range of the tokens of the vocabulary"),
             ("model.shared_ffn", "shared_ffn", "each tensor-parallel rank has some columns of the shared expert"),
         )
+    ),
+    Rule(
+        ("mesh.tp", "model.kv_heads"),
+        lambda c, h: _uneven(c, c.model.kv_heads) and c.mesh.tp % c.model.kv_heads != 0,
+        "tensor-parallel ranks have as many of the {model.kv_heads} key and value heads each, or as many ranks share "
+        "each of them, and neither goes with {mesh.tp}",
+        "a mesh.tp that divides model.kv_heads, or is a multiple of it",
     ),
     Rule(
         ("mesh.tp", "model.ffn"),

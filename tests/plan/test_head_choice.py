@@ -93,18 +93,3 @@ def test_where_nothing_is_gained_none_is(changes: dict[str, object], words: str)
     found = settings(**changes)
     assert found.overlap.pp.defer_head == 0
     assert words in reason(found)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"mesh__pp": 1}, "waits for no other|only pipeline rank"),
-        ({"overlap__defer_wgrad": "off"}, "only deferred weight gradients"),
-        ({"train__microbatches": 1}, "a step has 1 microbatches"),
-    ],
-)
-def test_what_has_no_effect_is_refused(changes: dict[str, object], words: str) -> None:
-    named = {name.replace("__", "."): value for name, value in changes.items()}
-    config = changed(BASE, {**named, "overlap.pp.defer_head": 2})
-    with pytest.raises(ValueError, match=words):
-        resolve(config, Host(gpus=64), {"overlap.pp.defer_head": "--overlap.pp.defer_head"})

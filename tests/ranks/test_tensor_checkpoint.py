@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.fsdp.flat_tensor import Part
-from hocket.parallel.slices import part_of, split_of, take, whole_shape
+from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.train.checkpoint import restore, save
@@ -50,7 +50,15 @@ def settings_of(folder: Path, **mesh: int) -> Settings:
     return resolve(changed(c, {"run.folder": str(folder)}))
 
 
-@pytest.mark.parametrize(("before", "after"), [(dict(tp=2), dict(tp=1, dp=2)), (dict(tp=1), dict(tp=2, dp=2))])
+MESHES = [
+    (dict(tp=2), dict(tp=1, dp=2)),
+    (dict(tp=1), dict(tp=2, dp=2)),
+    (dict(tp=4), dict(tp=1)),  # two key heads, of which two ranks each have one
+    (dict(tp=2), dict(tp=4)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MESHES)
 def test_a_checkpoint_goes_on_with_other_ranks(before: dict[str, int], after: dict[str, int], tmp_path: Path) -> None:
     old, new = settings_of(tmp_path, **before), settings_of(tmp_path, **after)
     wanted = whole([piece for pieces in run_ranks(saves, old.world, old) for piece in pieces])
@@ -68,16 +76,30 @@ def test_boxes_of_a_part_hold_its_elements(name: str, size: int) -> None:
     value = torch.arange(8 * 16).view(8, 16)
     seen = torch.zeros(8, 16)
     for rank in range(size):
-        part = part_of(name, value.shape, rank, size)
+        at = TensorRank(rank, size)
+        part = part_of(name, value.shape, at)
         assert part is not None
-        assert whole_shape(name, part.shape, size) == (8, 16)
-        mine = take(name, value, rank, size)
+        assert whole_shape(name, part.shape, at) == (8, 16)
+        mine = take(name, value, at)
         assert mine.shape == part.shape
         for lo, hi in ((0, 5), (5, 21), (21, mine.numel())):
             assert torch.equal(boxed(part, value, lo, hi), mine.reshape(-1)[lo:hi])
             for offsets, sizes in part.boxes(lo, hi):
                 seen[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
     assert (seen == 1).all(), "every element is some rank's"
+
+
+def test_neighbours_share_key_heads() -> None:
+    value = torch.arange(2 * 8 * 4).view(16, 4)  # two heads
+    for rank in range(4):
+        at = TensorRank(rank, 4, sharing=2)
+        mine = take("layers.0.attn.wk", value, at)
+        assert torch.equal(mine, value[:8] if rank < 2 else value[8:])
+        assert whole_shape("layers.0.attn.wk", mine.shape, at) == (16, 4)
+        assert take("layers.0.attn.wq", value, at).shape == (4, 4)
+        alone = TensorRank(rank, 4, sharing=4)  # one head
+        assert part_of("layers.0.attn.wv", value.shape, alone) is None
+        assert whole_shape("layers.0.attn.wv", (16, 4), alone) == (16, 4)
 
 
 def boxed(part: Part, value: Tensor, lo: int, hi: int) -> Tensor:

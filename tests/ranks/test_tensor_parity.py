@@ -121,6 +121,7 @@ CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
     "one after the other": of(MIXED, {}, {}, **OFF),
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}, pieces=2),
+    "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
         dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
     ),
@@ -145,6 +146,7 @@ VALUES: dict[str, list[Any]] = {
     "recompute": [(), ("attn", "mlp"), ("experts",)],
     "documents": ["off", "on"],
     "tied": [False, True],
+    "kv_heads": [2, 1],
 }
 """What stands beside two tensor-parallel ranks, on four ranks at most."""
 
@@ -166,8 +168,8 @@ def test_every_pair_of_features(case: dict[str, Any]) -> None:
     chunks = 1 if case["order"] == "auto" else 2
     layers = max(2, case["pp"] * chunks)
     dense = {"dense": range(layers), "moe": (), "mixed": (1,)}[case["kinds"]]
-    model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"])
-    others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied")
+    model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"], kv_heads=case["kv_heads"])
+    others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads")
     plan = {name: value for name, value in case.items() if name not in others}
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}

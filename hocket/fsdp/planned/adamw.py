@@ -65,11 +65,13 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
-        self._apart = [(unit, piece) for unit in model.units.values() if unit.tensors[1] > 1 for piece in unit.pieces()]
+        self._apart = [
+            (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
+        ]
         """Pieces that are counted one by one, for some of a unit are on all tensor-parallel ranks."""
         replicas = [unit.group.groups.replicas for unit in model.units.values()]
         if self._apart:
-            replicas = [u.group.groups.replicas * (u.tensors[1] if p.shared else 1) for u, p in self._apart]
+            replicas = [unit.group.groups.replicas * piece.shared for unit, piece in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         how = fastest(model.device)

@@ -15,6 +15,7 @@ from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
 from hocket.parallel.mesh import Mesh
+from hocket.parallel.slices import TensorRank
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName, unit_moved
@@ -73,6 +74,7 @@ class PlannedModel:
     ) -> None:
         """`wire` is the dtype in which gradients travel, None the one that computes."""
         self.groups = groups
+        self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
         self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
         self._windows: list[Window] = []
@@ -100,7 +102,7 @@ class PlannedModel:
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
                 adds = name in added and not (kind == "embed" and program.layout.tied)
-                made[name] = PlannedUnit(kind, layer, group, *slots, (groups.tp.rank, mesh.tp), adds)
+                made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
@@ -155,19 +157,25 @@ class PlannedModel:
             unit.complete()
 
     def sum_shared_grads(self) -> None:
-        """Add up, over tensor-parallel ranks, the gradients of what all of them have: in rank order, once a step.
+        """Add up the gradients of what several tensor-parallel ranks have, over these: in rank order, once a step.
 
-        They are sums over tokens, of which each rank has had its own.
+        They are sums over tokens, or over query heads, of which each rank has had its own.
         """
-        group = self.groups.tp
-        grads = [piece.grad for unit in self.units.values() for piece in unit.pieces() if piece.shared]
-        if group.size == 1 or not grads:
+        group, at = self.groups.tp, self.tensors
+        pieces = [piece for unit in self.units.values() for piece in unit.pieces() if piece.shared > 1]
+        if not pieces:
             return
-        mine = torch.cat(grads)
+        counts = sorted({piece.shared for piece in pieces})
+        grads = [[piece.grad for piece in pieces if piece.shared == count] for count in counts]
+        mine = torch.cat([grad for some in grads for grad in some])
         every = mine.new_empty(group.size * mine.numel())
         group.all_gather(every, mine).wait()
-        local_sum(every.view(group.size, -1), mine, 1.0, add=False)
-        torch._foreach_copy_(grads, list(mine.split([grad.numel() for grad in grads])))
+        parts = every.view(group.size, -1).split([sum(grad.numel() for grad in some) for some in grads], 1)
+        for count, some, part_PN in zip(counts, grads, parts, strict=True):
+            first = at.rank // count * count
+            total = torch.empty_like(part_PN[0])
+            local_sum(part_PN[first : first + count].contiguous(), total, 1.0, add=False)
+            torch._foreach_copy_(some, list(total.split([grad.numel() for grad in some])))
 
     def forget_grads(self) -> None:
         """At the end of a step: give up the reduced gradients, and their memory. While they are held, do nothing."""

@@ -48,7 +48,7 @@ from hocket.fsdp.flat_tensor import Part
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.parallel.slices import part_of, split_of, take, whole_shape
+from hocket.parallel.slices import ALONE, TensorRank, copies_of, part_of, take, whole_shape
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, WgradQueue, manage
@@ -66,8 +66,8 @@ class Piece:
     shard: ShardedParameter
     part: Part | None = None
     """The part that the tensor-parallel rank has."""
-    shared: bool = False
-    """Whether all tensor-parallel ranks have this parameter, each with a gradient of its own tokens."""
+    shared: int = 1
+    """Tensor-parallel ranks that have these elements, neighbours, each with a gradient of its own tokens or heads."""
 
     @property
     def main(self) -> Tensor:
@@ -92,12 +92,12 @@ class PlannedUnit:
         group: ParamGroup,
         weight_slots: Slots | None,
         grad_slots: Slots | None,
-        tensors: tuple[int, int] = (0, 1),
+        tensors: TensorRank = ALONE,
         adds: bool = False,
     ) -> None:
         """Slots are None where the group has one member that gathers weights, or the one that reduces gradients.
 
-        `tensors` is (rank, size) of the tp group. With `adds`, gradients stay whole until a step's last microbatch.
+        With `adds`, gradients stay whole until a step's last microbatch.
         """
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
@@ -154,7 +154,7 @@ class PlannedUnit:
         for i, weight in enumerate(self.weights):
             value = source(weight.name)
             if value.shape != weight.shape:
-                value = take(weight.name, value, *self.tensors)
+                value = take(weight.name, value, self.tensors)
             if value.shape != weight.shape:
                 position, size = self.group.groups.part
                 assert value.shape == (weight.shape[0] * size, *weight.shape[1:]), (
@@ -317,10 +317,10 @@ class PlannedUnit:
         for shard in self.group.shards:
             if shard.numel():
                 shape, lo = self.group.place_of(shard)
-                name, (rank, size) = shard.full_name, self.tensors
-                shape = whole_shape(name, shape, size)
-                shared = size > 1 and self.kind != "experts" and split_of(name) is None
-                part = part_of(name, shape, rank, size)
+                name = shard.full_name
+                shape = whole_shape(name, shape, self.tensors)
+                shared = 1 if self.kind == "experts" else copies_of(name, self.tensors)
+                part = part_of(name, shape, self.tensors)
                 found.append(Piece(name, shape, lo, lo + shard.numel(), shard, part, shared))
         return found
 
