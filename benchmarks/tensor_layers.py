@@ -197,7 +197,8 @@ class Role:
             y = self.forward(case)
 
         def backward() -> Sequence[Tensor]:
-            dx = torch.autograd.grad(y, self.x, self.g, retain_graph=True)
+            with torch.autograd.set_multithreading_enabled(False):  # as in islands
+                dx = torch.autograd.grad(y, self.x, self.g, retain_graph=True)
             queue.drain(lambda weight: self.grad)
             return dx[0], self.grad
 
@@ -267,7 +268,8 @@ class Layer:
             queue = WgradQueue()
             with collecting(queue):
                 y = self.forward(self.bench.use(case), ways)
-            (dx,) = torch.autograd.grad(y, self.x, self.g)
+            with torch.autograd.set_multithreading_enabled(False):
+                (dx,) = torch.autograd.grad(y, self.x, self.g)
             queue.drain(lambda weight: self.grads[weight.name])
             return dx
 

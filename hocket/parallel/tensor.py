@@ -15,8 +15,8 @@ How the two halves of a cell are put beside each other is a `Way`:
     off       one after the other
     ring      gather piece by piece, and multiply what has arrived while the next is on its way
     pipeline  multiply piece by piece, and hand each result out while the next is computed
-    bulk      beside other things: the second gather of x beside all that comes before the weight gradient; and if that
-              is computed at once, the sum over ranks beside it
+    bulk      beside other things: the second gather of x beside the product of the input gradient; and if the weight
+              gradient is computed at once, the sum over ranks beside that
 
 Weight gradients are values (`runtime/weights.py`): gathered x or g is kept until they are computed.
 
@@ -41,12 +41,13 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.fsdp.linear import write_product
 from hocket.runtime.comm import Group
 from hocket.runtime.either import push
 from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
-from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
 from hocket.settings.tensor_choice import DIRECTIONS, ROLES, splits_of
 
 Method = Literal["off", "bulk", "ring", "pipeline"]
@@ -193,18 +194,14 @@ def _value(weight: Weight | Tensor) -> Tensor:
     return weight.tensor() if isinstance(weight, Weight) else weight
 
 
-def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor) -> None:
-    x_TD, g_TF = x.get(), g.get()
-    if out_FD.dtype == g_TF.dtype:
-        torch.mm(g_TF.t(), x_TD, out=out_FD)
-    else:
-        out_FD.copy_(g_TF.t() @ x_TD)
+def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor, add: bool, scale: float) -> None:
+    write_product(g.get().t(), x.get(), out_FD, add, scale)
 
 
 def _contribute(ctx: Any, weight: Weight | Tensor, x: Arriving, g: Arriving) -> Tensor | None:
     """Leave a managed weight's gradient to its queue, which will wait for x and g; compute that of an ordinary one."""
     if isinstance(weight, Weight):
-        push(ctx.queue, weight, partial(_wgrad, x, g))
+        push(ctx.queue, weight, Product(partial(_wgrad, x, g)))
         return None
     return g.get().t() @ x.get()
 
@@ -287,18 +284,18 @@ class _Column(torch.autograd.Function):
         weights = [managed or next(saved) for managed in ctx.managed]
         x_SD = x.detach().reshape(-1, x.shape[-1])
         pairs = [(g.contiguous(), _value(w)) for g, w in zip(grads, weights, strict=True)]
-        # Gradients of ordinary weights are wanted now: x is gathered first, beside the other product, and the sum over
-        # ranks runs beside theirs. Those of managed ones are not: x is gathered last, beside whatever follows.
-        now, bulk = bool(ordinary), way.backward == "bulk"
-        again = tensors.begin_gather(x_SD) if now and way.backward != "off" else None
+        # x is gathered first, beside the product of the input gradient. Gradients of ordinary weights are wanted now,
+        # and the sum over ranks runs beside their product; those of managed ones are not, and nothing is left for it.
+        now = bool(ordinary)
+        again = tensors.begin_gather(x_SD) if way.backward != "off" else None
         if way.backward == "pipeline":
             dx = Arriving(summed_products(pairs, tensors, way.splits[1]))
         else:
-            dx = tensors.begin_sum(_sum_of_products(pairs), beside=now and bulk)
+            dx = tensors.begin_sum(_sum_of_products(pairs), beside=now and way.backward == "bulk")
         if not now:
             dx.get()
         if again is None:
-            again = Arriving(tensors.gather(x_SD)) if way.backward == "off" else tensors.begin_gather(x_SD)
+            again = Arriving(tensors.gather(x_SD))
         found = [_contribute(ctx, w, again, Arriving(g)) for w, (g, _) in zip(weights, pairs, strict=True)]
         return dx.get().view(x.shape), None, None, None, *found
 

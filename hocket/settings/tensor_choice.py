@@ -30,9 +30,11 @@ WORTH = 1.03
 """By how much a way must be faster than one thing after the other to be taken."""
 CALL = 8e-6
 """Seconds that each further piece costs a GPU: a product's start and end, and a wait."""
-HOST = 80e-6
+HOST: dict[Direction, float] = {"forward": 80e-6, "backward": 200e-6}
 """Seconds in which the host issues a piece, and as much again for a layer: it must not take longer than the GPU. More
 than it should take, since where it is late a way is slower than one thing after the other."""
+LITTLE = 100e-6
+"""A product of fewer seconds ends before the host has issued what is to run beside it."""
 
 
 def possible(role: str, direction: str) -> tuple[TensorMethod, ...]:
@@ -62,9 +64,11 @@ class Product:
     columns: int
     moved: int
     """Bytes of all tokens, of which a rank sends or receives all but its own."""
+    host: float
+    """Seconds in which the host issues a piece of it."""
 
 
-def product_of(c: Config, role: str, direction: str) -> Product:
+def product_of(c: Config, role: str, direction: Direction) -> Product:
     """The product beside which tokens are moved: forward, or of the input gradient."""
     m, tp = c.model, c.mesh.tp
     rows = c.train.sequences * c.data.sequence_length
@@ -74,7 +78,7 @@ def product_of(c: Config, role: str, direction: str) -> Product:
     inner, columns = m.hidden, spread
     if (role in COLUMNS) != (direction == "forward"):
         inner, columns = columns, inner
-    return Product(rows, inner, columns, rows * m.hidden * c.element_bytes)
+    return Product(rows, inner, columns, rows * m.hidden * c.element_bytes, HOST[direction])
 
 
 def seconds(product: Product, rows: int, hardware: Hardware) -> float:
@@ -113,7 +117,7 @@ def piecewise(product: Product, tp: int, splits: int, hardware: Hardware) -> flo
             arrived += link.seconds(product.moved * count / tp)
             now = max(now, arrived) + CALL
         now += seconds(product, share * count, hardware)
-    return max(now, HOST * (len(counts) + 1)) if hardware.processors else now
+    return max(now, product.host * (len(counts) + 1)) if hardware.processors else now
 
 
 def best(product: Product, tp: int, hardware: Hardware, splits: int = 0) -> tuple[int, float]:
@@ -123,7 +127,7 @@ def best(product: Product, tp: int, hardware: Hardware, splits: int = 0) -> tupl
     return chosen, apart(product, tp, hardware) / piecewise(product, tp, chosen, hardware)
 
 
-def time_of(c: Config, role: str, direction: str, hardware: Hardware) -> tuple[float, int]:
+def time_of(c: Config, role: str, direction: Direction, hardware: Hardware) -> tuple[float, int]:
     """Seconds in which a resolved layer's product waits for tokens, and how often all tokens are moved beside it.
 
     Backward, a column layer gathers its input again; where that has a side queue, something else runs meanwhile.
@@ -139,7 +143,7 @@ def time_of(c: Config, role: str, direction: str, hardware: Hardware) -> tuple[f
     return (2 if twice and way == "off" else 1) * waits, 1 + twice
 
 
-def splits_of(c: Config, role: str, direction: str) -> int:
+def splits_of(c: Config, role: str, direction: Direction) -> int:
     """Into how many pieces a layer's product is cut, where it is."""
     return best(product_of(c, role, direction), c.mesh.tp, hardware_of(c), c.overlap.tp.pieces)[0]
 
@@ -162,19 +166,20 @@ def choose_tensor(c: Config, h: Host) -> Iterator[tuple[str, str, str]]:
                 yield setting_of(role, direction), value, reason
 
 
-def _choose(c: Config, h: Host, role: str, direction: str) -> tuple[str, str]:
+def _choose(c: Config, h: Host, role: str, direction: Direction) -> tuple[str, str]:
     asked, can = c.overlap.tp.method, possible(role, direction)
     if asked != "auto":
         if asked in can:
             return asked, f"overlap.tp.method = {asked}"
         return "off", f"overlap.tp.method = {asked} is not for this direction of these layers, which can be {_or(can)}"
     reason = no_pieces(c, h)
-    worse = "bulk" if "bulk" in can else "off"
+    hardware, product = hardware_of(c), product_of(c, role, direction)
+    little = bool(hardware.processors) and seconds(product, product.rows, hardware) < LITTLE
+    worse = "bulk" if "bulk" in can and not little else "off"
     beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
     if reason:
         return worse, reason + beside
-    hardware = hardware_of(c)
-    splits, gain = best(product_of(c, role, direction), c.mesh.tp, hardware, c.overlap.tp.pieces)
+    splits, gain = best(product, c.mesh.tp, hardware, c.overlap.tp.pieces)
     if gain < WORTH:
         return worse, f"{splits} pieces would compute worse than they hide: {gain:.2f}x by the model{beside}"
     return can[-1], f"{splits} pieces: {gain:.2f}x one after the other by the model of {hardware.name}"
