@@ -87,6 +87,7 @@ def resolve(
     costs = price(settled)
     settled = _add(settled, decisions, choose_ends(settled, host, costs))
     settled = _add(settled, decisions, choose_hops(settled, costs))
+    settled = _add(settled, decisions, choose_head(settled, host, costs))
     decisions = [decision for decision in decisions if decision.setting not in unmet]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}

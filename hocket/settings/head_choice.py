@@ -23,21 +23,21 @@ from hocket.plan.simulate import quiet_end, simulate
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import group_of
+from hocket.settings.predicted import beside_steps, memory_of, room
+from hocket.settings.rule import Host
 
 _HEAD = "overlap.pp.defer_head"
 _MOST = 64
 """Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
 _WORTH = 0.995
 """Share of a step's time that deferral must bring it to."""
-_USABLE = 0.9
-"""Share of the memory that values may fill as predicted."""
 
 
-def choose_head(c: Config, costs: CostTable) -> Iterator[tuple[str, int, str]]:
+def choose_head(c: Config, host: Host, costs: CostTable) -> Iterator[tuple[str, int, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.pp.defer_head == "auto":
         idle = _nothing_to_gain(c)
-        value, reason = (0, idle) if idle else _simulated(c, costs)
+        value, reason = (0, idle) if idle else _simulated(c, host, costs)
         yield _HEAD, value, reason
 
 
@@ -49,7 +49,7 @@ def _nothing_to_gain(c: Config) -> str:
     return ""
 
 
-def _simulated(c: Config, costs: CostTable) -> tuple[int, str]:
+def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[int, str]:
     layout, group = layout_of(c), group_of(c)
     count = min(c.train.microbatches, group * min(3, max(1, _MOST // (group * c.mesh.pp))))
     plain = build_program(layout, count, changed(c, {_HEAD: 0}), sharding_of(c), frees=False)
@@ -62,7 +62,7 @@ def _simulated(c: Config, costs: CostTable) -> tuple[int, str]:
     after = float(quiet_end(moved(plain, rank, wanted), costs, rank)[0])
     if after > _WORTH * before:
         return 0, f"{count} microbatches would take {duration(after)} instead of {duration(before)}"
-    fitting = _fitting(c, costs, rank, plain, wanted)
+    fitting = _fitting(c, costs, plain, wanted, room(memory_of(c, host)))
     if not fitting:
         return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"
     if fitting < wanted:
@@ -88,14 +88,15 @@ def moved(program: Program, rank: int, count: int) -> Program:
     return replace(program, ranks=(*program.ranks[:rank], again, *program.ranks[rank + 1 :]))
 
 
-def _fitting(c: Config, costs: CostTable, rank: int, plain: Program, wanted: int) -> int:
-    """How many of these weight gradients leave a step that fits into memory; 0 if none does."""
-    memory, each = _USABLE * hardware_of(c).memory, costs.saved_bytes(rank, Op("bwd", "head"))
-    if not memory or not each or _at_most(costs, rank, plain) + wanted * each < memory:
+def _fitting(c: Config, costs: CostTable, plain: Program, wanted: int, memory: int) -> int:
+    """How many of these weight gradients leave a step that fits into so many bytes, 0 for any; 0 if none does."""
+    rank, _ = plain.layout.owner(plain.layout.stages - 1)
+    each, beside = costs.saved_bytes(rank, Op("bwd", "head")), beside_steps(c, plain, costs)
+    if not memory or not each or _at_most(costs, rank, plain) + beside + wanted * each < memory:
         return wanted
     late = changed(c, {_HEAD: wanted})
     program = build_program(layout_of(c), plain.microbatches, late, sharding_of(c))
-    missing = simulate(program, costs).ranks[rank].peak_bytes - memory
+    missing = simulate(program, costs).ranks[rank].peak_bytes + beside - memory
     return wanted if missing <= 0 else max(0, wanted - math.ceil(missing / each))
 
 

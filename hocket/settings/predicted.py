@@ -58,9 +58,14 @@ def predicted(c: Config, price: Callable[[Config], CostTable]) -> Predicted:
         sum(costs.table[cost_key(op, layout.kinds)].wire_bytes for op in ops if op.verb in ("gather", "reduce"))
         for ops in program.ranks
     ]
-    held = max(use.peak_bytes for use in timeline.ranks) + _arrivals(c) + _beside_a_graph(c, program, costs)
+    held = max(use.peak_bytes for use in timeline.ranks) + beside_steps(c, program, costs)
     ops = max(map(len, program.ranks))
     return Predicted(count, float(timeline.makespan), held, max(moved), ops)
+
+
+def beside_steps(c: Config, program: Program, costs: CostTable) -> int:
+    """Bytes that a rank holds beside what the simulator counts of a step."""
+    return _arrivals(c) + _beside_a_graph(c, program, costs)
 
 
 def _arrivals(c: Config) -> int:
@@ -85,7 +90,12 @@ def memory_of(c: Config, host: Host) -> int:
 
 def fits(nbytes: int, memory: int) -> bool:
     """Whether a rank can hold as much as was predicted."""
-    return nbytes <= _USABLE * memory
+    return nbytes <= room(memory)
+
+
+def room(memory: int) -> int:
+    """Bytes of a rank's memory that values may fill as predicted."""
+    return int(_USABLE * memory)
 
 
 def gib(size: float) -> str:
