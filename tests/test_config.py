@@ -14,12 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket.config import (
-    Config,
-    ModelConfig,
-    Purpose,
-    TrainConfig,
-)
+from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import H200
 from hocket.planning import predict, program_of
