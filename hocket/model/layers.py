@@ -31,7 +31,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.linears = config, linears
         self.heads = config.heads // linears.size
-        self.kv_heads = config.kv_heads * linears.sharing(config.kv_heads) // linears.size
+        self.kv_heads = max(1, config.kv_heads // linears.size)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         self.wq = new_weight(queries, config.hidden)
         self.wk = new_weight(keys, config.hidden)

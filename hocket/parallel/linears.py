@@ -31,10 +31,6 @@ class Linears:
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
 
-    def sharing(self, kv_heads: int) -> int:
-        """How many neighbouring ranks have the same of so many key and value heads."""
-        return max(1, self.size // kv_heads)
-
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`x @ p.T` for every weight: all tokens of the microbatch, this rank's features, [B, S, F]."""
         return tuple(linear(x_BSD, param) for param in params)
