@@ -54,6 +54,7 @@ OTHERS: dict[str, Config] = {
         BASE, {"model.dense_layers": (1, 3, 5), "overlap.pp.backward_lane": "off"}
     ),
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
+    "the head's weight gradients at the end": planned(BASE, defer_head=-1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
     "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
     "gradients that travel in fp32": changed(BASE, {"precision.wire": "fp32"}),
