@@ -58,18 +58,20 @@ def dense_gradient(ids_T: Tensor, g_TD: Tensor, rows: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(g_TD, ids_T, rows, -1, False)
 
 
-def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False) -> None:
-    """Write the gradient of the whole table, or add it. See `Note: [Rows that nobody looked up]`."""
+def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False, scale: float = 1.0) -> None:
+    """Write the gradient of the whole table, times `scale`, or add it. See `Note: [Rows that nobody looked up]`."""
     if out_VD.is_cuda and 0 < ids_T.numel() < len(out_VD):
-        write_sums(ids_T, g_TD, out_VD, add)
+        write_sums(ids_T, g_TD, out_VD, add, scale)
     else:
-        put(dense_gradient(ids_T, g_TD, len(out_VD)), out_VD, add)
+        put(dense_gradient(ids_T, g_TD, len(out_VD)), out_VD, add, scale)
 
 
-def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool) -> None:
+def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool, scale: float = 1.0) -> None:
     """Clear the table, and write the rows that were looked up; or add to these."""
     ids_T = ids_T.reshape(-1).long()
     rows_TD = sums_by_id(ids_T, g_TD.reshape(len(ids_T), -1))
+    if scale != 1.0:
+        rows_TD = rows_TD.to(out_VD.dtype) * scale
     if add:
         rows_TD = out_VD.index_select(0, ids_T).add_(rows_TD)
     else:

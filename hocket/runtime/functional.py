@@ -224,5 +224,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        push(ctx.queue, ctx.weight, partial(sunk_rows.write_rows, ids, g))
+        push(ctx.queue, ctx.weight, Product(partial(sunk_rows.write_rows, ids, g)))
         return None, None, None, None

@@ -24,7 +24,7 @@ Write = Callable[[Tensor], object]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Product:
-    """A `Write` that ends in a matrix product, whose kernel can also add to what is there, in fp32 and without a copy.
+    """A `Write` that can also add to what is there, in fp32 and without a copy, as kernels of matrix products can.
 
     `put(out, add, scale)` writes the gradient, multiplied by `scale`, or adds it.
     """

@@ -39,6 +39,9 @@ def test_sums_are_those_of_the_whole_table(ids: str, dtype: torch.dtype) -> None
         before = out.normal_().clone()
         write_sums(ids_T, g_TD, out, add=True)
         assert torch.equal(out, before.add_(wanted))
+        if into is torch.float32:
+            write_sums(ids_T, g_TD, out, True, 0.3)
+            assert torch.equal(out, before.add_(wanted.float() * 0.3))
 
 
 def table(**options: Any) -> tuple[nn.Parameter, Slot]:

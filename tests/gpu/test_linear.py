@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.embedding import dense_gradient, write_rows
 from hocket.fsdp.layout import ALIGN
+from hocket.fsdp.linear import write_product
 from tests.fsdp.sinks import DTYPES, LAYOUTS, OUTPUTS, attach, compare_bits, linears, pair
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +85,18 @@ def test_no_rows_leave_zeros_or_what_was_there() -> None:
         mine(empty.new_ones(3, 1024)).sum().backward()
         mine(empty).sum().backward()
         assert all(slot.view.eq(3).all() for slot in slots.values())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2048])
+def test_products_times_a_factor(rows: int) -> None:
+    """What is written does not depend on what was there; what is added is not rounded before."""
+    g, x = (torch.randn(rows, width, device="cuda").bfloat16() for width in (3072, 1024))
+    before, expected = torch.randn(3072, 1024, device="cuda"), 0.3 * (g.double().t() @ x.double())
+    written, added = torch.full_like(before, float("nan")), before.clone()
+    write_product(g.t(), x, written, False, 0.3)
+    write_product(g.t(), x, added, True, 0.3)
+    torch.testing.assert_close(written.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(added.double(), before.double() + expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32], ids=str)
