@@ -1,9 +1,16 @@
-"""Which hardware predictions are for."""
+"""Which host and hardware plans and predictions are for."""
 
 from __future__ import annotations
 
 from hocket.config import Config
 from hocket.plan.cost import HARDWARE, Hardware
+from hocket.settings.rule import Host
+
+
+def host_for_plan(config: Config) -> Host:
+    """A host with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing."""
+    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
+    return Host(gpus=config.mesh.world if wants_gpus else 0)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:

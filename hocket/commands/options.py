@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -11,7 +11,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 
 from hocket.config import Config
-from hocket.resolve import stop_if
+from hocket.machine import host_for_plan
+from hocket.resolve import resolve, stop_if
 from hocket.settings.leaves import changed, leaf, problem
 from hocket.settings.overrides import given, split
 from hocket.settings.sources import begin
@@ -50,12 +51,36 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     start = begin(name, early.get("--recipe", ""), early.get("--preset", ""))
     own = {flag.rstrip("_"): hint for flag, hint in get_type_hints(kind).items() if flag != "config"}
     origins, problems = ({}, []) if {"-h", "--help"} & set(flags) else given(flags, start.config, own)
-    stop_if([*start.problems, *problems])
     prog = f"hocket {command} {name or early['--recipe']}"
+    if found := [*start.problems, *problems]:
+        sound = [flag for flag in split(flags, []) if not _misread(flag, start.config, own)]
+        legible = [word for flag in sound for word in _joined(flag)]
+        options = tyro.cli(kind, args=legible, default=kind(config=start.config), prog=prog, use_underscores=True)
+        stop_if([*found, *_also_wrong(options.config, {**start.origins, **origins})])
     options = tyro.cli(kind, args=flags, default=kind(config=start.config), prog=prog, use_underscores=True)
     if options.gpus:
         options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
     return options, {**start.origins, **origins}
+
+
+def _joined(flag: tuple[str, list[str]]) -> list[str]:
+    """A flag and its values, as words."""
+    return [flag[0], *flag[1]]
+
+
+def _misread(flag: tuple[str, list[str]], config: Config, own: Mapping[str, Any]) -> bool:
+    """Whether something is wrong with a flag by itself."""
+    return bool(given(_joined(flag), config, own)[1])
+
+
+def _also_wrong(config: Config, origins: Mapping[str, str]) -> list[str]:
+    """What else cannot work, where some settings could not even be read: all mistakes come at once."""
+    try:
+        resolve(config, host_for_plan(config), origins)
+    except ValueError as error:
+        lines = str(error).splitlines()
+        return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
+    return []
 
 
 def said(words: Sequence[str], config: Config) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import tyro
 from hocket import planning, searching
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
+from hocket.machine import host_for_plan
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.predicted import model_costs
-from hocket.settings.rules import Host
 
 if TYPE_CHECKING:
     from hocket.trace.data import RankTrace
@@ -143,5 +143,4 @@ def resolve_for_plan(
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
     """
-    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
-    return resolve(config, Host(gpus=config.mesh.world if wants_gpus else 0), origins, price)
+    return resolve(config, host_for_plan(config), origins, price)
