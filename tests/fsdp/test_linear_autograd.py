@@ -179,7 +179,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights() -> None:
-    """Two layers write to the sink; what the embedding adds comes by autograd, once."""
+    """All three write to the sink, one after the other."""
     plain, mine = pair(Tied)
     slots = attach(mine)
     ids = torch.randint(D, (2, 9))
