@@ -276,7 +276,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"graphs": "on", "splits": "host"}, "plan.graphs", "the host waits for the counts"),
     (TINY, {"graphs": "on", "gather_in_update": "on"}, "plan.graphs", "recorded without its update"),
     (changed(TINY, strategy="no_shard"), {"gather_in_update": "on"}, "overlap.dp.gather_in_update", "is gathered"),
-    (TINY, {"graphs": "on", "data__packing": "on"}, "plan.graphs", "packed documents have not"),
     (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_ORDERS),
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),

@@ -53,6 +53,29 @@ class Documents:
         moved = {name: getattr(self, name).to(device) for name in ("ids_BS", "position_T", "ends")}
         return replace(self, **moved, real_T=real_T)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.ends) - 1
+
+    def roomy(self, count: int, padded: bool) -> Documents:
+        """A copy of the shapes that all have: so many documents, the last ones empty, none known to be shorter than a
+        sequence; with `padded`, padding, or room for it.
+        """
+        ends = F.pad(self.ends, (0, count - self.count), value=self.ids_BS.numel())
+        real_T = torch.ones_like(self.position_T, dtype=torch.bool) if self.real_T is None else self.real_T.clone()
+        longest = self.ids_BS.shape[1]
+        kept = replace(self, ids_BS=self.ids_BS.clone(), position_T=self.position_T.clone(), ends=ends, longest=longest)
+        return replace(kept, real_T=real_T if padded else None)
+
+    def become(self, other: Documents) -> None:
+        """Have the values of another microbatch's, on a device and after `roomy`."""
+        given = other.roomy(self.count, self.real_T is not None)
+        for name in ("ids_BS", "position_T", "ends", "real_T"):
+            mine, theirs = getattr(self, name), getattr(given, name)
+            if mine is not None:
+                mine.copy_(theirs)
+
     @cached_property
     def mask_B1SS(self) -> Tensor:
         """Who attends to whom: those before in the same document, and itself."""

@@ -8,6 +8,7 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
 - what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
 - the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay;
+- packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
 - bytes move as they did: a group that has another transport since makes the recording void.
 
 Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps that are profiled, and one
@@ -24,13 +25,14 @@ graph the driver keeps the order that the lanes' events had and no other, so wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.runtime.actions import Microbatch
+from hocket.runtime.comm import everyone
 from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
@@ -102,6 +104,8 @@ class GraphedSteps:
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
+        self._weights_M: Tensor | None = None
+        self._documents = _Documents(0, False)
         self._losses: list[Tensor] = []
         self._loads: dict[int, Tensor] = {}
 
@@ -113,10 +117,14 @@ class GraphedSteps:
             self.drop()
             self._issued += 1
             return executor.run(microbatches)
+        self._have_room(microbatches)
         if self._replay is None:
             self._replay = self._recorded(microbatches)
         for mine, given in zip(self._inputs, microbatches, strict=True):
             _fill(mine, given)
+        if self._weights_M is not None:
+            assert actions.weights_M is not None
+            self._weights_M.copy_(actions.weights_M)
         executor.recorder.begin(replayed=True)
         self._replay()
         actions.losses = self._losses
@@ -127,15 +135,28 @@ class GraphedSteps:
 
     def _recorded(self, microbatches: Sequence[Microbatch]) -> Callable[[], None]:
         actions = self._executor.actions
-        self._inputs = [_copy(microbatch) for microbatch in microbatches]
-        on_step, actions.on_step = actions.on_step, lambda: None
+        self._inputs = [_copy(microbatch, self._documents) for microbatch in microbatches]
+        on_step, weights_M = actions.on_step, actions.weights_M
+        self._weights_M = None if weights_M is None else weights_M.clone()
+        actions.on_step, actions.weights_M = (lambda: None), self._weights_M
         try:
             losses, replay = self._record(lambda: self._executor.run(self._inputs))
         finally:
-            actions.on_step = on_step
+            actions.on_step, actions.weights_M = on_step, weights_M
         self._losses, self._loads = list(losses), dict(actions.loads)
         self._model.held = True
         return replay
+
+    def _have_room(self, microbatches: Sequence[Microbatch]) -> None:
+        """If some rank has more documents than were recorded, record anew: on all ranks, which wait for each other."""
+        mine = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
+        if not mine:
+            return
+        ranks = everyone((max(d.count for d in mine), any(d.real_T is not None for d in mine)))
+        most, padded = max(count for count, _ in ranks), any(padded for _, padded in ranks)
+        if most > self._documents.room or padded > self._documents.padded:
+            self.drop()
+            self._documents = _Documents(2 * most, padded or self._documents.padded)
 
     def _notice(self, moved_by: Sequence[object]) -> None:
         """Where bytes move in another way since, begin again with a step op by op, in which that makes its memory."""
@@ -147,17 +168,31 @@ class GraphedSteps:
         """Forget the recording and the gradients it writes, so that a step can run op by op."""
         if self._replay is None:
             return
-        self._replay, self._inputs, self._losses, self._loads = None, [], [], {}
+        self._replay, self._weights_M = None, None
+        self._inputs, self._losses, self._loads = [], [], {}
         self._model.held = False
         self._model.forget_grads()
 
 
-def _copy(microbatch: Microbatch) -> Microbatch:
-    return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone())
+@dataclass(frozen=True)
+class _Documents:
+    """What recorded microbatches have room for."""
+
+    room: int
+    """Documents of one."""
+    padded: bool
+    """Whether there may be padding."""
+
+
+def _copy(microbatch: Microbatch, room: _Documents) -> Microbatch:
+    documents = microbatch.documents and microbatch.documents.roomy(room.room, room.padded)
+    return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone(), documents=documents)
 
 
 def _fill(into: Microbatch, microbatch: Microbatch) -> None:
-    """Give a recorded microbatch the values of another of the same shapes."""
-    assert microbatch.documents is None, "documents have other shapes in each step"
+    """Give a recorded microbatch the values of another of the same shapes, but for the number of documents."""
     into.ids.copy_(microbatch.ids)
     into.targets.copy_(microbatch.targets)
+    if into.documents is not None:
+        assert microbatch.documents is not None
+        into.documents.become(microbatch.documents)

@@ -7,8 +7,8 @@ hosts that know the splits cost nothing, and leave rows to NCCL or to copy engin
 
 Note: [What recorded steps cost]
 Memory: see `Note: [What a graph holds]`, and rows have room for more than come. Shapes are the same in each step, which
-packed documents are not; microbatches and sequences always are. Profiled steps and validations run op by op as ever. A
-step whose rows find no room runs twice, and the next one is recorded anew with more room, as long as that fits
+takes room for packed documents; microbatches and sequences always are. Profiled steps and validations run op by op as
+ever. A step whose rows find no room runs twice, and the next one is recorded anew with more room, as long as that fits
 (`Engine._make_more_room`).
 """
 
@@ -39,8 +39,9 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
         concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
         if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
             return "off", rule_text(rule.reason, wanted, h)
-    if c.mesh.tp > 1:
-        return "off", "only where it is asked for: replays of tensor-parallel ranks have not been timed"
+    for what, there in (("tensor-parallel ranks", c.mesh.tp > 1), ("packed documents", c.data.packing == "on")):
+        if there:
+            return "off", f"only where it is asked for: replays of {what} have not been timed"
     return "on", "the host replays a step with one call"
 
 

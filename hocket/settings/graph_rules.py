@@ -34,10 +34,4 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "a step is recorded without its update, with which this one would begin",
         "overlap.dp.gather_in_update = off, or plan.graphs = off",
     ),
-    Rule(
-        ("plan.graphs", "data.packing"),
-        lambda c, h: _graphed(c) and c.data.packing != "off",
-        "a recorded step has the same shapes each time, and packed documents have not",
-        "data.packing = off, or plan.graphs = off",
-    ),
 )

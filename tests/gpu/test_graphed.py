@@ -17,7 +17,9 @@ from torch import Tensor
 
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
+from hocket.model.documents import documents_of
 from hocket.presets import PLAIN
+from hocket.runtime.actions import Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import changed
@@ -94,6 +96,7 @@ BESIDE |= {
     "tokens by NCCL": changed(OFF, TENSORS),
     "tokens by copies": changed(ALL, TENSORS),
 }
+BESIDE["documents"] = changed(CONFIG, {"data.packing": "on"})
 if WORLD == 4:
     MERGED = dataclasses.replace(
         BASE,
@@ -105,6 +108,16 @@ if WORLD == 4:
         "everything": changed(MERGED, {"train.transport": "copy_engine"}),
         "merged at the ends": planned(MERGED, merge_ends="on", group=4, defer_layers=1),
     }
+
+
+def with_documents(batches: list[list[Microbatch]]) -> list[list[Microbatch]]:
+    """The same with documents, whose number differs from step to step."""
+    found = []
+    for step, batch in enumerate(batches):
+        numbers = torch.arange(batch[0].ids.shape[1]).div((97, 31, 61, 11)[step % 4], rounding_mode="floor")
+        documents = documents_of(numbers.repeat(batch[0].ids.shape[0], 1)).to(batch[0].ids.device)
+        found.append([dataclasses.replace(microbatch, documents=documents) for microbatch in batch])
+    return found
 
 
 def train(engine: Engine, batches: list[Any]) -> list[Tensor]:
@@ -121,7 +134,8 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
     """Seeds whose replays differ from the sequential plan, replays that were made, and whether all was finite."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    packed = config.data.packing == "on"  # for which attention adds in a fixed order only if it must not warn instead
+    torch.use_deterministic_algorithms(True, warn_only=not packed)
     engine = Engine(changed(config, {"plan.graphs": "on"}), rank, device)
     assert isinstance(engine.lanes, CudaLanes)
     assert engine._graphed is not None
@@ -132,7 +146,7 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
     same = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.splits": "host"}
     plan = {"plan.order": "sequential", "plan.graphs": "off", **PLAIN, **same}
     sequential = Engine(changed(plain, plan), rank, device, groups=engine.groups)
-    batches, other = batches_of(sequential, 3), batches_of(sequential, 4)[3]
+    *batches, other = with_documents(batches_of(sequential, 4)) if packed else batches_of(sequential, 4)
     expected = train(sequential, batches)
     sequential.executor.recorder.end()
     train(engine, batches)  # op by op

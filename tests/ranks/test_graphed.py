@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.model.documents import PADDING, attend, documents_of
 from hocket.runtime import graphed
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.pretended import Null
@@ -19,7 +20,7 @@ from hocket.settings.leaves import changed
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import config
-from tests.reference import random_batches
+from tests.reference import awkward_batches, microbatch, random_batches
 
 CONFIG = config(
     dict(layers=3, dense_layers=(1,), experts=8, bias_rate=0.01, aux_loss=0.01), dict(dp=2, ep=2), dict(merge="on"), 3,
@@ -45,9 +46,11 @@ def steps(rank: int, c: Config, recorded: bool, profiled: int = -1) -> tuple[lis
     if recorded:
         engine._graphed = engine.graphed_by(counted)
     numbers, loads = [], []
-    for i, batches in enumerate(random_batches(c.model, STEPS, c.train.microbatches, c.mesh.dp, (2, 8))):
+    sizes = c.model, STEPS, c.train.microbatches, c.mesh.dp
+    every = awkward_batches(*sizes) if c.data.packing == "on" else random_batches(*sizes, (2, 8))
+    for i, batches in enumerate(every):
         engine.executor.annotate(i == profiled)
-        microbatches = [Microbatch(*batch[engine.where.dp]) for batch in batches]
+        microbatches = [microbatch(batch[engine.where.dp]) for batch in batches]
         result = engine.train_step(microbatches, 1e-2)
         numbers += [float(result.loss), float(result.grad_norm), result.lacked]
         loads += [load.clone() for load in result.loads.values()]
@@ -80,6 +83,26 @@ def test_a_recorded_step_without_room_is_made_again() -> None:
 
 def test_whole_gradients_are_summed_anew() -> None:
     assert_same(planned(CONFIG, strategy="no_shard"), STEPS - graphed.WARM_UP)
+
+
+def test_documents_have_room_and_weigh_as_ever() -> None:
+    assert_same(changed(CONFIG, {"data.packing": "on"}), STEPS - graphed.WARM_UP)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_recorded_microbatch_becomes_one_of_other_documents(padded: bool) -> None:
+    """Attention is that of the other's own documents, whose number differs."""
+    few = documents_of(torch.tensor([[0, 0, 0, 1, 1, PADDING if padded else 1], [2] * 6]))
+    many = documents_of(torch.tensor([[0, 1, 2, 2, 3, 4], [5, 5, 6, 7, 7, 8]]))
+    kept = few.roomy(12, padded)
+    kept.become(many)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 4, generator=generator) for _ in range(3))
+    assert torch.equal(attend(q, k, v, kept), attend(q, k, v, many))
+    assert torch.equal(kept.position_T, many.position_T)
+    assert (kept.count, kept.longest) == (12, 6)
+    assert (kept.real_T is not None) == padded
+    assert kept.real_T is None or bool(kept.real_T.all())
 
 
 @pytest.mark.parametrize("order", ["interleaved", "zb_h1"])
