@@ -117,12 +117,17 @@ class _GradientSlots:
         self.read_slot: dict[tuple[str, int], int] = {}  # slot -> its latest add or reduce
         self.read: dict[tuple[UnitName, int], int] = {}  # likewise, of a unit's microbatch
         self.latest: dict[UnitName, int] = {}  # likewise, of a unit
+        self.parts: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
         self.sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
         self.ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
 
     def write(self, i: int, unit: UnitName) -> Iterator[Violation]:
         facts, op = self.facts, self.facts.ops[i]
-        owner, slot = (unit, op.microbatch), (unit[0], op.slot)
+        owner, slot, part = (unit, op.microbatch), (unit[0], op.slot), (unit, op.part)
+        earlier = self.parts.get(part)
+        if earlier is not None and facts.ops[earlier].microbatch >= op.microbatch:  # products may add them up
+            yield facts.fail(9, f"{facts.show(i)} comes after {facts.show(earlier)}: not ascending", i, earlier)
+        self.parts[part] = i
         count = facts.program.grad_slots.get(unit[0], 0)
         if not 0 <= op.slot < count:
             yield facts.fail(7, f"{facts.show(i)}: {unit[0]} has {count} gradient slots", i)
