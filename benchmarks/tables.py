@@ -102,6 +102,28 @@ def overlap_trace(result: Result) -> str:
     return table(["kind", *(name.format(p) for p in range(len(stages)) for name in names)], rows)
 
 
+def hidden(*results: Result) -> str:
+    """Replayed steps: per kind of communication how long it ran and what of that nothing covered; and the whole step."""
+    rows = []
+    for result in results:
+        config, step, tax = result["config"], result["report"]["step"], result["report"]["tax"]
+        tokens = f"{config['train']['sequences'] * config['data']['sequence_length']:,}"
+        # In a replay nothing tells for what a copy is, but that rows are stored by kernels.
+        names = {"other": "gather, reduce"} if config["train"]["transport"] == "copy_engine" else {}
+        for row in result["report"]["kinds"]:
+            times = [row["seconds"], row["exposed_seconds"]]
+            share = f"{row['hidden_fraction']:.1%}"
+            rows.append([f"{tokens}: {names.get(row['kind'], row['kind'])}", *map(_tenths, times), share])
+        times = [step["rank_seconds"], step["exposed_seconds"]]
+        rows.append([f"{tokens}: whole step", *map(_tenths, times), f"{step['hidden_fraction']:.1%}"])
+        rows.append([f"{tokens}: without communication", _tenths(tax["null_step_seconds"]), "", ""])
+    return table(["tokens per microbatch: kind", "busy", "exposed", "hidden"], rows)
+
+
+def _tenths(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
 def overlap_tax(result: Result) -> str:
     """A step with and without communication, where the difference shows, and which compute became slower."""
     tax, plain = result["report"]["tax"], result["seconds_without_profiler"]
@@ -213,7 +235,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
         predicted_steps,
     ),
     "overlap_trace": ("overlap_trace", overlap_trace),
-    "overlap_trace_experts": ("overlap_trace_expert_parallel", overlap_trace),
+    "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),
     "overlap_trace_everything": ("overlap_trace_everything", overlap_trace),
     "overlap_tax": ("overlap_trace", overlap_tax),
