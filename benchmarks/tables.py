@@ -103,7 +103,7 @@ def overlap_trace(result: Result) -> str:
 
 
 def hidden(*results: Result) -> str:
-    """Replayed steps: per kind of communication how long it ran and what of that nothing covered; and the whole step."""
+    """Replayed steps: per kind of communication how long it ran and what of that nothing covered; and whole steps."""
     rows = []
     for result in results:
         config, step, tax = result["config"], result["report"]["step"], result["report"]["tax"]
