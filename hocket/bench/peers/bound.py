@@ -123,8 +123,13 @@ class Replayed(WholeWeights):
             self.loss = super().passes(self.inputs)
         self.grads = [(param, param.grad) for param in self.model.parameters()]
 
-    def close(self) -> None:
+    def rest(self) -> None:
+        """Give back the memory of the graph, which is recorded anew in the next step."""
         if self.graph is not None:
             self.graph.reset()
-        self.grads, self.graph = [], None
+        self.inputs, self.grads, self.graph = [], [], None
+        self.loss = torch.zeros(())
+
+    def close(self) -> None:
+        self.rest()
         super().close()
