@@ -23,7 +23,6 @@ from hocket.bench.report import Measured, as_json, settings_text, table, verdict
 from hocket.bench.workload import Workload, batches
 from hocket.resolve import Settings
 from hocket.runtime.actions import Microbatch
-from hocket.settings.leaves import changed
 
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""
@@ -32,13 +31,22 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Sized:
+    """The settings of one sequence length: what is chosen by costs depends on it."""
+
+    settings: Settings
+    variants: Mapping[str, Settings] = field(default_factory=dict)
+    """Contender -> its settings, of those that have their own."""
+
+
+@dataclass(frozen=True)
 class Bench:
     """What to measure, beside the configuration."""
 
     names: tuple[str, ...]
     """Contenders, in the order of the first round."""
-    lengths: tuple[int, ...]
-    """Sequence lengths, each a workload of its own."""
+    sized: tuple[Sized, ...]
+    """What is measured one after the other: a workload of its own for each sequence length."""
     blocks: int = 6
     """Blocks of each contender."""
     steps: int = 3
@@ -51,8 +59,6 @@ class Bench:
     """File for the result; empty writes none."""
     commit: str = ""
     """What to call this version, where there is no repository to ask."""
-    variants: Mapping[str, Settings] = field(default_factory=dict)
-    """Contender -> its settings, of those that have their own."""
 
 
 @dataclass
@@ -165,22 +171,15 @@ def hardware_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def workloads(settings: Settings, bench: Bench) -> list[Workload]:
-    """One workload per sequence length."""
-    made = []
-    for length in bench.lengths:
-        work = Workload(settings, bench.optimizer, bench.compile, bench.variants)
-        work = work.having(lambda config, length=length: changed(config, {"data.sequence_length": length}))
-        # Weights that hardly move keep GPUs as busy as those of a real run, and all contenders with the same numbers.
-        made.append(gate.gentle(work))
-    return made
+def workload_of(sized: Sized, bench: Bench) -> Workload:
+    """What all contenders do at one sequence length."""
+    # Weights that hardly move keep GPUs as busy as those of a real run, and all contenders with the same numbers.
+    return gate.gentle(Workload(sized.settings, bench.optimizer, bench.compile, sized.variants))
 
 
 def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: Any) -> None:
     """The job of a worker: measure every workload, and let rank 0 print and write what came out."""
     session = Session(bench, rank, device, say if rank == 0 else lambda text: None)
-    for decision in settings.decisions:
-        session.say(f"note     {decision}")
     found: list[Measured] = []
     origin = provenance(settings.host.workers, bench.commit) if rank == 0 else {}
 
@@ -188,8 +187,10 @@ def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: An
         if rank == 0 and bench.out:  # after every round, so that an interrupted run leaves what it has
             write(bench, origin, [*found, newest])
 
-    for workload in workloads(settings, bench):
-        measured = session.run(workload, keep)
+    for sized in bench.sized:
+        for decision in sized.settings.decisions:
+            session.say(f"note     {decision}")
+        measured = session.run(workload_of(sized, bench), keep)
         keep(measured)
         found.append(measured)
         session.say(table(measured))

@@ -11,7 +11,7 @@ from hocket.bench import variants
 from hocket.bench.contender import CONTENDERS, entry, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
-from hocket.resolve import Settings, stop_if
+from hocket.resolve import Settings, resolve, stop_if
 from hocket.settings.leaves import changed, problem
 
 
@@ -55,17 +55,24 @@ def run(words: list[str]) -> int:
     names = (*names, *own)
     from hocket import launch
     from hocket.bench.run import Bench as Measurement
-    from hocket.bench.run import bench_rank
+    from hocket.bench.run import Sized, bench_rank
 
-    settings, worker = launch.arrive(config, origins)
+    configs = [changed(config, {"data.sequence_length": length}) for length in _lengths(options)]
+    settings, worker = launch.arrive(configs[0], origins)
     check(names, settings, origins)
-    apart = variants.settled(names, own, config, settings.host, origins)
+    sized = tuple(
+        Sized(
+            settings if one is configs[0] else resolve(one, settings.host, origins),
+            variants.settled(names, own, one, settings.host, origins),
+        )
+        for one in configs
+    )
     for name in names:
         if not entry(name).package:  # before workers are forked, which then need not; who knows what others start
             load(name)
     measurement = Measurement(
         names=names,
-        lengths=options.lengths or (config.data.sequence_length,),
+        sized=sized,
         blocks=options.blocks,
         steps=options.steps,
         gate_steps=options.gate_steps,
@@ -73,9 +80,13 @@ def run(words: list[str]) -> int:
         compile=options.compile == "on",
         out=options.out,
         commit=options.commit,
-        variants=apart,
     )
     return launch.work(settings, worker, launch.Job(functools.partial(bench_rank, measurement, say), "start it again"))
+
+
+def _lengths(options: Bench) -> tuple[int, ...]:
+    """Sequence lengths: as asked for, or the recipe's."""
+    return options.lengths or (options.config.data.sequence_length,)
 
 
 def say(text: str) -> None:
