@@ -117,8 +117,9 @@ class PlanConfig:
     merged_v merges forwards of one with backwards of the other."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
-    layers_per_stage: tuple[int, ...] = ()
-    """Layers of every virtual stage; empty splits evenly."""
+    layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
+    """Layers of every virtual stage; empty splits evenly. auto: so that ranks compute for equally long, embedding and
+    head included, where that shortens the step and fits into memory."""
     group: int = 0
     """Microbatches per group of the interleaved order; 0 means pp."""
     stride: Literal[2, 3] = 2
@@ -132,6 +133,11 @@ class PlanConfig:
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of every virtual stage; empty if they are even, or not chosen yet."""
+        return tuple(count for count in self.layers_per_stage if count != "auto")
 
     @property
     def turning(self) -> bool:

@@ -27,6 +27,7 @@ from hocket.settings.predicted import model_costs
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.stages_choice import choose_stages
 from hocket.settings.strategy_choice import choose_strategy
 from hocket.settings.tensor_choice import choose_tensor
 from hocket.settings.update_choice import choose_update
@@ -83,6 +84,7 @@ def resolve(
     settled = _add(settled, decisions, choose_copies(settled, price))
     settled = _add(settled, decisions, choose_strategy(settled, host, price))
     settled = _add(settled, decisions, choose_update(settled, price))
+    settled = _add(settled, decisions, choose_stages(settled, host, price))
     settled = _add(settled, decisions, choose_recompute(settled, host, price))
     costs = price(settled)
     settled = _add(settled, decisions, choose_ends(settled, host, costs))

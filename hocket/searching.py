@@ -28,7 +28,14 @@ DOUBT = 0.07
 _ORDERS = 3
 """Orders of a merged layer step that are tried beside those with names."""
 
-_BY_SIMULATION = ("overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head")
+_BY_SIMULATION = (
+    "plan.graphs",
+    "overlap.ep.splits",
+    "plan.layers_per_stage",
+    "overlap.pp.defer_layers",
+    "overlap.pp.defer_parts",
+    "overlap.pp.defer_head",
+)
 """Settings that `auto` chooses by simulating steps: too slow to do it for every plan that is tried."""
 
 
@@ -69,7 +76,10 @@ class Task:
     def without_simulations(self) -> Task:
         """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
         start = self.settled({})
-        return replace(self, config=changed(self.config, {name: leaf(start, name) for name in _BY_SIMULATION}))
+        fixed = {name: leaf(start, name) for name in _BY_SIMULATION}
+        if start.overlap.ep.merge_ends == "off":  # pairs at the ends go with some orders only
+            fixed["overlap.ep.merge_ends"] = "off"
+        return replace(self, config=changed(self.config, fixed))
 
 
 @dataclass(frozen=True, kw_only=True)

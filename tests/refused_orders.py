@@ -1,4 +1,4 @@
-"""What is refused beside orders whose weight gradients have steps of their own, as data for `test_config.py`.
+"""What is refused of stages and of orders with steps of weight gradients alone, as data for `test_config.py`.
 
 Each row: what differs from the recipe `tiny`, what a user asks for on the command line, the setting that the message
 names, and words of its reason. Names are those of `test_config.changed`.
@@ -12,6 +12,9 @@ ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
 V: dict[str, Any] = {"plan__order": "merged_v"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({}, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
+    ({}, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),
+    ({}, {"plan__layers_per_stage": ("auto", 2)}, "plan.layers_per_stage", "auto stands alone"),
     ({"merge": "off"}, {"plan__order": "zb_h1"}, "plan.order", "runs one chunk per rank"),
     ({"merge": "off", "plan__chunks": 1}, {"plan__order": "zb_v"}, "plan.order", "two chunks per rank"),
     ({"plan__order": "zb_v"}, {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),

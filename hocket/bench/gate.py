@@ -84,14 +84,12 @@ def gentle(workload: Workload) -> Workload:
 
 
 def small(workload: Workload) -> Workload:
-    """What the gate runs: fewer layers and tokens, with an optimizer. Even stages stay even."""
+    """What the gate runs: fewer layers and tokens, with an optimizer. Stages are even."""
     every = [workload.config, *workload.variants.values()]
-    layers = workload.config.model.layers
-    if not any(config.plan.layers_per_stage for config in every):
-        stages = math.lcm(*(config.mesh.pp * config.plan.chunks for config in every))
-        layers = min(layers, -(-LAYERS // stages) * stages)
+    stages = math.lcm(*(config.mesh.pp * config.plan.chunks for config in every))
+    layers = min(workload.config.model.layers, -(-LAYERS // stages) * stages)
     dense = tuple(n for n in workload.config.model.dense_layers if n < layers)
-    changes = {"model.layers": layers, "model.dense_layers": dense, "train.sequences": 1}
+    changes = {"model.layers": layers, "model.dense_layers": dense, "train.sequences": 1, "plan.layers_per_stage": ()}
     fewer = workload.having(lambda config: changed(config, changes))
     return gentle(dataclasses.replace(fewer, optimizer=True))
 

@@ -23,14 +23,14 @@ def mesh_of(config: Config) -> Mesh:
 def layout_of(config: Config) -> Layout:
     """Which virtual stage holds which layers. `plan.layers_per_stage` overrides the even split."""
     bounds = [0]
-    for count in config.plan.layers_per_stage:
+    for count in config.plan.split:
         bounds.append(bounds[-1] + count)
     return Layout(
         kinds=config.model.kinds(),
         pp=config.mesh.pp,
         chunks=config.plan.chunks,
         ep=config.mesh.ep,
-        bounds=tuple(bounds) if config.plan.layers_per_stage else (),
+        bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
         placed=config.overlap.ep.splits == "device" and config.mesh.ep > 1,

@@ -11,47 +11,65 @@ _VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
 
 
 def balanced(layout: Layout, costs: Costs) -> tuple[int, ...]:
-    """Layers per virtual stage, from those of a layout on.
+    """Layers per virtual stage, from those of a layout on: the last of `towards_balance`."""
+    return towards_balance(layout, costs)[-1]
+
+
+def towards_balance(layout: Layout, costs: Costs) -> list[tuple[int, ...]]:
+    """Layers per virtual stage: those of a layout, and after each layer that moves.
 
     As long as it makes the longest rank shorter, a layer goes from its longest stage, which mostly is that of the head,
     to the first stage of the shortest rank. In an interleaved order the backward of the last stage and the forward of
     the first one stand side by side, so they may add up to what two others do.
     """
-    sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))
+    splits = [tuple(hi - lo for lo, hi in pairwise(layout.bounds))]
     owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
-    layers = [_seconds(costs, layout.forward_parts(layer), layer) for layer in range(len(layout.kinds))]
-    ends = _seconds(costs, ("embed",), -1), _seconds(costs, ("head",), -1)
+    seconds = _Seconds(layout, costs)
     while True:
-        stages = _stage_seconds(sizes, layers, ends)
-        ranks = _by_rank(stages, owners)
+        sizes = splits[-1]
+        stages, ranks = seconds.stages(sizes), seconds.ranks(sizes)
         longest, shortest = ranks.index(max(ranks)), ranks.index(min(ranks))
         donors = [stage for stage, owner in enumerate(owners) if owner == longest and sizes[stage] > 1]
         if not donors:
-            return sizes
+            return splits
         donor = max(donors, key=stages.__getitem__)
         taker = owners.index(shortest)
         moved = tuple(size + (stage == taker) - (stage == donor) for stage, size in enumerate(sizes))
-        if max(_by_rank(_stage_seconds(moved, layers, ends), owners)) >= max(ranks):
-            return sizes
-        sizes = moved
+        if max(seconds.ranks(moved)) >= max(ranks):
+            return splits
+        splits.append(moved)
+
+
+def longest_rank(layout: Layout, costs: Costs, sizes: tuple[int, ...]) -> float:
+    """Seconds that the rank with most to compute computes for a microbatch, with so many layers per stage."""
+    return max(_Seconds(layout, costs).ranks(sizes))
+
+
+class _Seconds:
+    """What stages and ranks compute for a microbatch."""
+
+    def __init__(self, layout: Layout, costs: Costs) -> None:
+        self._owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
+        self._layers = [_seconds(costs, layout.forward_parts(n), n) for n in range(len(layout.kinds))]
+        self._ends = _seconds(costs, ("embed",), -1), _seconds(costs, ("head",), -1)
+
+    def stages(self, sizes: tuple[int, ...]) -> list[float]:
+        """By stage, with so many layers each."""
+        bounds = [0, *accumulate(sizes)]
+        found = [sum(self._layers[lo:hi]) for lo, hi in pairwise(bounds)]
+        found[0] += self._ends[0]
+        found[-1] += self._ends[1]
+        return found
+
+    def ranks(self, sizes: tuple[int, ...]) -> list[float]:
+        """By rank."""
+        ranks = [0.0] * (max(self._owners) + 1)
+        for seconds, owner in zip(self.stages(sizes), self._owners, strict=True):
+            ranks[owner] += seconds
+        return ranks
 
 
 def _seconds(costs: Costs, parts: tuple[Part, ...], layer: int) -> float:
     """Compute of one microbatch in some parts."""
     ops = (Op(verb, part, 0, 0, layer) for part in parts if part not in ("dispatch", "combine") for verb in _VERBS)
     return sum(float(costs.seconds(0, op)) for op in ops)
-
-
-def _stage_seconds(sizes: tuple[int, ...], layers: list[float], ends: tuple[float, float]) -> list[float]:
-    bounds = [0, *accumulate(sizes)]
-    found = [sum(layers[lo:hi]) for lo, hi in pairwise(bounds)]
-    found[0] += ends[0]
-    found[-1] += ends[1]
-    return found
-
-
-def _by_rank(stages: list[float], owners: list[int]) -> list[float]:
-    ranks = [0.0] * (max(owners) + 1)
-    for seconds, owner in zip(stages, owners, strict=True):
-        ranks[owner] += seconds
-    return ranks

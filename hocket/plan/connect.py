@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hocket.plan.ops import LANES, Key, Lane, Layout, Op
 from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
@@ -56,14 +56,14 @@ def connect(
     """The ops of all ranks with `deps` and `frees` filled in.
 
     `also` has, for every rank, ops that wait for another one whose value they don't read. Without `frees` it is not
-    found out where values are dropped, which times do not depend on.
+    found out where values are dropped, nor who learns when that is safe, which times do not depend on.
     """
     connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
     for rank, waits in zip(connected, also, strict=False):
         where = {op.key: i for i, op in enumerate(rank.ops)}
         for op, other in waits.items():
             rank.needs[where[op]].append(where[other])
-    if layout.pp > 1:
+    if layout.pp > 1 and frees:
         _acknowledge(connected, layout)
     return tuple(_finish(rank, frees) for rank in connected)
 
@@ -82,9 +82,14 @@ def _finish(rank: _Rank, frees: bool = True) -> tuple[Op, ...]:
     deps = rank.deps()
     dropped = _frees(rank.ops, clocks(rank.ops, deps), rank.readers) if frees else {}
     return tuple(
-        replace(op, deps=tuple(deps[i]), frees=tuple(dropped.get(i, ()))) if deps[i] or i in dropped else op
+        _with(op, tuple(deps[i]), tuple(dropped.get(i, ()))) if deps[i] or i in dropped else op
         for i, op in enumerate(rank.ops)
     )
+
+
+def _with(op: Op, deps: tuple[int, ...], frees: tuple[int, ...]) -> Op:
+    """`dataclasses.replace` takes three times as long, and programs have many ops."""
+    return Op(op.verb, op.part, op.microbatch, op.chunk, op.layer, op.lane, op.slot, deps, frees)
 
 
 def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,11 @@ class PartSize:
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 
 
+_NAMES = tuple(field.name for field in fields(PartSize))
+
+
 def plus(*sizes: PartSize) -> PartSize:
-    return PartSize(*(sum(column) for column in zip(*(astuple(size) for size in sizes), strict=True)))
+    return PartSize(*(sum(getattr(size, name) for size in sizes) for name in _NAMES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
 
 def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
     """One layer from the last stage, which has the head too, to the first one of another rank, or the other way."""
-    layout = _layout(c, c.plan.layers_per_stage)
+    layout = _layout(c, c.plan.split)
     if layout is None:
         return ()
     sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))

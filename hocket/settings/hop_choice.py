@@ -3,8 +3,8 @@
 Note: [What hides a hop may uncover something else]
 A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. On the other hand, what
 stands behind the send delays nobody: the more of it, the sooner a gradient comes through the pipeline, and the shorter
-is the bubble. So the fewest weight gradients that cover the hop are only one proposal; as few as possible and all are
-the others. All three are simulated, and the shortest step wins; of equal ones that which moves least. A few
+is the bubble. So the fewest weight gradients that cover the hop are only one proposal; none, as few as possible and all
+are the others. All four are simulated, and the shortest step wins; of equal ones that which moves least. A few
 microbatches show it: the steady state repeats itself.
 """
 
@@ -20,14 +20,12 @@ from hocket.plan.lower import build_program
 from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.plan_rules import group_of, lane_matters, separate_wgrads
+from hocket.settings.plan_rules import few_microbatches, group_of, lane_matters, separate_wgrads
 
 Choice = tuple[str, object, str]
 """Setting, value, reason."""
 
 _LAYERS, _PARTS, _LANE = "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.backward_lane"
-_MOST = 128
-"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
 _WORTH = 0.998
 """Share of a step's time that more weight gradients behind the send must bring it to."""
 
@@ -62,7 +60,7 @@ def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
     price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
-    count = _count(c, price.group)
+    count = few_microbatches(changed(c, {"plan.group": price.group}))
     wide = changed(c, {"plan.stride": 3, "plan.group": price.group})
     before, after = (_seconds(each, costs, count) for each in (c, wide))
     if after < before:
@@ -96,17 +94,18 @@ def nothing_to_put_behind(c: Config) -> str:
 
 
 def _covers(c: Config, costs: CostTable) -> list[Cover]:
-    """What may be put behind sends: as little as can be, as much as hides the hop, and all. Equal ones once."""
+    """What may be put behind sends: nothing, little, as much as hides the hop, and all. Equal ones once."""
     layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
     kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
     if nothing_to_put_behind(c):
         layers = 0
     layout = layout_of(c)
-    counts = ((1,), (), (-1,)) if layers == "auto" else ((layers,),) * 3
-    choices = zip(counts, (kinds[:1], kinds, kinds[-1:]), strict=True)
-    least, enough, everything = (smallest_cover(layout, costs, numbers, some) for numbers, some in choices)
-    found = [least]
-    found += [enough] if enough != least else []
+    uncovers = c.overlap.ep.merge == "on" and parts == "auto"  # who asks for parts asks for some
+    least = 0 if uncovers else 1
+    counts = ((least,), (1,), (), (-1,)) if layers == "auto" else ((layers,),) * 4
+    choices = zip(counts, (kinds[:1], kinds[:1], kinds, kinds[-1:]), strict=True)
+    *few, enough, everything = (smallest_cover(layout, costs, numbers, some) for numbers, some in choices)
+    found = list(dict.fromkeys((*few, enough)))
     return found + ([everything] if everything.seconds > enough.seconds else [])
 
 
@@ -119,7 +118,7 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
     best = 0
     for i, seconds in enumerate(times):
         best = i if seconds < _WORTH * times[best] else best
-    count = _count(c, group_of(c))
+    count = few_microbatches(c)
     others = ", ".join(f"with {_name(covers[i])} {duration(times[i])}" for i in range(len(covers)) if i != best)
     return covers[best], f"{_describe(covers[best])}; {count} microbatches take {duration(times[best])}, {others}"
 
@@ -127,17 +126,11 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
 def _step(c: Config, costs: CostTable, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
     covered = changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts})
-    return _seconds(covered, costs, _count(c, group_of(c)))
+    return _seconds(covered, costs, few_microbatches(c))
 
 
 def _seconds(c: Config, costs: CostTable, microbatches: int) -> float:
     return float(makespan(build_program(layout_of(c), microbatches, c, sharding_of(c), frees=False), costs))
-
-
-def _count(c: Config, group: int) -> int:
-    """Microbatches of a simulated step: three groups, or fewer of a long pipeline."""
-    groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
-    return min(c.train.microbatches, groups * group)
 
 
 def _lane(c: Config) -> tuple[str, str]:
@@ -149,10 +142,14 @@ def _lane(c: Config) -> tuple[str, str]:
 
 
 def _describe(cover: Cover) -> str:
+    if cover.layers == 0:
+        return f"nothing behind a send; a gradient's hop takes {duration(cover.hop)}"
     return f"{_name(cover)} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"
 
 
 def _name(cover: Cover) -> str:
+    if cover.layers == 0:
+        return "no weight gradients"
     what = "weight gradients" if cover.parts == "all" else "attention's weight gradients"
     count = "all layers" if cover.layers < 0 else f"{cover.layers} layer{'s' if cover.layers > 1 else ''}"
     return f"{what} of {count}"

@@ -186,5 +186,7 @@ def describe(hint: Any) -> str:
         args = get_args(hint)
         if get_origin(args[0]) is Literal:
             return "a list of names out of " + ", ".join(map(str, get_args(args[0])))
+        if get_origin(args[0]) in (Union, UnionType):
+            return f"a list, each {describe(args[0])}"
         return f"{'a list' if args[-1] is Ellipsis else f'{len(args)}'} of {args[0].__name__} values"
     return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]

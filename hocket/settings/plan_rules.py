@@ -33,6 +33,17 @@ def group_of(c: Config) -> int:
     return c.plan.group or fewest
 
 
+_MOST = 128
+"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
+
+
+def few_microbatches(c: Config) -> int:
+    """Microbatches of a step that is simulated to choose by its time: three groups, or fewer of a long pipeline."""
+    group = group_of(c)
+    groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
+    return min(c.train.microbatches, groups * group)
+
+
 def has_pairs(c: Config) -> bool:
     """Whether two microbatches follow each other on one chunk, so that the ends can be merged."""
     return c.train.microbatches > 1 and (c.plan.chunks == 1 or groups(c.train.microbatches, group_of(c))[0] > 1)
@@ -97,15 +108,21 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.layers_per_stage", "mesh.pp", "plan.chunks"),
-        lambda c, h: len(c.plan.layers_per_stage) not in (0, stages(c)),
+        lambda c, h: len(c.plan.split) not in (0, stages(c)),
         "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} needs {stages} numbers",
         "give {stages} numbers, or none to split evenly",
     ),
     Rule(
         ("plan.layers_per_stage", "model.layers"),
-        lambda c, h: sum(c.plan.layers_per_stage) not in (0, c.model.layers),
+        lambda c, h: sum(c.plan.split) not in (0, c.model.layers),
         "the stages' layers do not add up to model.layers = {model.layers}",
         "make them add up, or leave plan.layers_per_stage out",
+    ),
+    Rule(
+        ("plan.layers_per_stage",),
+        lambda c, h: "auto" in c.plan.layers_per_stage and len(c.plan.layers_per_stage) > 1,
+        "auto stands alone",
+        "a number for each stage, or auto",
     ),
     Rule(
         ("plan.order", "plan.chunks"),

@@ -14,13 +14,11 @@ from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Program
 from hocket.plan.schedule import cost_key
 from hocket.plan.simulate import simulate
-from hocket.settings.plan_rules import group_of
+from hocket.settings.plan_rules import few_microbatches, group_of
 from hocket.settings.rule import Host
 
 _USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
-_GROUPS = 3
-"""Groups of microbatches of a simulated step: what a rank holds at most is reached by then."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def predicted(c: Config, price: Callable[[Config], CostTable]) -> Predicted:
     between replays. Within the step it is handed on as ever, so a graph holds what a step needs at its most. Beside it
     lie what validations compute with; the optimizer and the end of a step add nothing of that size.
     """
-    count = min(c.train.microbatches, _GROUPS * group_of(c))
+    count = enough_microbatches(c)
     layout, costs = layout_of(c), price(c)
     program = build_program(layout, count, c, sharding_of(c))
     timeline = simulate(program, costs)
@@ -66,6 +64,11 @@ def predicted(c: Config, price: Callable[[Config], CostTable]) -> Predicted:
 def beside_steps(c: Config, program: Program, costs: CostTable) -> int:
     """Bytes that a rank holds beside what the simulator counts of a step."""
     return _arrivals(c) + _beside_a_graph(c, program, costs)
+
+
+def enough_microbatches(c: Config) -> int:
+    """Microbatches of a simulated step. After two groups a rank has held as much as it ever does."""
+    return min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
 
 
 def _arrivals(c: Config) -> int:

@@ -234,6 +234,17 @@ def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
     assert "with weight gradients of all layers" in reason
 
 
+def test_nothing_is_moved_where_it_brings_nothing() -> None:
+    """No hop to hide, and weight gradients that take no time: all choices are equal, and none is the least."""
+    config = planned(settings(), defer_layers="auto", defer_parts="auto")
+    found = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 0.0, attn=0.0, mlp=0.0))
+    assert found.overlap.pp.defer_layers == 0
+    assert said(found, "overlap.pp.defer_layers")[0].startswith("nothing behind a send; a gradient's hop takes")
+    late = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 3.0, attn=1.0, mlp=2.0))
+    assert late.overlap.pp.defer_layers != 0
+    assert "with no weight gradients" in said(late, "overlap.pp.defer_layers")[0]
+
+
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
     """Nobody waits for them, and where there is no all-to-all to cover they are needed nowhere else."""
     found = settings(train__microbatches=4)

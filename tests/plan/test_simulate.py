@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
-from hocket.plan.simulate import KINDS, Time, Timeline, simulate
+from hocket.plan.simulate import KINDS, Time, Timeline, makespan, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
+from tests.plan.programs import sample
 
 
 def program(*ranks: list[Op]) -> Program:
@@ -262,3 +263,12 @@ def test_simulation_of_a_large_program_takes_a_moment() -> None:
     simulate(built, costs)
     assert len(built) > 25_000
     assert time.process_time() - start < 2  # about 0.15 s on one idle core
+
+
+def test_times_do_not_depend_on_where_values_are_dropped() -> None:
+    for n, case in enumerate(sample(40, seed=3)):
+        table = Table({key: Fraction(1 + (n * len(key[0]) + 3 * len(key[1])) % 7) for key in published(Fraction(1))})
+        whole, quick = (
+            build_program(case.layout, case.microbatches, case.config, case.sharding, frees) for frees in (True, False)
+        )
+        assert makespan(whole, table) == makespan(quick, table)

@@ -67,6 +67,24 @@ def test_a_checkpoint_goes_on_with_other_ranks(before: dict[str, int], after: di
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (dict(layers_per_stage=(3, 1)), dict(layers_per_stage=(1, 3))),
+        (dict(layers_per_stage=(1, 3)), dict(order="merged_v", chunks=2, merge="on")),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_stages(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    old, new = (
+        resolve(changed(of(dict(layers=4), dict(tp=1, pp=2), plan, microbatches=4), {"run.folder": str(tmp_path)}))
+        for plan in (before, after)
+    )
+    wanted = whole([piece for pieces in run_ranks(saves, 2, old) for piece in pieces])
+    found = whole([piece for pieces in run_ranks(loads, 2, new) for piece in pieces])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 NAMES = ["layers.0.attn.wq", "layers.0.attn.wo", "layers.1.mlp.w_gate_up", "layers.1.shared.w_down", "embed.weight"]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -94,8 +95,8 @@ class Torchtitan:
         self.overlap = self.schedule_name == "DualPipeV"
         self.numbers = self._stages()
         self.bounds = even_bounds(workload.config.model.layers, self._stage_count())
-        if workload.config.plan.layers_per_stage and self.mesh.pp > 1:
-            self.bounds = (0, *torch.tensor(workload.config.plan.layers_per_stage).cumsum(0).tolist())
+        if workload.config.plan.split and self.mesh.pp > 1:
+            self.bounds = (0, *accumulate(workload.config.plan.split))
         self.models = [self._model(number) for number in self.numbers]
         for model in self.models:
             model.to_empty(device=device)

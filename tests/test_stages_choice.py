@@ -1,0 +1,74 @@
+"""How many layers every stage gets by itself: where that pays, what it costs in memory, and that it can be set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hocket.parallel.stages import layout_of
+from hocket.plan.balance import longest_rank, towards_balance
+from hocket.plan.cost import H200
+from hocket.planning import predict, program_of
+from hocket.recipes import recipe
+from hocket.resolve import Settings, model_costs, resolve
+from hocket.settings import stages_choice
+from hocket.settings.leaves import changed
+from hocket.settings.rules import Host
+
+LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
+NAME = "plan.layers_per_stage"
+
+
+def resolved(**settings: Any) -> Settings:
+    return resolve(changed(LLAMA, {name.replace("__", "."): value for name, value in settings.items()}), Host(gpus=8))
+
+
+def reason(settings: Settings) -> str:
+    return next(decision.reason for decision in settings.decisions if decision.setting == NAME)
+
+
+def test_a_heavy_head_gets_fewer_layers_and_the_step_is_shorter() -> None:
+    chosen, even = resolved(), resolved(plan__layers_per_stage=())
+    split = chosen.plan.split
+    assert sum(split) == 32
+    assert split[-1] < 8
+    assert "the longest rank computes" in reason(chosen)
+    layout, costs = layout_of(even), model_costs(even)
+    assert longest_rank(layout, costs, split) < 0.95 * longest_rank(layout, costs, (8,) * 4)
+    seconds = [float(predict(each, program_of(each), H200).makespan) for each in (chosen, even)]
+    assert seconds[0] < 0.95 * seconds[1]
+
+
+def test_a_small_vocabulary_leaves_stages_even() -> None:
+    small = resolved(model__vocab=1024)
+    assert small.plan.layers_per_stage == ()
+    assert "shorter" in reason(small)
+    assert resolve(recipe("tiny")).plan.layers_per_stage == ()
+
+
+def test_one_rank_has_nothing_to_split_and_what_is_set_stays() -> None:
+    assert resolved(mesh__pp=1).plan.layers_per_stage == ()
+    assert resolved(plan__layers_per_stage=(5, 9, 9, 9)).plan.layers_per_stage == (5, 9, 9, 9)
+    chosen = resolved()
+    assert resolve(chosen) == chosen
+
+
+@pytest.mark.parametrize("fits", [0, 1])
+def test_a_split_that_does_not_fit_is_left(fits: int) -> None:
+    """Memory for the split after so many moved layers, or for even stages alone."""
+    large = dict(mesh__pp=2, model__vocab=524_288)
+    even = resolved(**large, plan__layers_per_stage=())
+    ways = towards_balance(layout_of(even), model_costs(even))
+    assert len(ways) > 2, "several layers move"
+    held = [stages_choice._step(even, sizes, model_costs).nbytes for sizes in ways]
+    assert held[fits] < held[-1]
+    host = Host(gpus=8, memory=int(held[fits] / 0.9) + 1)
+    chosen = resolve(changed(LLAMA, {"mesh.pp": 2, "model.vocab": 524_288}), host)
+    assert (chosen.plan.split or ways[0]) == ways[fits]
+    assert "would need" in reason(chosen)
+
+
+def test_a_small_gain_of_a_merged_order_is_simulated() -> None:
+    found = resolve(changed(recipe("qwen3_30b_a3b"), {"train.microbatches": 4}), Host(gpus=8))
+    assert "4 microbatches take" in reason(found)
