@@ -78,6 +78,34 @@ def schedule(program: Program, durations: Sequence[Time], friction: Friction) ->
     return _Schedule(program, durations, friction).run()
 
 
+def longest_path(program: Program, durations: Sequence[Time]) -> Time:
+    """When the last op ends if nothing rubs: what `schedule` finds, without asking what runs beside what.
+
+    Raises ValueError if the program cannot finish.
+    """
+    before = _predecessors(program)
+    after: list[list[int]] = [[] for _ in before]
+    for number, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].append(number)
+    waiting = [len(needed) for needed in before]
+    starts: list[Time] = [0] * len(before)
+    ready = [number for number, count in enumerate(waiting) if not count]
+    last: Time = 0
+    for number in ready:  # which grows
+        end = starts[number] + durations[number]
+        last = end if end > last else last
+        for later in after[number]:
+            if end > starts[later]:
+                starts[later] = end
+            waiting[later] -= 1
+            if not waiting[later]:
+                ready.append(later)
+    if len(ready) < len(before):
+        raise ValueError(_stuck(program, waiting))
+    return last
+
+
 class _Rank:
     """The moving parts of one pipeline rank."""
 

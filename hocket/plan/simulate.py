@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import Lane, Op, Program
-from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
+from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, longest_path, schedule
 from hocket.plan.values import UnitName, follows, unit_moved, unit_written
 
 
@@ -101,8 +101,8 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
 
 
 def makespan(program: Program, costs: Costs) -> Time:
-    """The time of one step alone, which takes half of the work."""
-    return max(schedule(program, _durations(program, costs), NO_FRICTION)[1], default=0)
+    """The time of one step alone, which takes a third of the work."""
+    return longest_path(program, _durations(program, costs))
 
 
 def quiet_end(program: Program, costs: Costs, rank: int) -> tuple[Time, Time]:
