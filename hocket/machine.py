@@ -5,12 +5,17 @@ from __future__ import annotations
 from hocket.config import Config
 from hocket.plan.cost import HARDWARE, Hardware
 from hocket.settings.rule import Host
+from hocket.train.tokenizer import BYTES, ByteTokenizer
 
 
 def host_for_plan(config: Config) -> Host:
-    """A host with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing."""
+    """A host with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing.
+
+    A tokenizer's file is not looked for either, as it may be where the run will be.
+    """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
-    return Host(gpus=config.mesh.world if wants_gpus else 0)
+    vocab = ByteTokenizer.vocab if config.data.tokenizer == BYTES else 0
+    return Host(gpus=config.mesh.world if wants_gpus else 0, tokenizer_vocab=vocab)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:

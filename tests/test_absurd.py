@@ -64,3 +64,31 @@ def test_files_of_thousands_of_names_are_one_line(capsys: pytest.CaptureFixture[
         code, err = command(capsys, *words)
         assert (code, len(err.splitlines())) == (2, 1)
         assert "more than 1000" in err
+
+
+@pytest.mark.parametrize("name", ["a\0b", "two\nlines", "\x1b[31mred", "no text\udcff"])
+def test_what_cannot_be_shown_is_no_name_and_a_message_stays_one_line(name: str) -> None:
+    for setting, value in (("run.name", name), ("data.paths", ("texts", name)), ("run.folder", name)):
+        with pytest.raises(ValueError, match="has a character that cannot be shown; fix: ") as error:
+            resolve(changed(TINY, {setting: value}), Host())
+        assert len(str(error.value).splitlines()) == 1
+        assert str(error.value).isprintable()
+
+
+def test_names_in_any_script_are_fine() -> None:
+    resolve(changed(TINY, {"run.name": "Versuch Ärger\u00a0实验 👩\u200d🔬"}), Host())
+
+
+def test_a_word_of_the_command_line_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, err = command(capsys, "explain", "tiny", "--train.steps", "1\n2x", "--no\x1bsuch", "1")
+    assert code == 2
+    assert "train.steps = 1\\n2x (command line" in err
+    assert "--no\\x1bsuch (command line)" in err
+    assert len(err.splitlines()) == 3
+
+
+def test_explain_knows_how_many_tokens_bytes_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run does, which would refuse it."""
+    code, err = command(capsys, "explain", "tiny", "--model.vocab", "100")
+    assert code == 2
+    assert "model.vocab = 100 (command line, --model.vocab): the tokenizer has 256 tokens" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from types import UnionType
@@ -12,6 +13,8 @@ from hocket.config import Config
 from hocket.settings.absent import why_not
 
 ANY = float("inf")
+_UNSEEN = ("Cc", "Cs")
+"""Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
 
 MOST_RANKS = 10**6
 """Of a mesh, and of each of its axes."""
@@ -103,9 +106,17 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         if not is_a(value, hint):
             reason = why_not(setting, value) or "not " + describe(hint)
             lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
+        elif unseen(value):
+            lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
+
+
+def unseen(value: object) -> bool:
+    """Whether a text, or one of several, has what can be no part of a line: a control character, or what is no text."""
+    texts = value if isinstance(value, tuple) else (value,)
+    return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
 
 
 def beyond(setting: str, value: object) -> str:
@@ -155,8 +166,9 @@ def problem(setting: str, value: object, origins: Mapping[str, str], reason: str
 def show(value: object) -> str:
     """A value as one would type it after a flag."""
     if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "(none)"
-    return str(value) if value != "" else "(empty)"
+        return " ".join(map(show, value)) or "(none)"
+    text = str(value) if value != "" else "(empty)"
+    return "".join(ascii(x)[1:-1] if unicodedata.category(x) in _UNSEEN else x for x in text)
 
 
 def is_a(value: object, hint: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.settings.absent import why_no, why_not
 from hocket.settings.former import FORMER
-from hocket.settings.leaves import describe, leaf, types
+from hocket.settings.leaves import describe, leaf, show, types
 from hocket.settings.suggest import meant_setting
 
 
@@ -54,7 +54,7 @@ def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list
         elif cut:
             cut[-1][1].append(word)
         else:
-            problems.append(f"{word} (command line): not a setting; fix: settings look like --train.steps 50")
+            problems.append(f"{show(word)} (command line): not a setting; fix: settings look like --train.steps 50")
     return cut
 
 
@@ -63,12 +63,12 @@ def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
         return f"{flag} (command line): {name} is {FORMER[name]} now; fix: --{FORMER[name]}"
     close = meant_setting(name, known)
     hint = f"did you mean --{close}?" if close else "hocket train RECIPE --help lists all settings"
-    return f"{flag} (command line): there is no such setting; fix: {hint}"
+    return f"{show(flag)} (command line): there is no such setting; fix: {hint}"
 
 
 def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[str]:
     hint = types()[name]
-    shown = " ".join(words) or "(nothing)"
+    shown = show(" ".join(words)) if words else "(nothing)"
     if _parses(words, hint):
         return []
     wanted = describe(hint)
@@ -80,10 +80,10 @@ def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[s
 
 def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:
     if kind is bool:
-        return [f"{flag} (command line): takes no value; fix: leave out {' '.join(words)}"] if words else []
+        return [f"{flag} (command line): takes no value; fix: leave out {show(' '.join(words))}"] if words else []
     if _parses(words, kind):
         return []
-    shown, wanted = " ".join(words) or "(nothing)", describe(kind)
+    shown, wanted = show(" ".join(words)) if words else "(nothing)", describe(kind)
     return [f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}"]
 
 
