@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.kernels`: each kernel beside its formula, and a MoE layer with and without kernels."""
+"""Tables of `benchmarks.kernels` and `benchmarks.expert_grads`: kernels beside what torch has instead."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def layer_kernels(result: Result) -> str:
         for kernel in layer["kernels"][:20]
     ]
     return table(["kernel", "launches", "in all"], rows)
+
+
+def expert_grads(result: Result) -> str:
+    """Experts' weight gradients where they belong, by torch and by the kernel, with the fastest of its tiles."""
+    rows = []
+    for row in result["found"]:
+        if not row["even"]:
+            continue
+        times = row["seconds"]
+        cells = [f"{row['experts']} experts, {row['rows']:,} rows, {' x '.join(map(str, row['matrix']))}"]
+        cells += [us(times["product"])]
+        for way, mode in (("copy", "written"), ("sum", "added")):
+            torchs, kernel = times[f"product and {way}"], min(t for name, t in times.items() if name.startswith(mode))
+            cells += [us(torchs), us(kernel), f"{torchs / kernel:.2f}"]
+        rows.append([*cells, f"{row['break_even']:.2f}"])
+    head = ["", "torch: product", "and copy", "kernel writes", "times", "torch: and sum", "kernel adds", "times"]
+    return table([*head, "break-even"], rows)

@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.contender_tables import contenders, host_cost, settings
-from benchmarks.kernel_tables import layer_kernels, layers, pieces
+from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.prediction_tables import predicted, predicted_steps
@@ -251,6 +251,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "kernels": ("kernels", pieces),
     "kernels_layer": ("kernels", layers),
     "kernels_of_layer": ("kernels", layer_kernels),
+    "expert_grads": ("expert_grads", expert_grads),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),

@@ -73,7 +73,7 @@ _NAME_CLASS = _patterns(
     ("copy", r"^Mem(cpy|set)|^_take_rows"),
     ("indexing", r"^_lay_out_blocks"),
     ("optimizer", r"fused_?adam|multi_tensor_apply"),
-    ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape"),
+    ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("gemm", r"nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel"),
     ("norm", r"(rms|layer|group|batch)_?norm"),

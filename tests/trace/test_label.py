@@ -154,6 +154,7 @@ def test_bus_bytes(collective: str, args: dict[str, object], size: float) -> Non
         ("void cublasLt::splitKreduce_kernel<32>()", "aten::addmm", False, "gemm"),
         ("_ZN7cutlass13device_kernelIN2at4cuda6detail", "aten::_grouped_mm", False, "grouped gemm"),
         ("void at::cuda::detail::prepare_grouped_gemm_data<>()", "aten::_grouped_mm", False, "grouped gemm"),
+        ("_weight_gradients", "", False, "grouped gemm"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "aten::_cudnn_attention_forward", False, "attention"),
         ("void pytorch_flash::flash_bwd_kernel<>()", "aten::_flash_attention_backward", False, "attention"),
         ("void cudnn::fusion::compute_dot_do_o<>()", "aten::_cudnn_attention_backward", False, "attention"),
