@@ -136,14 +136,16 @@ class Reference:
         """Add one microbatch's gradients: in rank order, in fp32, divided by dp.
 
         Where gradients stay whole they are first added up on each rank, in fp32 in `held`, and rounded at the `last`
-        microbatch; without sharding the sum of ranks is rounded too.
+        microbatch, before they travel; without sharding the sum of ranks is rounded too. A tied embedding's two
+        gradients of a microbatch meet in a slot, where they are rounded.
         """
         params = [dict(chunk.named_parameters()) for chunk in ranks]
         for name in params[0]:
             parts = self.ep if ".experts." in name else 1
             late = self.strategy in ("no_shard", "optim") and self.dp > parts
             wire = (self.wire or self.dtype) if self.dp > parts else self.dtype
-            all_grads = [grad_of(of_rank[name], wire) for of_rank in params]
+            slotted = not late or (self.config.tied and name == "embed.weight")
+            all_grads = [grad_of(of_rank[name], wire if slotted else self.dtype) for of_rank in params]
             if late:
                 for r, grad in enumerate(all_grads):
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
