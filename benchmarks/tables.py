@@ -176,6 +176,20 @@ def plan_scaling(result: Result) -> str:
     return table(["pp x chunks x microbatches x layers", "ops", "plan", "check", "per op", "peak memory"], rows)
 
 
+def explain_scaling(result: Result) -> str:
+    rows = [
+        [
+            row["what"],
+            f"{row['gpus']:,}",
+            f"{row['resolve_s']:.2f} s",
+            f"{row['explain_s']:.2f} s",
+            f"{row['resolve_s'] + row['explain_s']:.2f} s",
+        ]
+        for row in result["rows"]
+    ]
+    return table(["configuration", "ranks", "resolve", "explain", "both"], rows)
+
+
 def calibration(result: Result) -> str:
     """Steps as predicted from another recorded step, as measured, and as the cost model has them."""
     rows = []
@@ -242,6 +256,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "overlap_ops": ("overlap_trace", overlap_ops),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
+    "explain_scaling": ("explain_scaling", explain_scaling),
     "bubbles": ("bubbles", bubbles),
     "bubbles_of_8b": ("bubbles", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),

@@ -7,15 +7,21 @@ from hocket.plan.cost import HARDWARE, Hardware
 from hocket.settings.rule import Host
 from hocket.train.tokenizer import BYTES, ByteTokenizer
 
+GPUS_OF_A_HOST = 8
+"""Where a plan is looked at without its hosts."""
+
 
 def host_for_plan(config: Config) -> Host:
-    """A host with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing.
+    """Hosts with enough GPUs if a run is meant for GPUs, else one without: where a plan is looked at says nothing.
 
     A tokenizer's file is not looked for either, as it may be where the run will be.
     """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
     vocab = ByteTokenizer.vocab if config.data.tokenizer == BYTES else 0
-    return Host(gpus=config.mesh.world if wants_gpus else 0, tokenizer_vocab=vocab)
+    world = config.mesh.world
+    if wants_gpus and world > GPUS_OF_A_HOST:
+        return Host(gpus=GPUS_OF_A_HOST, workers=world, local_workers=GPUS_OF_A_HOST, tokenizer_vocab=vocab)
+    return Host(gpus=world if wants_gpus else 0, tokenizer_vocab=vocab)
 
 
 def hardware_of(config: Config, name: str = "auto") -> Hardware:

@@ -36,6 +36,8 @@ def heading(settings: Settings) -> str:
     mesh, t = settings.mesh, settings.train
     tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
     ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
+    host = settings.host
+    ranks += f", {host.local_workers} on each host" if host.workers > host.local_workers else ""
     return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 
 

@@ -1,0 +1,89 @@
+"""Time to resolve and to explain a configuration, against the number of GPUs.
+
+    python -m benchmarks.explain_scaling
+
+Each size runs in a fresh process on one core. The aim is 1 s for both together, on 1,024 GPUs. Writes
+`benchmarks/results/explain_scaling.json` and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fresh import answer, in_fresh_process
+from hocket.explain.build import explain
+from hocket.explain.text import to_text
+from hocket.machine import host_for_plan
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.leaves import changed
+from hocket.variables import survey
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("tiny", {}),
+    "moe_8gpu": ("moe_8gpu", {}),
+    "qwen3_30b_a3b, data": ("qwen3_30b_a3b", {"mesh.dp": 512, "mesh.ep": 8}),
+    "qwen3_30b_a3b, pipeline": (
+        "qwen3_30b_a3b",
+        {"mesh.pp": 8, "mesh.dp": 128, "mesh.ep": 32, "plan.chunks": 2, "train.microbatches": 32},
+    ),
+    "llama3_8b, tensor": ("llama3_8b", {"mesh.tp": 8, "mesh.dp": 32, "mesh.pp": 4, "train.microbatches": 16}),
+    "qwen3_30b_a3b, 65,536": ("qwen3_30b_a3b", {"mesh.pp": 8, "mesh.dp": 8192, "mesh.ep": 128}),
+}
+"""What is explained: recipe and changes."""
+LARGE = 1024
+"""GPUs of what the aim is about."""
+AIM = 1.0
+"""Seconds."""
+
+
+def measure(name: str, repeats: int) -> dict[str, float]:
+    """Shortest of `repeats` times, in seconds of CPU time, and what they were for."""
+    base, changes = SIZES[name]
+    config = changed(recipe(base), changes)
+    host = host_for_plan(config)
+    resolve_s = explain_s = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        settings = resolve(config, host)
+        resolved = time.process_time()
+        text = to_text(explain(settings, survey({})))
+        done = time.process_time()
+        resolve_s, explain_s = min(resolve_s, resolved - start), min(explain_s, done - resolved)
+    assert text
+    return {"gpus": config.mesh.world, "resolve_s": round(resolve_s, 4), "explain_s": round(explain_s, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        answer(lambda: measure(json.loads(options.one), options.repeats))
+        return
+    from benchmarks.record import write  # imports torch, which the measured processes don't
+
+    rows: list[dict[str, Any]] = []
+    for name in SIZES:
+        row = {"what": name, **in_fresh_process("benchmarks.explain_scaling", json.dumps(name), options.repeats)}
+        rows.append(row)
+        print(f"{name:>26} {row['gpus']:>7,} ranks  resolve {row['resolve_s']:.2f} s, explain {row['explain_s']:.2f} s")
+    result = {
+        "question": "How long does it take to resolve and to explain a configuration?",
+        "method": f"shortest of {options.repeats} CPU times on one core, one process per size",
+        "target": {"gpus": LARGE, "seconds": AIM},
+        "worst": max(row["resolve_s"] + row["explain_s"] for row in rows if row["gpus"] == LARGE),
+        "rows": rows,
+    }
+    print(write("explain_scaling", result, options.out, options.commit))
+
+
+if __name__ == "__main__":
+    main()
