@@ -82,18 +82,19 @@ H200 = Hardware(
         "pp": Link(222e-6, 346e9),
         "gather": Link(55e-6, 316e9),
         "reduce": Link(58e-6, 321e9),
-        "tp": Link(55e-6, 316e9),
+        "tp": Link(30e-6, 312e9),
     },
     host_gap=50e-6,
     memory=139 * 2**30,
     copies=Link(12e-6, 300e9),
     processors=132,
-    wave_flops=740e12,
+    wave_flops=710e12,
     formulas=FUSED,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
 4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
-are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB. `peak_flops` is
+are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp, whose
+collectives follow each other closely, to 50 and 100 MB of four ranks, as `wave_flops` is. `peak_flops` is
 the data sheet's dense bf16 rate. `host_gap` is an estimate: about ten kernel launches."""
 
 LAPTOP = Hardware(

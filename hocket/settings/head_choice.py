@@ -91,9 +91,11 @@ def moved(program: Program, rank: int, count: int) -> Program:
 def _fitting(c: Config, costs: CostTable, plain: Program, wanted: int, memory: int) -> int:
     """How many of these weight gradients leave a step that fits into so many bytes, 0 for any; 0 if none does."""
     rank, _ = plain.layout.owner(plain.layout.stages - 1)
-    each, beside = costs.saved_bytes(rank, Op("bwd", "head")), beside_steps(c, plain, costs)
-    if not memory or not each or _at_most(costs, rank, plain) + beside + wanted * each < memory:
+    each = costs.saved_bytes(rank, Op("bwd", "head"))
+    # What lies beside steps, as what a validation keeps, is less than what they hold themselves.
+    if not memory or not each or 2 * _at_most(costs, rank, plain) + wanted * each < memory:
         return wanted
+    beside = beside_steps(c, plain, costs)
     late = changed(c, {_HEAD: wanted})
     program = build_program(layout_of(c), plain.microbatches, late, sharding_of(c))
     missing = simulate(program, costs).ranks[rank].peak_bytes + beside - memory

@@ -30,9 +30,11 @@ WORTH = 1.03
 """By how much a way must be faster than one thing after the other to be taken."""
 CALL = 8e-6
 """Seconds that each further piece costs a GPU: a product's start and end, and a wait."""
-HOST: dict[Direction, float] = {"forward": 80e-6, "backward": 200e-6}
+HOST: dict[Direction, float] = {"forward": 100e-6, "backward": 200e-6}
 """Seconds in which the host issues a piece, and as much again for a layer: it must not take longer than the GPU. More
 than it should take, since where it is late a way is slower than one thing after the other."""
+PAIR = 2 / 3
+"""Share of a collective's bandwidth that two ranks alone reach."""
 LITTLE = 100e-6
 """A product of fewer seconds ends before the host has issued what is to run beside it."""
 
@@ -65,7 +67,7 @@ class Product:
     moved: int
     """Bytes of all tokens, of which a rank sends or receives all but its own."""
     host: float
-    """Seconds in which the host issues a piece of it."""
+    """Seconds in which the host issues a piece of it; none in a step that is recorded."""
 
 
 def product_of(c: Config, role: str, direction: Direction) -> Product:
@@ -78,7 +80,8 @@ def product_of(c: Config, role: str, direction: Direction) -> Product:
     inner, columns = m.hidden, spread
     if (role in COLUMNS) != (direction == "forward"):
         inner, columns = columns, inner
-    return Product(rows, inner, columns, rows * m.hidden * c.element_bytes, HOST[direction])
+    host = 0.0 if c.plan.graphs == "on" else HOST[direction]
+    return Product(rows, inner, columns, rows * m.hidden * c.element_bytes, host)
 
 
 def seconds(product: Product, rows: int, hardware: Hardware) -> float:
@@ -96,8 +99,8 @@ def seconds(product: Product, rows: int, hardware: Hardware) -> float:
 
 def apart(product: Product, tp: int, hardware: Hardware) -> float:
     """Seconds of the collective and the product, one after the other."""
-    link = hardware.links["tp"]
-    return link.seconds(product.moved * (tp - 1) / tp) + seconds(product, product.rows, hardware)
+    moved = product.moved * (tp - 1) / tp / (PAIR if tp == 2 and hardware.processors else 1.0)
+    return hardware.links["tp"].seconds(moved) + seconds(product, product.rows, hardware)
 
 
 def piecewise(product: Product, tp: int, splits: int, hardware: Hardware) -> float:
@@ -174,7 +177,8 @@ def _choose(c: Config, h: Host, role: str, direction: Direction) -> tuple[str, s
         return "off", f"overlap.tp.method = {asked} is not for this direction of these layers, which can be {_or(can)}"
     reason = no_pieces(c, h)
     hardware, product = hardware_of(c), product_of(c, role, direction)
-    little = bool(hardware.processors) and seconds(product, product.rows, hardware) < LITTLE
+    late = bool(hardware.processors and product.host)
+    little = late and seconds(product, product.rows, hardware) < LITTLE
     worse = "bulk" if "bulk" in can and not little else "off"
     beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
     if reason:

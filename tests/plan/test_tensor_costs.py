@@ -79,6 +79,8 @@ def test_little_layers_are_not_cut() -> None:
     choices = {d.setting: d for d in settings(SMALL, 4).decisions}
     assert choices["overlap.tp.fc1_forward"].value == "off"
     assert choices["overlap.tp.fc1_backward"].value == "off"  # nor is anything issued beside them
+    recorded = settings(SMALL, 4, plan__graphs="on").overlap.tp
+    assert recorded.fc1_backward == "bulk"  # whose host has issued everything
     slow = settings(LARGE, 4, train__transport="slow", train__slow_latency=(0.001,))
     assert (slow.overlap.tp.fc1_forward, slow.overlap.tp.fc1_backward) == ("off", "bulk")
     assert "compute worse than they hide" in choices["overlap.tp.proj_forward"].reason
