@@ -13,7 +13,7 @@ from hocket.settings.rules import Host
 
 DENSE = {"model.layers": 14, "mesh.dp": 4, "train.microbatches": 1}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("llama3_8b", DENSE, "optim", "a step of 1 microbatch is"),
+    ("llama3_8b", DENSE, "optim_grads", "a step of 1 microbatch is"),
     ("llama3_8b", {**DENSE, "train.microbatches": 4}, "optim_grads", "a step of 3 microbatches"),
     ("llama3_8b", {**DENSE, "mesh.dp": 1}, "optim_grads_params", "one data-parallel rank"),
     ("llama3_8b", {"model.layers": 80, "mesh.dp": 4}, "optim_grads_params", "the shortest step that fits"),
