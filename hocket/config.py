@@ -58,6 +58,9 @@ class ModelConfig:
     """Width of the shared expert; 0 means none."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
+    routing: Literal["learnt", "even"] = "learnt"
+    """Who chooses experts: the router's scores, or an even spread that ignores them, to measure with a balanced load;
+    scores weigh the experts' outputs either way."""
     normalize_top_k: bool = True
     """Divide the chosen scores by their sum."""
     route_scale: float = 1.0

@@ -209,7 +209,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
-        "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "normalize_top_k": False,
+        "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1,
     }.items()),
     (TINY, {"mesh__dp": 3}, "mesh.dp", "does not divide mesh.dp = 3"),

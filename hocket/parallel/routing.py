@@ -9,7 +9,7 @@ Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -78,17 +78,20 @@ def route(
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
     `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. With `kept`, a
-    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more. Tokens that are
-    not in `real_T` are padding: they are routed, and not counted.
+    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more; likewise where
+    `config.routing` is even, and the choice no score's. Tokens that are not in `real_T` are padding: they are routed,
+    and not counted.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
+    if config.routing == "even" and kept is None:
+        kept = _even(len(logits_TE), config, logits_TE.device, real_T)
     if usable(logits_TE) and len(logits_TE) and real_T is None:
         from hocket.kernels.routing import choose, weigh
 
         factor = config.aux_loss * aux_scale
         if kept is not None:
             assert kept.chosen_TK is not None
-            return weigh(logits_TE, kept.chosen_TK, kept.counts_E, config, factor), kept
+            return weigh(logits_TE, kept.chosen_TK.int(), kept.counts_E, config, factor), kept
         probs_TK, inverse_R, counts_E, chosen_TK, aux = choose(logits_TE, bias_E, config, factor)
         aux = aux if config.aux_loss else None
         return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux, chosen_TK=chosen_TK)
@@ -107,6 +110,25 @@ def route(
         probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
         kept = replace(kept, aux=aux.detach())
     return probs_TK, kept
+
+
+def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor | None) -> Routing:
+    """The routing that gives every expert as many rows, and a token's to experts that are far apart."""
+    if real_T is None:
+        return _even_once(tokens, config, device)
+    return _placed(_spread(tokens, config, device), config, real_T)
+
+
+@lru_cache(maxsize=8)
+def _even_once(tokens: int, config: ModelConfig, device: torch.device) -> Routing:
+    return _placed(_spread(tokens, config, device), config, None)
+
+
+def _spread(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
+    """Experts [T, K], distinct ones for each token."""
+    first_T1 = torch.arange(tokens, device=device).unsqueeze(1)
+    apart_K = torch.arange(config.top_k, device=device) * (config.experts // config.top_k)
+    return (first_T1 + apart_K) % config.experts
 
 
 def _placed(chosen_TK: Tensor, config: ModelConfig, real_T: Tensor | None) -> Routing:

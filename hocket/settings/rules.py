@@ -78,6 +78,7 @@ RULES: tuple[Rule, ...] = (
             "model.expert_ffn",
             "model.shared_ffn",
             "model.router",
+            "model.routing",
             "model.normalize_top_k",
             "model.route_scale",
             "model.aux_loss",

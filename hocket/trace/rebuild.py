@@ -29,6 +29,7 @@ _LATER: dict[str, Any] = {
     "overlap.dp.gather_in_update": "off",
     "overlap.ep.room": 2.0,
     "mesh.tp": 1,
+    "model.routing": "learnt",
     "plan.recompute": (),
     "data.packing": "off",
     **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},

@@ -82,6 +82,24 @@ def test_bias_changes_the_choice_but_not_the_weights() -> None:
     assert torch.equal(probs[:, 0], logits.softmax(-1)[:, 5])
 
 
+def test_even_routing_gives_every_expert_as_many_rows_whatever_the_scores() -> None:
+    config = ModelConfig(experts=8, top_k=2, routing="even", aux_loss=0.1)
+    logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    probs, routing = route(logits, config)
+    assert routing.counts_E.tolist() == [4] * 8
+    assert routing.chosen_TK is not None
+    assert (routing.chosen_TK[:, 0] % 4 == routing.chosen_TK[:, 1] % 4).all(), "two experts of a token are far apart"
+    chosen = logits.softmax(-1).gather(1, routing.chosen_TK)
+    torch.testing.assert_close(probs, chosen / chosen.sum(-1, keepdim=True))
+    probs[:, 0].sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().sum() > 0
+    padded = route(logits, config, real_T=torch.arange(16) < 12)[1]
+    assert padded.load_E.sum() == 24
+    uneven = route(logits[:5], config)[1]
+    assert int(uneven.counts_E.max() - uneven.counts_E.min()) <= 1
+
+
 def test_all_experts_chosen() -> None:
     probs, routing = random_route(4, replace(CONFIG, top_k=8))
     assert routing.counts_E.tolist() == [4] * 8

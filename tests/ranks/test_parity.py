@@ -272,6 +272,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(pp=2, dp=2, ep=2),
         dict(order="merged_v", chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all"),
     ),
+    "an even load": (dict(layers=2, routing="even"), dict(dp=2, ep=2), dict(merge="on", recompute=("attn",))),
     "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),
     "long prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=5)),
     "no prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=0)),
