@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,11 @@ class Tile:
     warps: int
     stages: int
     """Loads of so many steps are under way at once."""
-    ahead: int = 0
-    """What is added to comes to the L2 cache before the product: 1 by rows, 2 by lines of 128 bytes, 0 not at all."""
 
 
 TILE = Tile(128, 256, 64, warps=8, stages=4)
-"""Two groups of 4 warps, each with 64 x 256 sums in its registers: the largest product that a Hopper has."""
+"""Two groups of 4 warps, each with 64 x 256 sums in its registers: the largest product that a Hopper has. Of the tiles
+of `benchmarks.expert_grads` it adds in the least time, and writes in little more than the least."""
 
 
 def weight_gradients(
@@ -70,7 +68,6 @@ def weight_gradients(
         tile.tall,
         tile.wide,
         tile.deep,
-        tile.ahead if add and isinstance(_weight_gradients, JITFunction) else 0,  # no interpreter knows what it is
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
@@ -90,7 +87,6 @@ def _weight_gradients(
     tall: tl.constexpr,
     wide: tl.constexpr,
     deep: tl.constexpr,
-    ahead: tl.constexpr,
 ):
     across: tl.constexpr = (inner + wide - 1) // wide
     tiles: tl.constexpr = (width + tall - 1) // tall * across
@@ -101,10 +97,6 @@ def _weight_gradients(
         return
     m = (tile // across * tall + tl.arange(0, tall))[None, :]
     n = (tile % across * wide + tl.arange(0, wide))[None, :]
-    column = tl.trans(m)
-    out += expert.to(tl.int64) * (width * inner)
-    if ahead:
-        _bring(out, column, tile % across * wide, width, inner, wide, ahead)
     row = tl.arange(0, deep)[:, None]
     from_x = x + start.to(tl.int64) * width + row * width + m
     from_g = g + start.to(tl.int64) * inner + row * inner + n
@@ -117,28 +109,9 @@ def _weight_gradients(
         from_x += deep * width
         from_g += deep * inner
     total *= scale
-    into = out + column * inner + n
+    column = tl.trans(m)
+    into = out + expert.to(tl.int64) * (width * inner) + column * inner + n
     if add:
         tl.atomic_add(into, total, mask=(column < width) & (n < inner), sem="relaxed")
     else:
         tl.store(into, total, mask=(column < width) & (n < inner))
-
-
-@triton.jit
-def _bring(out, column, n, width: tl.constexpr, inner: tl.constexpr, wide: tl.constexpr, ahead: tl.constexpr):
-    """Have a tile of fp32 sums come to the L2 cache while the product is made."""
-    line = out + tl.minimum(column, width - 1) * inner + n
-    if ahead == 1:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [line, tl.minimum(inner - n, wide) * 4],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        at = line + tl.minimum(tl.arange(0, wide // 32) * 32, inner - 1 - n)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )
