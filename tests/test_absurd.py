@@ -87,6 +87,14 @@ def test_a_word_of_the_command_line_is_shown_in_one_line(capsys: pytest.CaptureF
     assert len(err.splitlines()) == 3
 
 
+@pytest.mark.parametrize("setting", ["run.name", "data.paths", "plan.order"])
+def test_a_value_that_begins_like_a_flag_is_one_line(capsys: pytest.CaptureFixture[str], setting: str) -> None:
+    code, err = command(capsys, "explain", "tiny", f"--{setting}", "-x")
+    assert code == 2
+    assert f"-x (command line): begins like a flag; fix: --{setting}=-x if it is a value" in err
+    assert all("fix: " in line for line in err.splitlines()[err.count("settings cannot work") :])
+
+
 def test_explain_knows_how_many_tokens_bytes_are(capsys: pytest.CaptureFixture[str]) -> None:
     """As a run does, which would refuse it."""
     code, err = command(capsys, "explain", "tiny", "--model.vocab", "100")

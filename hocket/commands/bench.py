@@ -143,6 +143,10 @@ def changes(name: str, words: tuple[str, ...], config: Config) -> dict[str, Any]
     except ValueError as error:
         raise ValueError(str(error).replace("(command line", f"(--variant {name}")) from None
     stop_if(variants.beside_the_point(name, found))
+    if found.get("train.transport") == "null":
+        where = {"train.transport": f"--variant {name}"}
+        reason, fix = "it would compute something else", "--against hocket_null measures that"
+        raise ValueError(problem("train.transport", "null", where, reason, fix))
     return found
 
 

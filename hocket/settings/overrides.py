@@ -53,6 +53,9 @@ def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list
             cut.append((flag, [value] if equals else []))
         elif cut:
             cut[-1][1].append(word)
+            if word.startswith("-") and not _parses([word], float):
+                fix = f"{cut[-1][0]}={show(word)} if it is a value"
+                problems.append(f"{show(word)} (command line): begins like a flag; fix: {fix}")
         else:
             problems.append(f"{show(word)} (command line): not a setting; fix: settings look like --train.steps 50")
     return cut
