@@ -242,7 +242,10 @@ OUTCOMES = ("passed", "failed", "skipped")
 KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "step_time": ("step_time", step_time),
     "tensor_parallel": ("tensor_parallel", tensor_tables.layers),
-    "tensor_parallel_auto": ("tensor_parallel_2 tensor_parallel_2_as_8?", tensor_tables.chosen),
+    "tensor_parallel_auto": (
+        "tensor_parallel tensor_parallel_as_8? tensor_parallel_2? tensor_parallel_2_as_8?",
+        tensor_tables.chosen,
+    ),
     "predicted": ("step_time", predicted),
     "predicted_steps": (
         "expert_parallel expert_parallel_issued? pipeline_peers shared_expert? skinny? everything?",

@@ -33,6 +33,8 @@ def chosen(*results: Result) -> str:
         ranks = result.get("as_of") or result["tp"]
         of = f"of {ranks} ranks, on {result['tp']}" if ranks != result["tp"] else f"on {ranks} ranks"
         for model, found in result["models"].items():
+            if "auto" not in found:
+                continue  # of a time when the rule was no contender
             for role, directions in found["roles"].items():
                 for direction, ways in directions.items():
                     way = found["auto"][role][direction == "backward"]
