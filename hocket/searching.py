@@ -76,10 +76,7 @@ class Task:
     def without_simulations(self) -> Task:
         """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
         start = self.settled({})
-        fixed = {name: leaf(start, name) for name in _BY_SIMULATION}
-        if start.overlap.ep.merge_ends == "off":  # pairs at the ends go with some orders only
-            fixed["overlap.ep.merge_ends"] = "off"
-        return replace(self, config=changed(self.config, fixed))
+        return replace(self, config=changed(self.config, {name: leaf(start, name) for name in _BY_SIMULATION}))
 
 
 @dataclass(frozen=True, kw_only=True)

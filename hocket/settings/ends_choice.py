@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config, Switch
+from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
+from hocket.plan.lower import build_program
+from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import group_of, has_pairs
-from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.predicted import enough_microbatches, fits, gib, memory_of, predicted
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
@@ -50,13 +53,16 @@ def _nothing_to_gain(c: Config) -> str:
 
 
 def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[str, str]:
-    off, on = (predicted(changed(c, {"overlap.ep.merge_ends": ends}), lambda _: costs) for ends in _BOTH)
-    memory, count = memory_of(c, host), on.microbatches
-    if memory and not fits(on.nbytes, memory):
-        return "off", f"one more activation in flight, {gib(on.nbytes)} of {gib(memory)} in all, does not fit"
-    before, after = duration(off.seconds), duration(on.seconds)
-    if on.seconds >= off.seconds:
+    off, on = (changed(c, {"overlap.ep.merge_ends": ends}) for ends in _BOTH)
+    count = enough_microbatches(c)
+    programs = (build_program(layout_of(each), count, each, sharding_of(each), frees=False) for each in (off, on))
+    usual, merged = (float(makespan(program, costs)) for program in programs)
+    before, after = duration(usual), duration(merged)
+    if merged >= usual:
         return "off", f"{count} microbatches would take {after} instead of {before}"
+    memory = memory_of(c, host)
+    if memory and not fits(held := predicted(on, lambda _: costs).nbytes, memory):
+        return "off", f"one more activation in flight, {gib(held)} of {gib(memory)} in all, does not fit"
     return (
         "on",
         f"hides the all-to-alls at the start and the end: {count} microbatches take {after} instead of {before}",
