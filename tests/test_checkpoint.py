@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,13 +189,18 @@ def test_auto_falls_back_to_the_one_before_and_says_so_on_every_rank(tmp_path):
 
 def test_a_half_written_checkpoint_is_never_seen(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1])
+    unfinished = tmp_path / "checkpoints" / "step-00000002.tmp"
     monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(ValueError, match=r"run.folder = .*cannot be written: .*No space left.*; fix: make room"):
         save_steps(0, tmp_path, [2])
+    assert not unfinished.exists()
+    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):  # as if it had been killed
+        save_steps(0, tmp_path, [2])
     monkeypatch.undo()
-    assert (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
+    assert unfinished.exists()
     assert load_and_compare(0, tmp_path)[0] == 1
-    assert not (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
+    assert not unfinished.exists()
     save_steps(0, tmp_path, [2])
     assert load_and_compare(0, tmp_path)[0] == 2
 
@@ -247,6 +254,30 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     assert first == second
     assert first.startswith("run.folder = ")
     assert "fix:" in first
+
+
+def fill_the_disk(rank: int, folder: Path, limit: int) -> str:
+    """A save in which the last rank may write no file above `limit` bytes."""
+    settings = settings_in(folder)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(settings, 2, 2, groups(2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_without_room_gives_back_what_it_took(tmp_path):
+    checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
+    first, second = run_ranks(fill_the_disk, 2, tmp_path, 64)
+    assert first == second
+    assert "a checkpoint cannot be written: OSError: [Errno 27]" in first
+    assert sorted(path.name for path in checkpoint.checkpoints_of(settings_in(tmp_path)).iterdir()) == [
+        "latest",
+        "step-00000001",
+    ]
 
 
 def test_set_aside_never_overwrites(tmp_path):

@@ -344,7 +344,8 @@ def _failed(what: str, writing: Settings | None) -> str:
 def _together(action: Callable[[], object], writing: Settings | None = None) -> None:
     """Run an action on every rank; an error of any rank is raised on all of them, so that none waits in vain.
 
-    `writing` are the settings of the run whose checkpoint the action writes, for the message.
+    `writing` are the settings of the run whose checkpoint the action writes, for the message. What it has written is
+    removed then: on a full disk nothing else would find room, not even the next start of the run.
     """
     failure = ""
     try:
@@ -358,5 +359,7 @@ def _together(action: Callable[[], object], writing: Settings | None = None) -> 
         failure = _failed(str(error), writing)
     # The lowest rank's words, so that all ranks say the same.
     first = next((text for text in _gather(failure) if text), "")
+    if first and writing is not None and _rank() == 0:
+        _remove_unfinished(checkpoints_of(writing))
     if first:
         raise ValueError(first)
