@@ -407,8 +407,10 @@ class Engine:
 
     def abort(self) -> None:
         """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
-        self.forget_graph()
         self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
+        self.forget_graph()
+        if self._room is not None:
+            self._room.needed.zero_()  # it may be that of rows which no step has looked at
         for executor in self._executors:
             executor.abort()
         self.catch_up()  # by the step before, which was complete

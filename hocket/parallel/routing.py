@@ -9,7 +9,7 @@ Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -119,8 +119,9 @@ def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor
     return _placed(_spread(tokens, config, device), config, real_T)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _even_once(tokens: int, config: ModelConfig, device: torch.device) -> Routing:
+    """Kept for good: recorded steps read it again in each replay."""
     return _placed(_spread(tokens, config, device), config, None)
 
 

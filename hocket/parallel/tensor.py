@@ -132,8 +132,10 @@ class Tensors:
             yield lambda number: nullcontext()
             return
         twin.fork()
-        yield lambda number: twin.on() if number % 2 else nullcontext()
-        twin.mark()()
+        try:
+            yield lambda number: twin.on() if number % 2 else nullcontext()
+        finally:  # behind an error, too: memory that is read there is given back
+            twin.mark()()
 
     def gather(self, x_SD: Tensor) -> Tensor:
         """The tokens of all ranks: [T, D]."""

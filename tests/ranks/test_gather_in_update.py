@@ -60,18 +60,20 @@ def in_between(rank: int) -> None:
         losses = [engine.evaluate(first)]
         engine.train_step(second, 0.1)
         state = [x.clone() for one in engine.optimizer.state.values() for x in (one.piece.main, one.exp_avg)]
-        engine.train_step(third, 0.1)
-        engine.executor.actions.on_step = _fail
-        with pytest.raises(RuntimeError, match="interrupted"):
+        for fail in (("on_step",), ("on_step", "on_update")):  # behind the updates, and before the first one
             engine.train_step(third, 0.1)
-        engine.abort()
-        engine.assert_clean()
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+                for call in fail:
+                    patch.setattr(engine.executor.actions, call, _fail)
+                engine.train_step(third, 0.1)
+            engine.abort()
+            engine.assert_clean()
         found[value] = [*losses, *state, *weights(engine)]
         engine.close()
     assert same(found["off"], found["on"])
 
 
-def _fail() -> None:
+def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
 
 
