@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.trace import load
 from hocket.train.exposed import TraceReader
-from hocket.train.profiling import WARM_UP, window_of
+from hocket.train.metrics import Metrics
+from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe
+from hocket.train.signals import StopRequest
 from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
 from tests.ranks.test_lane_orders import microbatches_of
@@ -201,6 +204,20 @@ def test_ops_are_named_inside_the_window_only(tmp_path):
     assert seen["hocket step 7"] == 1
     assert {str(op) for op in engine.program.ranks[0]} <= seen.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
+
+
+def test_steps_of_a_window_run_op_by_op_where_they_cannot_be_recorded_too(tmp_path, monkeypatch):
+    """The other ranks' do, and no rank may replay what others do not."""
+    engine, config = one_rank()
+    config = replace(config, train=replace(config.train, profile=(2, 2)), run=replace(config.run, folder=str(tmp_path)))
+    monkeypatch.setattr(Recording, "start", lambda recording: 1 / 0)
+    window = ProfileWindow(config, 0, engine, Mock(spec=Metrics), StopRequest(), 0)
+    seen = []
+    for step in (1, 2, 3, 4):
+        window.before(step)
+        seen.append(engine.executor.annotated)
+        window.after(step)
+    assert seen == [False, True, True, False]
 
 
 def test_names_that_the_profiler_would_spoil_are_changed(tmp_path):

@@ -94,6 +94,8 @@ class ProfileWindow:
         except Exception as error:
             self._drop()
             self._problem = f"was not recorded ({_first_line(error)})"  # told behind the window, with other ranks'
+        if step in self.steps and not self._engine.executor.annotated:
+            self._engine.executor.annotate()  # as on the other ranks: Note: [Ranks record and replay apart]
 
     def after(self, step: int) -> None:
         """Call after step `step`, once its loss is known."""
@@ -106,6 +108,7 @@ class ProfileWindow:
     def _write(self) -> None:
         """Write this rank's trace; once all ranks have, have them read."""
         recording, self._recording = self._recording, None
+        self._engine.executor.annotate(False)
         if recording is not None:
             try:
                 recording.stop()
