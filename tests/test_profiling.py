@@ -209,9 +209,10 @@ def test_ops_are_named_inside_the_window_only(tmp_path):
 def test_steps_of_a_window_run_op_by_op_where_they_cannot_be_recorded_too(tmp_path, monkeypatch):
     """The other ranks' do, and no rank may replay what others do not."""
     engine, config = one_rank()
-    config = replace(config, train=replace(config.train, profile=(2, 2)), run=replace(config.run, folder=str(tmp_path)))
+    train, run = replace(config.train, profile=(2, 2)), replace(config.run, folder=str(tmp_path))
+    settings: Any = replace(config, train=train, run=run)
     monkeypatch.setattr(Recording, "start", lambda recording: 1 / 0)
-    window = ProfileWindow(config, 0, engine, Mock(spec=Metrics), StopRequest(), 0)
+    window = ProfileWindow(settings, 0, engine, Mock(spec=Metrics), StopRequest(), 0)
     seen = []
     for step in (1, 2, 3, 4):
         window.before(step)
