@@ -87,7 +87,7 @@ def small(workload: Workload) -> Workload:
     """What the gate runs: fewer layers and tokens, with an optimizer. Stages are even."""
     every = [workload.config, *workload.variants.values()]
     stages = math.lcm(*(config.mesh.pp * config.plan.chunks for config in every))
-    layers = min(workload.config.model.layers, -(-LAYERS // stages) * stages)
+    layers = stages * max(1, min(workload.config.model.layers // stages, -(-LAYERS // stages)))
     dense = tuple(n for n in workload.config.model.dense_layers if n < layers)
     changes = {"model.layers": layers, "model.dense_layers": dense, "train.sequences": 1, "plan.layers_per_stage": ()}
     fewer = workload.having(lambda config: changed(config, changes))

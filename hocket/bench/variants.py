@@ -17,6 +17,8 @@ from hocket.settings.rules import Host
 
 HOW = ("overlap.", "plan.", "precision.", "train.transport")
 """Settings that say how a step is made. The others say which one, and that is the same for all contenders."""
+ENVIRONMENT = "overlap.env"
+_OTHER_STEP = "the other contenders would not do the same step"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ def read(texts: Sequence[str]) -> list[Variant]:
 
 
 def beside_the_point(name: str, settings: Iterable[str]) -> list[str]:
-    """A line for each setting of a variant that would make it do another step than the other contenders."""
-    reason, fix = "the other contenders would not do the same step", "set it for all, outside of --variant"
-    return [
-        f"{setting} (--variant {name}): {reason}; fix: {fix}" for setting in settings if not setting.startswith(HOW)
-    ]
+    """A line for each setting that a variant cannot have for itself."""
+    lines = []
+    for setting in settings:
+        if setting == ENVIRONMENT or not setting.startswith(HOW):
+            same = "all contenders share one environment" if setting == ENVIRONMENT else _OTHER_STEP
+            lines.append(f"{setting} (--variant {name}): {same}; fix: set it for all, outside of --variant")
+    return lines
 
 
 def settled(

@@ -22,18 +22,21 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
     """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
 
     `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
-    lists given twice, wrong values, words that belong to no flag. Of other settings given twice the last one counts.
+    lists given twice, wrong values, words that belong to no flag. Of other flags given twice the last one counts.
     """
     known = types()
     found: dict[str, str] = {}
     problems: list[str] = []
+    seen = set[str]()
     for flag, words in split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
+        hint = others.get(name, known.get(name))
+        if name in seen and get_origin(hint) is tuple:  # the last one counts, or do both?
+            problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
+        seen.add(name)
         if name in others:
-            problems += _check_other(flag, words, others[name])
+            problems += _check_other(flag, words, hint)
         elif name in known:
-            if name in found and isinstance(leaf(config, name), tuple):  # the last one counts, or do both?
-                problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
             found[name] = f"command line, {flag}"
             problems += _check(name, flag, words, config)
         elif why := why_no(name):

@@ -91,6 +91,15 @@ def test_a_smaller_model_with_an_optimizer_is_compared():
     assert small.config.model.hidden == work.config.model.hidden
 
 
+def test_stages_of_the_smaller_model_are_even_where_those_of_the_whole_one_cannot_be():
+    work = workload(1)
+    uneven = changed(work.config, {"model.layers": 3, "mesh.pp": 2, "plan.layers_per_stage": (2, 1)})
+    small = gate.small(dataclasses.replace(work, config=uneven))
+    assert (small.config.model.layers, small.config.plan.layers_per_stage) == (2, ())
+    thirds = changed(uneven, {"plan.chunks": 3, "plan.layers_per_stage": ()})
+    assert gate.small(dataclasses.replace(work, config=uneven, variants={"thirds": thirds})).config.model.layers == 6
+
+
 def test_the_gates_epsilon_is_about_an_element_of_a_gradient():
     work = workload(1)
     made = bound(dataclasses.replace(work, optimizer=False), 0, CPU)
