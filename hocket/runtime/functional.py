@@ -3,8 +3,9 @@
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` writes the weight gradient where it is sent from (`fsdp/linear.py`). For a managed parameter
 (`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
-backward runs, and the weight gradient is pushed onto the island's queue. All ways compute the same bits, because the
-formulas and their operand order are those of torch's own derivatives.
+backward runs, and the weight gradient is pushed onto the island's queue. On a CPU all ways compute the same bits,
+because the formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add
+up are rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
