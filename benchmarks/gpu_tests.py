@@ -11,6 +11,7 @@ GPUs beside each other. Exits with pytest's status.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,17 +27,28 @@ def outcome(case: ElementTree.Element) -> str:
     return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
 
 
+def run(command: list[str], seconds: float | None) -> int:
+    """Run pytest, interrupted after so many seconds. Returns its status."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it writes its report
+        return process.wait(30)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", default="gpu_tests", help="of the result")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--seconds", type=float, default=None, help="after which no test begins; those that ran count")
     options, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *off, f"--junitxml={report}"]
-        status = subprocess.run([*command, *(words or ["tests"])], cwd=ROOT).returncode
+        status = run([*command, *(words or ["tests"])], options.seconds)
         cases = list(ElementTree.parse(report).iter("testcase"))
     tests = {
         f"{case.get('classname')}::{case.get('name')}": {

@@ -110,7 +110,7 @@ def hidden(*results: Result) -> str:
         tokens = f"{config['train']['sequences'] * config['data']['sequence_length']:,}"
         # In a replay nothing tells for what a copy is, but that rows are stored by kernels.
         names = {"other": "gather, reduce"} if config["train"]["transport"] == "copy_engine" else {}
-        for row in result["report"]["kinds"]:
+        for row in (row for row in result["report"]["kinds"] if row["kind"] != "control"):
             times = [row["seconds"], row["exposed_seconds"]]
             share = f"{row['hidden_fraction']:.1%}"
             rows.append([f"{tokens}: {names.get(row['kind'], row['kind'])}", *map(_tenths, times), share])
@@ -248,7 +248,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     ),
     "predicted": ("step_time", predicted),
     "predicted_steps": (
-        "expert_parallel expert_parallel_issued? pipeline_peers shared_expert? skinny? everything?",
+        "expert_parallel expert_parallel_long? pipeline_peers shared_expert? skinny? everything?",
         predicted_steps,
     ),
     "overlap_trace": ("overlap_trace", overlap_trace),
@@ -300,10 +300,9 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "copy_engine_tax": ("copy_engine", copy_engine_tax),
     "copy_engine_sum": ("copy_engine", copy_engine_sum),
     "row_exchange": ("row_exchange", row_exchange),
-    "expert_parallel": ("expert_parallel", contenders),
-    "expert_parallel_settings": ("expert_parallel", settings),
-    "expert_parallel_issued": ("expert_parallel_issued", contenders),
-    "expert_parallel_2": ("expert_parallel_2", contenders),
+    "expert_parallel": ("expert_parallel expert_parallel_long?", contenders),
+    "expert_parallel_settings": ("expert_parallel expert_parallel_long?", settings),
+    "expert_parallel_even": ("expert_parallel_even", contenders),
     "expert_parallel_host": ("expert_parallel_host", host_cost),
     "shared_expert": ("shared_expert", contenders),
     "skinny": ("skinny", contenders),
@@ -313,7 +312,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_steps": ("expert_steps", expert_steps),
     "copies": ("copies", contenders),
     "expert_aims": (
-        "expert_parallel expert_parallel_issued shared_expert? skinny? pipeline_dense_8? everything?",
+        "expert_parallel expert_parallel_long? shared_expert? skinny? pipeline_dense_8? everything?",
         expert_aims,
     ),
     "pipeline_peers": ("pipeline_peers", contenders),
