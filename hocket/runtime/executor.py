@@ -130,7 +130,8 @@ class Executor:
         return actions.losses
 
     def abort(self) -> None:
-        """Forget the values of an interrupted step, so that a later step starts clean."""
+        """Forget the values of an interrupted step, so that a later step starts clean. Nobody waits for it any more."""
+        self.recorder.end()
         self._values = [None] * len(self._values)
         self.actions.discard()
 

@@ -142,6 +142,32 @@ def test_a_recording_is_void_where_bytes_move_in_another_way() -> None:
     assert run_ranks(muted, 2) == [[1, 2, 3]] * 2
 
 
+def interrupted(rank: int, fails: bool) -> list[float]:
+    """Losses of all steps; if one `fails`, steps are recorded, and a replayed one is made again after an exception."""
+    engine, losses = Engine(CONFIG, rank, torch.device("cpu")), []
+    engine.init_weights()
+    if fails:
+        engine._graphed = engine.graphed_by(once)
+    for i, batches in enumerate(random_batches(CONFIG.model, STEPS, CONFIG.train.microbatches, CONFIG.mesh.dp, (2, 8))):
+        microbatches = [Microbatch(*batch[rank]) for batch in batches]
+        if fails and i == STEPS - 2:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine.executor.actions, "on_step", lambda: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    engine.train_step(microbatches, 1e-2)
+            assert engine.executor.recorder.replayed
+            engine.abort()
+            engine.assert_clean()
+            assert engine.current_recorder is None, "nobody waits for what was abandoned"
+        losses.append(float(engine.train_step(microbatches, 1e-2).loss))
+        engine.forget_graph()
+    return losses
+
+
+def test_a_replayed_step_that_fails_is_abandoned_like_others() -> None:
+    assert run_ranks(interrupted, 2, True) == run_ranks(interrupted, 2, False)
+
+
 class Streams:
     """Lanes of which a recording only asks whether they were left."""
 
