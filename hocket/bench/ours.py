@@ -26,9 +26,9 @@ from hocket.runtime.transports import Transport
 from hocket.settings.former import flat
 from hocket.settings.leaves import changed
 
-_groups: dict[tuple[Mesh, str, str, str], Groups] = {}
-"""Groups of this process by mesh, transport, who knows splits and copies: contenders of one kind take turns on them, as
-they do on the GPU."""
+_groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}
+"""Groups of this process by mesh, transport, who knows splits, copies, and tokens of a microbatch, for which they have
+room: contenders of one kind take turns on them, as they do on the GPU."""
 
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
@@ -41,7 +41,7 @@ class Planned:
     def __init__(self, workload: Workload, rank: int, device: torch.device, config: Config) -> None:
         self.workload = workload
         transport = config.train.transport
-        kind = mesh_of(config), transport, config.overlap.ep.splits, config.overlap.ep.copies
+        kind = mesh_of(config), transport, config.overlap.ep.splits, config.overlap.ep.copies, config.tokens
         self.engine = Engine(config, rank, device, groups=_groups.get(kind), update=workload.optimizer)
         _groups[kind] = self.engine.groups
         self.engine.init_weights()
@@ -153,7 +153,7 @@ class Exchanges:
         config = _on(config, "copy_engine") if device.type == "cuda" else config
         mesh, transport = mesh_of(config), config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        kind = mesh, transport, config.overlap.ep.splits, config.overlap.ep.copies
+        kind = mesh, transport, config.overlap.ep.splits, config.overlap.ep.copies, config.tokens
         if kind not in _groups:
             _groups[kind] = make_groups(mesh, rank, device, transport, comm_options(config, device))
         self.group = _groups[kind].a2a
