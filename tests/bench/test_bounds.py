@@ -95,6 +95,22 @@ def test_exchanges_are_those_of_a_step():
         assert words == f"16, of {rows} rows to each of 1 ranks"
 
 
+def shared_groups(rank: int) -> list[bool]:
+    work = workload(2, 2, moe=True)
+    train = dataclasses.replace(work.config.train, sequences=1)
+    smaller = dataclasses.replace(work, config=dataclasses.replace(work.config, train=train))
+    found: list[object] = []
+    for each in (smaller, work, work):
+        made = built("hocket", rank, each)
+        assert isinstance(made, Planned)
+        found.append(made.engine.groups)
+    return [found[0] is found[1], found[1] is found[2]]
+
+
+def test_groups_are_shared_by_contenders_whose_rows_they_have_room_for():
+    assert run_ranks(shared_groups, 2) == [[False, True]] * 2
+
+
 def test_rows_that_stay_need_no_host_and_give_the_same_bits():
     work, rank = workload(2, 2, moe=True), 1
     (microbatch, _), found = batches(work, rank, 0, CPU), []
