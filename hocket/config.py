@@ -261,7 +261,8 @@ class PrecisionConfig:
     CPUs."""
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """What gradients of weights travel in; auto is what is computed in, to which each rank's gradient is rounded. fp32
-    beside bf16 rounds none, for twice the bytes. Where nothing travels, products add to the fp32 gradient."""
+    beside bf16 rounds none, for twice the bytes. Where nothing travels, products add to the fp32 gradient. The two
+    gradients of a tied embedding are added up in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

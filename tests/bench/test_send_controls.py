@@ -60,7 +60,7 @@ def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def test_every_order_runs_with_as_many_and_twice_as_many_microbatches() -> None:
     rows = run_ranks(orders_on, 2, OPTIONS)[0]
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert all(0 < few < many for few, many in (row["predicted"] for row in rows))
     assert all(row["signal_seconds"] > 0 for row in rows)
     assert orders({"rows": rows, "microbatches": 4}).count("\n") == 1 + len(rows)
