@@ -1,8 +1,8 @@
 """How `overlap.dp.gather_in_update` is chosen where it is `auto`: by what the first gathers of a step would cost.
 
 They are exposed if weights are updated when a step ends, and hidden if each unit is gathered while others are updated,
-for as long as these updates last. In a step of many microbatches that is little, and a plan whose step ends with its
-update is easier to read.
+for as long as these updates last. In a step of many microbatches that is little. So far it is only said what they would
+gain: planned steps that begin with their update have the bits of others on CPUs, and have not been run on GPUs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from hocket.plan.timeline import duration
 from hocket.settings.plan_rules import shares_units
 
 _SETTING = "overlap.dp.gather_in_update"
-_WORTH = 0.005
-"""Share of a step that must be hidden."""
 _COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
 
 
@@ -35,9 +33,11 @@ def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[Switch, st
     if c.plan.graphs == "on":
         return "off", "a recorded step has no update in it (plan.graphs = on)"
     hidden, step = _seconds(c, price(c))
-    gain = hidden / step
-    what = f"a step's first gathers take {duration(hidden)} beside the updates of other units, {gain:.1%} of a step"
-    return ("on", what) if gain >= _WORTH else ("off", f"{what}: too little to split the step's update")
+    what = f"a step's first gathers would take {duration(hidden)} beside the updates of other units"
+    return (
+        "off",
+        f"{what}, {hidden / step:.1%} of a step; {_SETTING} = on asks for it, and has not been run on GPUs yet",
+    )
 
 
 def _seconds(c: Config, costs: CostTable) -> tuple[float, float]:

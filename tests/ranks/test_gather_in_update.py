@@ -115,8 +115,8 @@ def test_an_update_that_is_missing_or_late_is_noticed() -> None:
 
 
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
-    ({"train.microbatches": 1}, "on", "beside the updates"),
-    ({"train.microbatches": 64}, "off", "too little"),
+    ({"train.microbatches": 1}, "off", "beside the updates of other units"),
+    ({"train.microbatches": 64}, "off", "0.0% of a step"),
     ({"mesh.dp": 1}, "off", "nothing is gathered"),
     ({"overlap.dp.strategy": "no_shard"}, "off", "nothing is gathered"),
     ({"train.microbatches": 1, "plan.graphs": "on"}, "off", "recorded"),
@@ -125,7 +125,7 @@ CHOICES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "value", "reason"), CHOICES, ids=lambda one: str(one)[:40])
-def test_it_is_chosen_where_it_hides_something(settings: dict[str, Any], value: str, reason: str) -> None:
+def test_what_it_would_hide_is_said(settings: dict[str, Any], value: str, reason: str) -> None:
     base = {"model.layers": 14, "mesh.dp": 4, "train.device": "cuda"}
     found = resolve(changed(recipe("llama3_8b"), {**base, **settings}), Host(gpus=4))
     (decision,) = [decision for decision in found.decisions if decision.setting == "overlap.dp.gather_in_update"]
