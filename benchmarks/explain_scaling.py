@@ -8,13 +8,11 @@ Each size runs in a fresh process on one core. The aim is 1 s for both together,
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.fresh import answer, in_fresh_process
+from benchmarks.fresh import answer, in_fresh_process, options
 from hocket.explain.build import explain
 from hocket.explain.text import to_text
 from hocket.machine import host_for_plan
@@ -58,30 +56,25 @@ def measure(name: str, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        answer(lambda: measure(json.loads(options.one), options.repeats))
+    given = options(__doc__)
+    if given.one:
+        answer(lambda: measure(json.loads(given.one), given.repeats))
         return
     from benchmarks.record import write  # imports torch, which the measured processes don't
 
     rows: list[dict[str, Any]] = []
     for name in SIZES:
-        row = {"what": name, **in_fresh_process("benchmarks.explain_scaling", json.dumps(name), options.repeats)}
+        row = {"what": name, **in_fresh_process("benchmarks.explain_scaling", json.dumps(name), given.repeats)}
         rows.append(row)
         print(f"{name:>26} {row['gpus']:>7,} ranks  resolve {row['resolve_s']:.2f} s, explain {row['explain_s']:.2f} s")
     result = {
         "question": "How long does it take to resolve and to explain a configuration?",
-        "method": f"shortest of {options.repeats} CPU times on one core, one process per size",
+        "method": f"shortest of {given.repeats} CPU times on one core, one process per size",
         "target": {"gpus": LARGE, "seconds": AIM},
         "worst": max(row["resolve_s"] + row["explain_s"] for row in rows if row["gpus"] == LARGE),
         "rows": rows,
     }
-    print(write("explain_scaling", result, options.out, options.commit))
+    print(write("explain_scaling", result, given.out, given.commit))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,16 @@ def peak_mib() -> float:
     """The most memory that this program has held. `ru_maxrss` would start at what the parent process held."""
     status = Path("/proc/self/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
+
+
+def options(about: str | None) -> argparse.Namespace:
+    """What a benchmark of such measurements can be told; `one` is what the fresh process is given to measure."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def in_fresh_process(module: str, one: str, repeats: int) -> dict[str, Any]:

@@ -8,14 +8,12 @@ for it are 5 s and 2 GiB. Writes `benchmarks/results/plan_scaling.json` and prin
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.fresh import answer, in_fresh_process, peak_mib
+from benchmarks.fresh import answer, in_fresh_process, options, peak_mib
 from hocket.config import Config, PlanConfig
 from hocket.plan.check import check
 from hocket.plan.lower import build_program
@@ -60,21 +58,16 @@ def measure(size: Size, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        answer(lambda: measure(Size(**json.loads(options.one)), options.repeats))
+    given = options(__doc__)
+    if given.one:
+        answer(lambda: measure(Size(**json.loads(given.one)), given.repeats))
         return
     from benchmarks.record import write  # imports torch, which the measured processes don't
 
     rows: list[dict[str, Any]] = []
     print(f"{'PP x VPP x microbatches x layers':>34} {'ops':>8} {'build s':>8} {'check s':>8} {'us/op':>6} {'MiB':>6}")
     for size in SIZES:
-        row = in_fresh_process("benchmarks.plan_scaling", json.dumps(asdict(size)), options.repeats)
+        row = in_fresh_process("benchmarks.plan_scaling", json.dumps(asdict(size)), given.repeats)
         row["us_per_op"] = 1e6 * (row["build_s"] + row["check_s"]) / row["ops"]
         rows.append({"size": str(size), **asdict(size), **{k: round(v, 4) for k, v in row.items()}})
         print(
@@ -86,11 +79,11 @@ def main() -> None:
     print(f"{TARGET}: {total:.2f} s of 5 s, {target['peak_mib']:.0f} MiB of 2048 MiB")
     result = {
         "question": "How do time and memory of planning and checking grow with the number of ops?",
-        "method": f"shortest of {options.repeats} CPU times on one core, one process per size",
+        "method": f"shortest of {given.repeats} CPU times on one core, one process per size",
         "target": {"size": str(TARGET), "seconds": 5, "mib": 2048},
         "rows": rows,
     }
-    print(write("plan_scaling", result, options.out, options.commit))
+    print(write("plan_scaling", result, given.out, given.commit))
 
 
 if __name__ == "__main__":
