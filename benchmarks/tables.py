@@ -306,6 +306,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "shared_expert": ("shared_expert", contenders),
     "skinny": ("skinny", contenders),
     "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16?", contenders),
+    "pipeline_dense_2": ("pipeline_dense_2", contenders),
     "everything": ("everything", contenders),
     "everything_settings": ("everything", settings),
     "expert_steps": ("expert_steps", expert_steps),
