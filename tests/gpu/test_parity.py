@@ -66,6 +66,23 @@ OTHERS: dict[str, Config] = {
 }
 OTHER_SEEDS = 5
 
+EXPERTS = dataclasses.replace(
+    BASE,
+    mesh=MeshConfig(dp=2, ep=2),
+    plan=PlanConfig(order="1f1b"),
+    overlap=OverlapConfig(ep=ExpertOverlap(merge="on", merge_ends="on"), defer_wgrad="on"),
+)
+"""Experts on two ranks, everything merged, the ends in pairs."""
+COPIED = changed(EXPERTS, {"train.transport": "copy_engine"})
+TWO: dict[str, Config] = {
+    "nccl": EXPERTS,
+    "copy_engine": COPIED,
+    "updates at the start": planned(EXPERTS, gather_in_update="on"),
+    "updates at the start, gathered once": planned(EXPERTS, gather_in_update="on", strategy="optim"),
+    "updates at the start, copy_engine": planned(COPIED, gather_in_update="on"),
+}
+"""What two GPUs can show; the rows and weights of some travel by copies."""
+
 
 def restart(engine: Engine) -> None:
     """Back to the state before the first step."""
@@ -158,12 +175,6 @@ def test_other_plans_equal_the_sequential_one_under_random_delays(name: str) -> 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_without_a_pipeline_too(transport: Any) -> None:
-    """Experts on two ranks, everything merged, the ends in pairs; rows by copies where the transport can."""
-    plan, overlap = (
-        PlanConfig(order="1f1b"),
-        OverlapConfig(ep=ExpertOverlap(merge="on", merge_ends="on"), defer_wgrad="on"),
-    )
-    train = dataclasses.replace(BASE.train, transport=transport)
-    check_on(2, dataclasses.replace(BASE, mesh=MeshConfig(dp=2, ep=2), plan=plan, overlap=overlap, train=train), SEEDS)
+@pytest.mark.parametrize("name", TWO)
+def test_without_a_pipeline_too(name: str) -> None:
+    check_on(2, TWO[name], SEEDS)
