@@ -115,8 +115,8 @@ MISTAKES = [
     (["--overlap.ep.merge", "onn"], "overlap.ep.merge = onn", "did you mean on?"),
     (["--plan.stride", "4"], "plan.stride = 4", "one of 2, 3"),
     (["--model.tied", "yes"], "model.tied = yes", "True or False"),
-    (["--train.betas", "0.9"], "train.betas = 0.9", "2 of float values"),
-    (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of int values"),
+    (["--train.betas", "0.9"], "train.betas = 0.9", "2 numbers"),
+    (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of whole numbers"),
     (["--train.slow_groups", "a"], "train.slow_groups = a", "a list of names out of gather_dense, "),
     (["--gpus", "x"], "--gpus = x", "a whole number"),
     (["--gpus", "3"], "gpus = 3", "mesh.pp = 2"),
@@ -187,6 +187,12 @@ def test_a_plan_as_json_and_pictures(capsys, tmp_path):
         (["--ops", "-2"], ["ops = -2", "-1 for all"]),
         (["--hardware", "h20"], ["--hardware = h20", "one of auto, h200, laptop"]),
         (["--svg", "p", "--html", "p"], ["svg = p", "--html names it too"]),
+        (["--html", ""], ["--html = (empty)", "names nothing", "leave it out"]),
+        (["--preset="], ["--preset = (empty)", "names nothing"]),
+        (["--from"], ["--from = (nothing)", "a list of texts"]),
+        (["--from", ""], ["--from = (empty)", "names nothing"]),
+        (["--from", "."], [".", "no traces in this folder"]),
+        (["--null-from"], ["--null-from = (nothing)"]),
     ],
 )
 def test_a_bad_flag_of_plan_is_one_line(capsys, words, parts):

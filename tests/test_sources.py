@@ -123,7 +123,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("[overlap.ep]\nmerge = 'onn'", "overlap.ep.merge = onn (run.toml:2): not one of auto, on, off; fix: did you mean"),
     ("[overlap.ep]\nmerge = true", "overlap.ep.merge = True (run.toml:2): not one of auto, on, off; fix: give"),
     ("[train]\nsteps = '3'", "train.steps = 3 (run.toml:2): not a whole number; fix: give a whole number"),
-    ("[train]\nbetas = [0.9]", "train.betas = 0.9 (run.toml:2): not 2 of float values"),
+    ("[train]\nbetas = [0.9]", "train.betas = 0.9 (run.toml:2): not 2 numbers"),
     ("overlap = 'on'", "overlap = on (run.toml:1): is a table of settings; fix: [overlap] with dp."),
     ("[train.steps]\n", "train.steps (run.toml:1): is a setting, not a table; fix: steps = 100"),
     ("[train]\nsteps = 3\nlr = 1.0\nsteps = 4", "train.steps (run.toml:4): is in line 2 already"),

@@ -39,7 +39,7 @@ class Plan(RecipeOptions):
     html: str = ""
     """File to write a page with timeline and numbers to."""
     from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
-    """Traces of a run of the same sizes, one per rank, to take the costs of ops and contention from."""
+    """Traces of a run of the same sizes, one per rank, or its folder: costs and contention come from them."""
     null_from: tuple[str, ...] = ()
     """Traces of that run with the null transport: contention is found more safely with them."""
     search: bool = False
@@ -116,12 +116,13 @@ def costs_from(
                 "null_from (command line): there is no --from; fix: name the traces of the run with --from"
             )
         return None
-    from hocket.trace.align import load
+    from hocket.commands.trace import trace_files
+    from hocket.trace import load
     from hocket.trace.calibrate import calibrate
 
-    traces = load(paths)
+    traces = load(trace_files(paths))
     same_work(settings, traces, origins)
-    return calibrate(traces, load(null) if null else ())
+    return calibrate(traces, load(trace_files(null)) if null else ())
 
 
 def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:

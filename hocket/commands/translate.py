@@ -8,6 +8,7 @@ from hocket.commands.options import write
 from hocket.foreign.systems import SYSTEMS
 from hocket.foreign.translate import translate
 from hocket.foreign.write import to_json, to_text, to_toml
+from hocket.settings.leaves import show
 
 USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--toml FILE] [--json]
        hocket explain --from-bridge "KEY=VALUE ..."
@@ -35,6 +36,8 @@ def run(words: list[str]) -> int:
             raise ValueError(f"explain {word} (command line): it does not go with --from-...; fix: {fix}")
         if name in values:
             raise ValueError(f"{name} (command line): given twice; fix: give it once")
+        if name == "--json" and equals:
+            raise ValueError(f"--json (command line): takes no value; fix: leave out {show(value)}")
         values[name] = "on" if name == "--json" else value if equals else next(rest, "")
         if not values[name]:
             raise ValueError(f"{name} (command line): its value is missing; fix: {name} VALUE")
@@ -42,7 +45,12 @@ def run(words: list[str]) -> int:
     if len(asked) > 1:
         raise ValueError(f"{asked[1]} (command line): {asked[0]} is given, too; fix: one of them")
     system, read = SYSTEMS[asked[0].removeprefix("--from-")]
-    found = translate(system, read(values[asked[0]]), _gpus(values.get("--gpus", "0")))
+    pairs = read(values[asked[0]])
+    if not pairs:
+        said = show(values[asked[0]])
+        fix = f"hocket explain {asked[0]} --help shows how they are given"
+        raise ValueError(f"{said} (command line, {asked[0]}): holds no settings of {system.name}; fix: {fix}")
+    found = translate(system, pairs, _gpus(values["--gpus"]) if "--gpus" in values else 0)
     if "--toml" in values:
         write(values["--toml"], to_toml(found))
     print(json.dumps(to_json(found), indent=1) if "--json" in values else to_text(found))
@@ -50,6 +58,6 @@ def run(words: list[str]) -> int:
 
 
 def _gpus(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"gpus = {text} (command line, --gpus): not a whole number; fix: the number of ranks")
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"gpus = {show(text)} (command line, --gpus): not a number of ranks; fix: 1 or more")
     return int(text)

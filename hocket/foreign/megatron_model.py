@@ -188,6 +188,11 @@ MODEL: tuple[Entry, ...] = (
             "an auxiliary loss over each microbatch, or a bias, alone",
         ),
     ),
+    entry(
+        "--moe-router-force-load-balancing",
+        bool,
+        when({"model.routing": "even"}, "exactly even, where random logits are so on average"),
+    ),
     entry("--moe-router-score-function", str, same("model.router")),
     entry("--moe-router-pre-softmax", bool, when({"model.normalize_top_k": False})),
     entry("--moe-router-topk-scaling-factor", float, floats("model.route_scale")),

@@ -21,7 +21,7 @@ from hocket.foreign.read import Pairs, file, flags, flags_or_file, keys
 from hocket.foreign.translate import Assumed, Default, System
 
 STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
-
+"""What says which strategy Megatron-LM shards by."""
 
 REDUCED = {
     "--accumulate-allreduce-grads-in-fp32",
@@ -97,6 +97,16 @@ def _expert_tensors(given: Given) -> Answer | None:
     return Answer("not there", words=f"Megatron-LM splits each expert over its {tp} tensor ranks; hocket none of them")
 
 
+def _titan_ranks(given: Given) -> Answer | None:
+    if given.number(torchtitan.DP_SHARD, default=-1) > 1 or given.number(torchtitan.DP_REPLICATE) > 1:
+        return None  # it says itself how many there are
+    return ranks(given, torchtitan.AXES)
+
+
+def _stage_zero(given: Given) -> Answer | None:
+    return None if "zero_optimization.stage" in given.values else deepspeed.stage(0, given)
+
+
 _MESH: tuple[Assumed, ...] = (
     ("mesh.tp", (TENSOR_RANKS,)),
     ("mesh.pp", (PIPELINE,)),
@@ -122,7 +132,7 @@ TORCHTITAN = System(
     "torchtitan",
     torchtitan.ENTRIES,
     (
-        ("(--gpus)", lambda given: _titan_ranks(given)),
+        ("(--gpus)", _titan_ranks),
         ("(no parallelism.fsdp_reshard_after_forward)", torchtitan.sharded),
         ("(no training.mixed_precision_reduce)", _titan_wire),
     ),
@@ -140,21 +150,11 @@ DEEPSPEED = System(
     deepspeed.ENTRIES,
     (
         ("(--gpus)", lambda given: ranks(given, ("tensor_parallel.autotp_size",))),
-        ("(no zero_optimization.stage)", lambda given: _stage_zero(given)),
+        ("(no zero_optimization.stage)", _stage_zero),
     ),
     deepspeed.spelled,
     (("mesh.tp", ("tensor_parallel.autotp_size",)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
 )
-
-
-def _titan_ranks(given: Given) -> Answer | None:
-    if given.number(torchtitan.DP_SHARD, default=-1) > 1 or given.number(torchtitan.DP_REPLICATE) > 1:
-        return None  # it says itself how many there are
-    return ranks(given, torchtitan.AXES)
-
-
-def _stage_zero(given: Given) -> Answer | None:
-    return None if "zero_optimization.stage" in given.values else deepspeed.stage(0, given)
 
 
 SYSTEMS: dict[str, tuple[System, Callable[[str], Pairs]]] = {

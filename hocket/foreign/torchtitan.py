@@ -19,6 +19,7 @@ from hocket.foreign.entry import (
     same,
     tensor,
     to,
+    when,
 )
 
 P, T = "parallelism.", "training."
@@ -160,6 +161,7 @@ TRAINING: tuple[Entry, ...] = (
     entry(f"{T}steps", int, same("train.steps")),
     entry(f"{T}max_norm", float, floats("train.clip")),
     entry(f"{T}seed debug.seed", int, same("train.seed")),
+    entry(f"debug.moe_force_load_balance {T}debug_moe_force_load_balance", bool, when({"model.routing": "even"})),
     entry(
         f"{T}mixed_precision_param",
         str,

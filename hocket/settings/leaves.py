@@ -200,5 +200,6 @@ def describe(hint: Any) -> str:
             return "a list of names out of " + ", ".join(map(str, get_args(args[0])))
         if get_origin(args[0]) in (Union, UnionType):
             return f"a list, each {describe(args[0])}"
-        return f"{'a list' if args[-1] is Ellipsis else f'{len(args)}'} of {args[0].__name__} values"
+        several = {int: "whole numbers", float: "numbers", str: "texts"}[args[0]]
+        return f"a list of {several}" if args[-1] is Ellipsis else f"{len(args)} {several}"
     return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]

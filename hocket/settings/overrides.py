@@ -87,9 +87,12 @@ def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[s
 def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:
     if kind is bool:
         return [f"{flag} (command line): takes no value; fix: leave out {show(' '.join(words))}"] if words else []
-    if _parses(words, kind):
+    said = bool(words) and all(words)  # left out it means something else: whoever gives it empty expects something
+    if said and _parses(words, kind):
         return []
     shown, wanted = show(" ".join(words)) if words else "(nothing)", describe(kind)
+    if words and not said:
+        return [f"{flag} = (empty) (command line): names nothing; fix: a value, or leave it out"]
     return [f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}"]
 
 

@@ -1,4 +1,4 @@
-"""Rules about the order of a step: part of the table in `rules.py`."""
+"""What a configuration says of the order of a step, and rules about that: part of the table in `rules.py`."""
 
 from __future__ import annotations
 
@@ -94,13 +94,6 @@ def order_matters(text: str) -> bool:
 
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
-        ("overlap.ep.merge", "mesh.ep", "model.experts"),
-        lambda c, h: c.overlap.ep.merge == "on" and (c.mesh.ep == 1 or "moe" not in c.model.kinds()),
-        "no expert all-to-all is hidden, since there is none (mesh.ep = {mesh.ep}); steps are merged all the same",
-        "mesh.ep = 2 or more in a model with experts, or overlap.ep.merge = auto",
-        remark=True,
-    ),
-    Rule(
         ("plan.chunks", "mesh.pp", "model.layers"),
         lambda c, h: stages(c) > c.model.layers,
         "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",
@@ -156,34 +149,10 @@ PLAN_RULES: tuple[Rule, ...] = (
         "mesh.pp = 2 or more, or plan.order = auto",
     ),
     Rule(
-        ("overlap.ep.merge", "plan.order"),
-        lambda c, h: separate_wgrads(c) and c.overlap.ep.merge == "on",
-        "in the order {plan.order} forwards and backwards run apart, so that weight gradients can fill the bubble",
-        "overlap.ep.merge = off, or plan.order = auto",
-    ),
-    Rule(
-        ("overlap.ep.merge", "plan.order"),
-        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge == "off",
-        "in the order merged_v forwards and backwards run merged",
-        "overlap.ep.merge = on, or plan.order = zb_v, where they run apart",
-    ),
-    Rule(
-        ("overlap.ep.merge_ends", "plan.order"),
-        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge_ends == "on",
-        "in the order merged_v no two microbatches follow each other on one chunk where it ends",
-        "overlap.ep.merge_ends = off, or plan.order = interleaved",
-    ),
-    Rule(
         ("plan.stride", "plan.order"),
         lambda c, h: c.plan.order == "merged_v" and c.plan.stride == 3,
         "the warm-up of merged_v is as long as the V: neighbours are two forwards apart",
         "plan.stride = 2, or plan.order = interleaved",
-    ),
-    Rule(
-        ("overlap.defer_wgrad", "plan.order"),
-        lambda c, h: fills_bubble(c) and c.overlap.defer_wgrad == "off",
-        "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
-        "overlap.defer_wgrad = on, or plan.order = auto",
     ),
     Rule(
         ("train.microbatches", "mesh.pp"),
@@ -249,30 +218,6 @@ PLAN_RULES: tuple[Rule, ...] = (
         "more microbatches, or plan.stride = 2",
     ),
     Rule(
-        ("overlap.ep.merge", "plan.order"),
-        lambda c, h: c.overlap.ep.merge == "on" and c.plan.order == "sequential" and stages(c) > 1,
-        "in the sequential order each microbatch ends before the next one starts, so there is nothing to merge",
-        "plan.order = auto, or overlap.ep.merge = off",
-    ),
-    Rule(
-        ("overlap.ep.merge", "train.microbatches", "plan.chunks"),
-        lambda c, h: c.overlap.ep.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
-        "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
-        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or overlap.ep.merge = off",
-    ),
-    Rule(
-        ("overlap.ep.merge_ends", "overlap.ep.merge"),
-        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "off",
-        "there are no ends of a merged order where nothing is merged",
-        "overlap.ep.merge = on, or overlap.ep.merge_ends = off",
-    ),
-    Rule(
-        ("overlap.ep.merge_ends", "plan.group", "train.microbatches"),
-        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "on" and not has_pairs(c),
-        "no two microbatches follow each other on one chunk, so nothing at the ends would be merged",
-        "plan.group = 2 or more, or overlap.ep.merge_ends = off",
-    ),
-    Rule(
         ("plan.recompute",),
         lambda c, h: len(set(c.plan.recompute)) < len(c.plan.recompute) or {"auto"} < set(c.plan.recompute),
         "each part is named once, and auto stands alone",
@@ -302,103 +247,6 @@ PLAN_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.ep.copies", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.copies == "per_rank" and c.overlap.ep.splits == "device",
-        "where the device alone knows splits, every choice's row is stored at its place, so there is one for each",
-        "overlap.ep.copies = per_expert, or overlap.ep.splits = host",
-    ),
-    Rule(
-        ("overlap.ep.copies", "mesh.ep"),
-        lambda c, h: c.overlap.ep.copies == "per_rank" and c.mesh.ep == 1,
-        "no effect: all experts are on every rank, so nothing is sent",
-        "mesh.ep = 2 or more, or leave overlap.ep.copies out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.backward_lane", "mesh.pp"),
-        lambda c, h: c.overlap.pp.backward_lane != "auto" and c.mesh.pp == 1,
-        "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.backward_lane", "overlap.ep.merge"),
-        lambda c, h: c.overlap.pp.backward_lane == "off" and c.mesh.pp > 1 and c.overlap.ep.merge == "off",
-        "no effect: a step that is not merged begins with the op that reads its gradient",
-        "overlap.ep.merge = on, or leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.backward_lane", "model.dense_layers"),
-        lambda c, h: (
-            c.overlap.pp.backward_lane == "off" and c.overlap.ep.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
-        ),
-        "no effect: every stage that receives a gradient ends with a MoE layer, whose backward heads the merged step",
-        "leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "mesh.pp"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp == 1,
-        "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave overlap.pp.defer_layers out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "overlap.defer_wgrad"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
-        "no effect: only deferred weight gradients can run after the send",
-        "overlap.defer_wgrad = on, or overlap.pp.defer_layers = 0",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "plan.order"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
-        "no effect: in the order {plan.order} all weight gradients have steps of their own, behind the send",
-        "leave overlap.pp.defer_layers out, or another plan.order",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
-        lambda c, h: c.overlap.pp.defer_layers != "auto" and c.overlap.pp.defer_layers > most_layers(c) > 0,
-        "no stage has as many layers",
-        "-1 for all layers of a stage",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_parts", "overlap.pp.defer_layers", "overlap.defer_wgrad"),
-        lambda c, h: (
-            c.overlap.pp.defer_parts != "auto"
-            and (
-                c.mesh.pp == 1 or c.overlap.pp.defer_layers == 0 or c.overlap.defer_wgrad == "off" or separate_wgrads(c)
-            )
-        ),
-        "no effect: no weight gradient runs after a send",
-        "mesh.pp = 2 or more, overlap.defer_wgrad = on and overlap.pp.defer_layers not 0, or leave it out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_head", "mesh.pp"),
-        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp == 1,
-        "no effect: the only pipeline rank waits for no other at the end",
-        "mesh.pp = 2 or more, or leave overlap.pp.defer_head out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_head", "overlap.defer_wgrad"),
-        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
-        "no effect: only deferred weight gradients can run at the end",
-        "overlap.defer_wgrad = on, or overlap.pp.defer_head = 0",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_head", "train.microbatches"),
-        lambda c, h: c.overlap.pp.defer_head != "auto" and c.overlap.pp.defer_head > c.train.microbatches,
-        "a step has {train.microbatches} microbatches",
-        "-1 for all of them",
-        only_if_set=True,
-    ),
-    Rule(
         ("plan.layer_order", "overlap.defer_wgrad"),
         lambda c, h: (
             c.plan.layer_order != "literature"
@@ -408,43 +256,6 @@ PLAN_RULES: tuple[Rule, ...] = (
         ),
         "no effect: it differs from literature in weight gradients only, and these are not deferred",
         "overlap.defer_wgrad = on, or leave plan.layer_order out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.dp.strategy", "mesh.dp"),
-        lambda c, h: not shares_units(c) and c.overlap.dp.strategy != "optim_grads_params",
-        "no effect: with one data-parallel rank nothing is sharded",
-        "mesh.dp = 2 or more, or leave overlap.dp.strategy out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("precision.wire", "mesh.dp"),
-        lambda c, h: not shares_units(c),
-        "no effect: no gradient travels, since no two ranks share weights",
-        "mesh.dp = 2 or more, or leave precision.wire out",
-        remark=True,
-    ),
-    Rule(
-        ("overlap.dp.prefetch", "overlap.dp.strategy"),
-        lambda c, h: shares_units(c) and c.overlap.dp.strategy == "no_shard",
-        "no effect: every rank has all weights, and nothing is gathered",
-        "another overlap.dp.strategy, or leave overlap.dp.prefetch out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.dp.gather_in_update", "overlap.dp.strategy", "mesh.dp"),
-        lambda c, h: (
-            c.overlap.dp.gather_in_update == "on" and (not shares_units(c) or c.overlap.dp.strategy == "no_shard")
-        ),
-        "no effect: every rank has all weights, and nothing is gathered",
-        "leave overlap.dp.gather_in_update out, or mesh.dp = 2 or more with another overlap.dp.strategy",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.dp.prefetch", "mesh.dp"),
-        lambda c, h: not shares_units(c),
-        "no effect: with one data-parallel rank nothing is gathered",
-        "mesh.dp = 2 or more, or leave overlap.dp.prefetch out",
         only_if_set=True,
     ),
 )

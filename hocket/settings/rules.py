@@ -13,6 +13,7 @@ from hocket.plan.layer import order_problem
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.leaves import MOST_RANKS, line
 from hocket.settings.origins import asked
+from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, stages
 from hocket.settings.rule import Host, Rule
 from hocket.settings.tensor_choice import no_pieces
@@ -131,6 +132,7 @@ RULES: tuple[Rule, ...] = (
         "lower mesh.dp or mesh.pp, start fewer processes here, or train.device = cpu",
     ),
     *PLAN_RULES,
+    *OVERLAP_RULES,
     # Data
     Rule(
         ("data.paths",),

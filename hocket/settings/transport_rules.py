@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hocket.config import COPIED, ExpertOverlap, Purpose
+from hocket.config import COPIED, Purpose
 from hocket.settings.rule import Rule
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
@@ -37,43 +37,6 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         lambda c, h: c.train.transport in COPIED and c.train.device == "cuda" and bool(h.no_copy_engine),
         "{host.no_copy_engine}",
         "train.transport = nccl",
-    ),
-    Rule(
-        ("overlap.ep.splits", "mesh.ep"),
-        lambda c, h: c.overlap.ep.splits == "device" and (c.mesh.ep == 1 or not c.model.experts),
-        "no effect: with mesh.ep = {mesh.ep} no rows travel to experts",
-        "mesh.ep above 1, or leave it out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.ep.room", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.splits != "device" and c.overlap.ep.room != ExpertOverlap.room,
-        "no effect: with overlap.ep.splits = {overlap.ep.splits} there is room for as many rows as come",
-        "overlap.ep.splits = device, or leave it out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.ep.splits", "precision.compute"),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.precision.compute != "bf16",
-        "on GPUs products of experts in {precision.compute} need a host that knows where each expert's rows end",
-        "precision.compute = bf16, or overlap.ep.splits = host",
-    ),
-    Rule(
-        ("overlap.ep.splits", "mesh.ep"),
-        lambda c, h: (
-            c.overlap.ep.splits == "device"
-            and c.train.device == "cuda"
-            and h.workers > h.local_workers > 0
-            and h.local_workers % c.mesh.ep != 0
-        ),
-        "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
-        "overlap.ep.splits = host, or a mesh.ep that divides the {host.local_workers} processes of a host",
-    ),
-    Rule(
-        ("overlap.ep.splits",),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and bool(h.no_peer_memory),
-        "{host.no_peer_memory}, and rows are stored there",
-        "overlap.ep.splits = host",
     ),
     Rule(
         ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
