@@ -242,7 +242,8 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()
-        norm = torch.linalg.vector_norm(group.main_grad, dtype=torch.float64)
+        grad = group.main_grad
+        norm = torch.linalg.vector_norm(torch.view_as_real(grad) if grad.is_complex() else grad, dtype=torch.float64)
         square += norm.square() / group.groups.replicas
     context.sum_over_ranks(square)
     norm = square.sqrt().squeeze(0)

@@ -145,14 +145,20 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         call = calls.pop()
         if call.lease is not None:
             _refuse_writes(unit, call.writes)
+        tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
         if call.invocation is not None:
-            outputs = [x for x in tensors_in(output, unit) if x.requires_grad]
+            # A parameter that is returned is nothing that this forward has computed.
+            outputs = [x for x in tensors if x.grad_fn is not None]
             if outputs:
                 call.invocation.open()
                 register_multi_grad_hook(outputs, call.invocation.start, mode="any")
         if call.lease is not None:
-            call.lease.release()
+            lent = unit.lends(tensors)
+            if not lent:
+                call.lease.release()
             unit.context.leave_forward(unit)
+            if lent:
+                unit.context.hold(call.lease)
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
     module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
@@ -216,10 +222,11 @@ def _around_inputs(
     return args, kwargs
 
 
-def tensors_in(output: Any, unit: Unit) -> list[Tensor]:
+def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor]:
     """The tensors of what a module returned.
 
-    Raises: ValueError for an object in which none can be looked for: backward would read weights that are not there.
+    Raises: ValueError for an object in which none can be looked for, if all have to be found: backward would read
+        weights that are not there.
     """
     if isinstance(output, Tensor):
         return [output]
@@ -229,10 +236,10 @@ def tensors_in(output: Any, unit: Unit) -> list[Tensor]:
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
-                found += tensors_in(getattr(leaf, field.name), unit)
+                found += tensors_in(getattr(leaf, field.name), unit, all_of_them)
         elif isinstance(leaf, Mapping):
-            found += tensors_in(dict(leaf), unit)
-        elif leaf is not None and not isinstance(leaf, bool | int | float | complex | str | bytes | torch.Size):
+            found += tensors_in(dict(leaf), unit, all_of_them)
+        elif all_of_them and not isinstance(leaf, bool | int | float | complex | str | bytes | torch.Size | None):
             raise ValueError(
                 f"{unit} returned a {type(leaf).__name__}, in which tensors can't be found: return tensors, tuples, "
                 f"lists, dicts or dataclasses, or register the class with torch.utils._pytree"

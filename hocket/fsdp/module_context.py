@@ -388,8 +388,12 @@ class ShardContext:
             return False
         lease = unit.acquire()
         lease.wait()
-        self._read_outside.append(lease)
+        self.hold(lease)
         return True
+
+    def hold(self, lease: Lease) -> None:
+        """Keep a claim until all backwards of this time are over: a unit's weights are read outside of its forward."""
+        self._read_outside.append(lease)
 
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""

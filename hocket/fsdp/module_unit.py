@@ -15,7 +15,7 @@ weight gradients much later. All of them only issue work, in the same order on a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,14 @@ class Unit:
         """Changes when a module writes to a gathered weight, or gives it other memory. Of those that would lose it."""
         lost = (group for group in self.groups if not (group.whole and group.weight is group.main))
         return [(member.param._version, member.param.data_ptr()) for group in lost for member in group.members]
+
+    def lends(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these, which a module returned, lies among the gathered weights: a table, or a slice of it."""
+        mine = {buffer.flat.untyped_storage().data_ptr() for buffer in self.full.values()} - {0}
+        if not mine or torch._C._are_functorch_transforms_active():  # whose tensors have no memory to be asked for
+            return False
+        plain = (x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided)
+        return any(x.untyped_storage().data_ptr() in mine for x in plain)
 
     def rebind(self) -> None:
         """Put gathered weights back to where they are gathered, after somebody gave them other memory by `.data`."""

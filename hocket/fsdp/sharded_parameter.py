@@ -73,7 +73,7 @@ class ShardedParameter(nn.Parameter):
         if group is None:
             return _GRAD.__get__(self)
         if not group.keeps_all:
-            _refuse_local_norm(sys._getframe(1))
+            _refuse_local_view(sys._getframe(1))
         return group.grad_of(self.position)
 
     @grad.setter
@@ -149,10 +149,10 @@ class ShardedParameter(nn.Parameter):
         return self
 
 
-def _refuse_local_norm(reader: FrameType) -> None:
-    """Raise ValueError if torch reads gradients to clip their norm: it would see this rank's part of it alone.
+def _refuse_local_view(reader: FrameType) -> None:
+    """Raise ValueError if torch reads gradients to clip or unscale them: it would see this rank's part of them alone.
 
-    Ranks would scale their parts by different factors, and nobody would notice.
+    Each rank would scale by its own norm, or skip a step for its own infinities, and nobody would notice.
     """
     code, caller = reader.f_code, reader.f_back
     if code.co_filename == _CLIPPING and _NORM in (code.co_name, caller.f_code.co_name if caller else ""):
@@ -160,11 +160,18 @@ def _refuse_local_norm(reader: FrameType) -> None:
             "torch.nn.utils.clip_grad_norm_ sees one rank's part of the gradients of a sharded model, and each rank "
             "would clip by its own norm: use hocket.clip_grad_norm_(model, max_norm)"
         )
+    if code is _UNSCALING:
+        raise ValueError(
+            "torch.amp.GradScaler sees one rank's part of the gradients of a sharded model, and each rank would skip "
+            "steps by its own infinities: compute in torch.bfloat16 without a scaler, or use strategy='no_shard'"
+        )
 
 
 _NORM = "clip_grad_norm_"
 _CLIPPING = torch.nn.utils.clip_grad_norm_.__code__.co_filename
 """Where torch clips gradients."""
+_UNSCALING = torch.amp.GradScaler._unscale_grads_.__code__
+"""How it divides them by the scale of the loss."""
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]

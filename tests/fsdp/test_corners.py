@@ -160,7 +160,26 @@ def norm_of_what_was_set(rank: int) -> None:
     assert all((param.grad == 2).all() for param in model.parameters() if param.grad is not None)
 
 
-STORIES = [norm_of_what_is_left, norm_of_what_was_written, norm_of_what_was_set]
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight.t()).abs()
+
+
+def norm_of_complex_numbers(rank: int) -> None:
+    model, plain = pair_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Complex()))
+    hocket.fully_shard(model)
+    for one in (model, plain):
+        one(inputs()).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.testing.assert_close(hocket.clip_grad_norm_(model, 1.0).float(), expected)
+    expect_gradients(model, plain)
+
+
+STORIES = [norm_of_what_is_left, norm_of_what_was_written, norm_of_what_was_set, norm_of_complex_numbers]
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda f: f.__name__)

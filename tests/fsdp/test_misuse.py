@@ -132,6 +132,14 @@ def penalty_inside_of_a_forward() -> None:
     loss_of(model).backward()
 
 
+def scaled() -> None:
+    model, _ = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+
+
 def hook_on_a_shard() -> None:
     layer().weight.register_hook(lambda grad: 2 * grad)
 
@@ -264,6 +272,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     updated_too_early: "changed between a forward and its backward",
     penalty_on_shards: "a gradient reached the shard of",
     penalty_inside_of_a_forward: "a gradient reached the shard of 0.linear",
+    scaled: "torch.amp.GradScaler sees one rank's part",
     hook_on_a_shard: "register_hook on 1.linear.weight: such a hook would never run",
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
     frozen_by_hand: "requires_grad of 1.linear.weight can't be set to False any more",
