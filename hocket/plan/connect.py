@@ -30,24 +30,26 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from hocket.plan.ops import LANES, Key, Lane, Layout, Op
-from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
-
-Clock = list[int]
-"""For every lane, the position of the latest op on it that is known to be done."""
+from hocket.plan.values import Meanings, Name, UnitName, meanings, unit_moved
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Rank:
-    """One rank on its way: what every op must come after, and who reads each value, by position."""
+    """One rank on its way: what every op must come after, what it waits for, who reads each value; all by position."""
 
     ops: list[Op]
+    lanes: list[Lane]
     needs: list[list[int]]
+    deps: list[list[int]]
     readers: dict[int, list[int]]
 
-    def deps(self) -> list[list[int]]:
-        return [_latest_per_lane(self.ops, i, needed) for i, needed in enumerate(self.needs)]
+    def wait(self, position: int, other: int) -> None:
+        """Have an op come after another one, too."""
+        self.needs[position].append(other)
+        self.deps[position] = _latest_per_lane(self.lanes, position, self.needs[position])
 
 
 def connect(
@@ -60,9 +62,9 @@ def connect(
     """
     connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
     for rank, waits in zip(connected, also, strict=False):
-        where = {op.key: i for i, op in enumerate(rank.ops)}
+        where = {op.key: i for i, op in enumerate(rank.ops)} if waits else {}
         for op, other in waits.items():
-            rank.needs[where[op]].append(where[other])
+            rank.wait(where[op], where[other])
     if layout.pp > 1 and frees:
         _acknowledge(connected, layout)
     return tuple(_finish(rank, frees) for rank in connected)
@@ -75,29 +77,25 @@ def connect_rank(ops: list[Op], layout: Layout, rank: int) -> tuple[Op, ...]:
 
 def _rank(ops: list[Op], layout: Layout, rank: int) -> _Rank:
     readers: dict[int, list[int]] = defaultdict(list)
-    return _Rank(ops, _needs(ops, layout, rank, readers), readers)
+    lanes, needs = [op.lane for op in ops], _needs(ops, meanings(layout, rank), readers)
+    deps = [_latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
+    return _Rank(ops, lanes, needs, deps, readers)
 
 
 def _finish(rank: _Rank, frees: bool = True) -> tuple[Op, ...]:
-    deps = rank.deps()
-    dropped = _frees(rank.ops, clocks(rank.ops, deps), rank.readers) if frees else {}
+    dropped = _frees(rank) if frees else {}
     return tuple(
-        _with(op, tuple(deps[i]), tuple(dropped.get(i, ()))) if deps[i] or i in dropped else op
-        for i, op in enumerate(rank.ops)
+        Op(*op[:7], tuple(deps), tuple(dropped.get(i, ()))) if deps or i in dropped else op
+        for i, (op, deps) in enumerate(zip(rank.ops, rank.deps, strict=True))
     )
-
-
-def _with(op: Op, deps: tuple[int, ...], frees: tuple[int, ...]) -> Op:
-    """`dataclasses.replace` takes three times as long, and programs have many ops."""
-    return Op(op.verb, op.part, op.microbatch, op.chunk, op.layer, op.lane, op.slot, deps, frees)
 
 
 def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
     """Have the first reader of a received value wait for the latest send known to be done: see
     Note: [What comes back acknowledges what was sent].
     """
-    where = [{op.key: i for i, op in enumerate(rank.ops)} for rank in ranks]
-    known = [clocks(rank.ops, rank.deps()) for rank in ranks]
+    where = [{op.key: i for i, op in enumerate(rank.ops) if op.verb in ("send", "recv")} for rank in ranks]
+    known = [{lane: known_done(rank.lanes, rank.deps, lane) for lane in ("recv_act", "recv_grad")} for rank in ranks]
     received: dict[tuple[int, Lane, int], list[int]] = defaultdict(list)  # (rank, lane, source) -> positions
     for r, rank in enumerate(ranks):
         for i, op in enumerate(rank.ops):
@@ -109,15 +107,15 @@ def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
                 continue
             peer, key = layout.peer(op, r)
             lane: Lane = "recv_grad" if op.part == "act" else "recv_act"
-            arrived = bisect_right(received[peer, lane, r], known[peer][where[peer][key]][LANES.index(lane)])
+            arrived = bisect_right(received[peer, lane, r], known[peer][lane][where[peer][key]])
             if arrived:
                 _, sent = layout.peer(ranks[peer].ops[received[peer, lane, r][arrived - 1]], peer)
-                rank.needs[rank.readers[i][0]].append(where[r][sent])
+                rank.wait(rank.readers[i][0], where[r][sent])
 
 
-def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int]]) -> list[list[int]]:
+def _needs(ops: list[Op], meanings: Meanings, readers: dict[int, list[int]]) -> list[list[int]]:
     """Everything that each op must come after, by position; fills `readers` with who reads each value."""
-    where: dict[Key, int] = {}
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
     slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
@@ -127,86 +125,96 @@ def _needs(ops: list[Op], layout: Layout, rank: int, readers: dict[int, list[int
     computed = -1  # the latest compute op
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
-        need = [where[key] for key in reads(op, layout, rank)]
+        verb, part, microbatch, chunk, layer, lane, slot, _, _ = op
+        meaning, there = meanings.of(op), where[microbatch]
+        need = [there[name] for name in meaning.reads]
         for p in need:
             readers[p].append(i)
-        need += [where[key] for key in follows(op, layout)]
-        if (unit := unit_read(op, layout)) is not None:
+        if meaning.follows is not None:
+            need.append(there[meaning.follows])
+        if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
                 need.append(gathered[unit])
-        elif (unit := unit_written(op, layout)) is not None:
-            slot = (unit[0], op.slot)
-            if slot in slot_read:
-                need.append(slot_read[slot])
-            written[unit, op.microbatch] = i
-        elif op.verb == "recv" and computed >= 0:  # see Note: [A receive is not posted early]
-            need.append(computed)
-        elif op.verb == "gather":
+        elif (unit := meaning.unit_written) is not None:
+            if (unit[0], slot) in slot_read:
+                need.append(slot_read[unit[0], slot])
+            written[unit, microbatch] = i
+        elif verb == "recv":
+            if computed >= 0:  # see Note: [A receive is not posted early]
+                need.append(computed)
+        elif verb == "gather":
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
-            if (op.part, op.slot) in released:
-                need.append(released[op.part, op.slot])
+            if (part, slot) in released:
+                need.append(released[part, slot])
             if unit_moved(op) in updated:
                 need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
-        elif op.verb == "update":  # before what reads a weight that is held whole, or writes a gradient: on this lane
+        elif verb == "update":  # before what reads a weight that is held whole, or writes a gradient: on this lane
             updated[unit_moved(op)] = i
-        elif op.verb == "release":
+        elif verb == "release":
             need.append(last_reader[unit_moved(op)])
-            released[op.part, op.slot] = i
-        elif op.verb in ("add", "reduce"):
+            released[part, slot] = i
+        elif verb in ("add", "reduce"):
             # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
-            need.append(written[unit_moved(op), op.microbatch])
-            slot_read[op.part, op.slot] = i
-        elif op.verb == "step":
+            need.append(written[unit_moved(op), microbatch])
+            slot_read[part, slot] = i
+        elif verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
-        if op.lane == "compute":
+        if lane == "compute":
             computed = i
-        where[op.key] = i
+        there[verb, part, chunk, layer] = i
         needs.append(need)
     return needs
 
 
-def _latest_per_lane(ops: list[Op], position: int, needed: list[int]) -> list[int]:
+def _latest_per_lane(lanes: Sequence[Lane], position: int, needed: list[int]) -> list[int]:
     """See Note: [Only cross-lane dependencies are written down]."""
-    latest: dict[str, int] = {}
+    mine = lanes[position]
+    latest: dict[Lane, int] = {}
     for p in needed:
-        lane = ops[p].lane
-        if lane != ops[position].lane and p > latest.get(lane, -1):
+        lane = lanes[p]
+        if lane != mine and p > latest.get(lane, -1):
             latest[lane] = p
     return sorted(latest.values())
 
 
-def clocks(ops: list[Op], deps: list[list[int]]) -> list[Clock]:
-    """For every op, how far each lane is known to have come when the op runs (the op itself included)."""
-    index = {lane: n for n, lane in enumerate(LANES)}
-    latest: dict[str, Clock] = {lane: [-1] * len(LANES) for lane in LANES}
-    out: list[Clock] = []
-    for i, op in enumerate(ops):
-        clock = latest[op.lane]
-        for p in deps[i]:
-            clock = [a if a > b else b for a, b in zip(clock, out[p], strict=True)]
-        clock = clock.copy()
-        clock[index[op.lane]] = i
-        latest[op.lane] = clock
-        out.append(clock)
-    return out
+def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane) -> list[int]:
+    """For every op, the latest position on `lane` that is known to be done when it runs (its own included)."""
+    latest: dict[Lane, int] = dict.fromkeys(LANES, -1)
+    known: list[int] = []
+    for i, (mine, before) in enumerate(zip(lanes, deps, strict=True)):
+        if mine == lane:
+            latest[mine] = i
+        else:
+            for p in before:
+                if known[p] > latest[mine]:
+                    latest[mine] = known[p]
+        known.append(latest[mine])
+    return known
 
 
-def _frees(ops: list[Op], clock: list[Clock], readers: dict[int, list[int]]) -> dict[int, list[int]]:
+def _frees(rank: _Rank) -> dict[int, list[int]]:
     """Which op drops which values. See Note: [A value is dropped by its own lane]."""
-    index = {lane: n for n, lane in enumerate(LANES)}
-    positions: dict[str, list[int]] = defaultdict(list)
-    for i, op in enumerate(ops):
-        positions[op.lane].append(i)
-    frees: dict[int, list[int]] = defaultdict(list)
-    for p, who in readers.items():
-        last = [(index[lane], i) for lane, i in {ops[i].lane: i for i in who}.items()]
-        mine = positions[ops[p].lane]
+    lanes, frees = rank.lanes, defaultdict[int, list[int]](list)
+    positions: dict[Lane, list[int]] = defaultdict(list)
+    turn = []  # how many ops of its lane are before an op
+    for i, lane in enumerate(lanes):
+        turn.append(len(positions[lane]))
+        positions[lane].append(i)
 
-        def knows(i: int, last: list[tuple[int, int]] = last) -> bool:
-            return all(clock[i][lane] >= reader for lane, reader in last)
+    @cache
+    def known(other: Lane) -> list[int]:
+        return known_done(lanes, rank.deps, other)
 
-        k = bisect_left(mine, True, key=knows)  # what a lane knows only grows
-        frees[mine[k] if k < len(mine) else len(ops) - 1].append(p)
+    @cache
+    def learned(lane: Lane, other: Lane) -> list[int]:
+        """What the ops of a lane know to be done of another one. It only grows."""
+        return [known(other)[i] for i in positions[lane]]
+
+    for p, who in rank.readers.items():
+        mine = lanes[p]
+        last = {lanes[i]: i for i in who}.items()
+        k = max(turn[i] if lane == mine else bisect_left(learned(mine, lane), i) for lane, i in last)
+        frees[positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1].append(p)
     return {i: sorted(values) for i, values in frees.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from hocket.plan.ops import Op, Program
 
@@ -53,7 +52,7 @@ def _names(ops: Sequence[Op]) -> list[str]:
     seen: dict[str, int] = defaultdict(int)
     names = []
     for op in ops:
-        name = str(replace(op, slot=-1))
+        name = str(op._replace(slot=-1))
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
     return names

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update",
@@ -64,8 +64,7 @@ Key = tuple[str, str, int, int, int]
 """(verb, part, microbatch, chunk, layer): names an op uniquely within one rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One operation of one rank.
 
     `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the
@@ -87,7 +86,7 @@ class Op:
 
     @property
     def key(self) -> Key:
-        return (self.verb, self.part, self.microbatch, self.chunk, self.layer)
+        return self[:5]
 
     def __str__(self) -> str:
         """Short name, for example `bwd attn m3 c1 l5` or `gather experts t0 c1 l5 s2`."""

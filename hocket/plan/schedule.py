@@ -75,26 +75,21 @@ def schedule(program: Program, durations: Sequence[Time], friction: Friction) ->
 
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
+    if friction == NO_FRICTION:
+        return _longest_paths(program, durations)
     return _Schedule(program, durations, friction).run()
 
 
-def longest_path(program: Program, durations: Sequence[Time]) -> Time:
-    """When the last op ends if nothing rubs: what `schedule` finds, without asking what runs beside what.
-
-    Raises ValueError if the program cannot finish.
-    """
+def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Time], list[Time]]:
+    """The same where nothing rubs: then it does not matter what runs beside what."""
     before = _predecessors(program)
-    after: list[list[int]] = [[] for _ in before]
-    for number, needed in enumerate(before):
-        for earlier in needed:
-            after[earlier].append(number)
+    after = _turned(before)
     waiting = [len(needed) for needed in before]
     starts: list[Time] = [0] * len(before)
+    ends: list[Time] = [0] * len(before)
     ready = [number for number, count in enumerate(waiting) if not count]
-    last: Time = 0
     for number in ready:  # which grows
-        end = starts[number] + durations[number]
-        last = end if end > last else last
+        end = ends[number] = starts[number] + durations[number]
         for later in after[number]:
             if end > starts[later]:
                 starts[later] = end
@@ -103,7 +98,16 @@ def longest_path(program: Program, durations: Sequence[Time]) -> Time:
                 ready.append(later)
     if len(ready) < len(before):
         raise ValueError(_stuck(program, waiting))
-    return last
+    return starts, ends
+
+
+def _turned(before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op the ops that wait for it, from those that each waits for."""
+    after: list[list[int]] = [[] for _ in before]
+    for number, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].append(number)
+    return after
 
 
 class _Rank:
@@ -133,10 +137,7 @@ class _Schedule:
         kinds = program.layout.kinds
         self._issue_time = [friction.issue.get(cost_key(op, kinds), 0) for _, op in self._ops]
         before = _predecessors(program)
-        self._after: list[list[int]] = [[] for _ in before]
-        for number, needed in enumerate(before):
-            for earlier in needed:
-                self._after[earlier].append(number)
+        self._after = _turned(before)
         self._waiting = [len(needed) + 1 for needed in before]  # one more for the host
         self.starts: list[Time] = [0] * len(before)
         self.ends: list[Time] = [0] * len(before)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from hocket.config import Strategy
 from hocket.plan.ops import UNITS, Layout, Op, Unit
-from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
+from hocket.plan.values import Meanings, UnitName, meanings, unit_moved
 
 ALIGN = 64
 """Elements at whose multiples shards end; 128 bytes of bf16."""
@@ -69,6 +69,10 @@ class Sharded:
     grad_slots: Mapping[str, int]
 
 
+Spans = dict[tuple[UnitName, int], tuple[int, int]]
+"""(unit, microbatch) -> positions of its first and last weight gradient."""
+
+
 @dataclass(slots=True)
 class Visit:
     """One pass over a layer that reads a unit: positions of its first and last reader."""
@@ -86,7 +90,9 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
     """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
-    visits = [_visits(ops, layout) for ops in ranks]
+    known = [meanings(layout, rank) for rank in range(len(ranks))]
+    visits = [_visits(ops, mine) for ops, mine in zip(ranks, known, strict=True)]
+    spans = [_grad_spans(ops, mine) for ops, mine in zip(ranks, known, strict=True)]
     for unit in UNITS:
         mine = [[v for v in per_rank if v.unit[0] == unit] for per_rank in visits]
         if not any(mine):
@@ -96,16 +102,16 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
                 weight_slots[unit] = max(_slots_needed(per_rank, prefetch) for per_rank in mine)
             else:
                 weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
-    for ops in ranks:
-        for name, count in _grad_slots_needed(ops, layout).items():
+    for written in spans:
+        for name, count in _grad_slots_needed(written).items():
             grad_slots[name] = max(grad_slots.get(name, 0), count)
     out = []
-    for ops, per_rank in zip(ranks, visits, strict=True):
+    for ops, mine, per_rank, written in zip(ranks, known, visits, spans, strict=True):
         before: dict[int, list[Op]] = defaultdict(list)
         behind: dict[int, list[Op]] = defaultdict(list)
         for unit, slots in weight_slots.items():
             _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
-        placed = _reduce(ops, layout, sharding, grad_slots, behind)
+        placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
         first = list(_updates(per_rank, before)) if updates else []
         out.append([*first, *_merge(placed, before, behind), Op("step", "norm" if updates else "all")])
     return Sharded(out, weight_slots, grad_slots)
@@ -135,15 +141,18 @@ def _merge(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, l
         yield from behind.get(i, ())
 
 
-def _visits(ops: list[Op], layout: Layout) -> list[Visit]:
+def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
     """The passes over units, by first reader."""
     visits: dict[tuple[UnitName, str, int, int], Visit] = {}
     for i, op in enumerate(ops):
-        name = unit_read(op, layout)
+        name = known.of(op).unit_read
         if name is not None:
             direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
-            visit = visits.setdefault((name, direction, op.microbatch, op.layer), Visit(name, i, i))
-            visit.end = i
+            key = (name, direction, op.microbatch, op.layer)
+            if key in visits:
+                visits[key].end = i
+            else:
+                visits[key] = Visit(name, i, i)
     return list(visits.values())
 
 
@@ -203,25 +212,25 @@ def _next_visits(visits: list[Visit]) -> list[int]:
     return following
 
 
-def _grad_spans(ops: list[Op], layout: Layout) -> dict[tuple[UnitName, int], tuple[int, int]]:
-    """(unit, microbatch) -> positions of its first and last weight gradient, by first one."""
-    spans: dict[tuple[UnitName, int], tuple[int, int]] = {}
+def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
+    """Those of all units that have weight gradients, by first one."""
+    spans: Spans = {}
     for i, op in enumerate(ops):
-        name = unit_written(op, layout)
+        name = known.of(op).unit_written if op.verb == "wgrad" else None
         if name is not None:
             first, _ = spans.get((name, op.microbatch), (i, i))
             spans[name, op.microbatch] = (first, i)
     return spans
 
 
-def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
+def _grad_slots_needed(spans: Spans) -> dict[str, int]:
     """Gradient slots per class: the most that are being written at once.
 
     Classes with many units get one more, so that one can be reduced while the next one is written.
     """
     needed: dict[str, int] = {}
     open_until: dict[str, list[int]] = defaultdict(list)
-    for ((unit, _, _), _), (first, last) in _grad_spans(ops, layout).items():
+    for ((unit, _, _), _), (first, last) in spans.items():
         open_until[unit] = [end for end in open_until[unit] if end >= first] + [last]
         spare = 1 if unit in ("dense", "experts") else 0
         needed[unit] = max(needed.get(unit, 0), len(open_until[unit]) + spare)
@@ -229,7 +238,12 @@ def _grad_slots_needed(ops: list[Op], layout: Layout) -> dict[str, int]:
 
 
 def _reduce(
-    ops: list[Op], layout: Layout, sharding: Sharding, slots: Mapping[str, int], behind: dict[int, list[Op]]
+    ops: list[Op],
+    known: Meanings,
+    spans: Spans,
+    sharding: Sharding,
+    slots: Mapping[str, int],
+    behind: dict[int, list[Op]],
 ) -> list[Op]:
     """Give every weight gradient its slot and insert a reduce, or an add, behind the last one of a unit and microbatch.
 
@@ -239,18 +253,17 @@ def _reduce(
     slot_of: dict[tuple[UnitName, int], int] = {}
     free = {unit: deque(range(count)) for unit, count in slots.items()}
     ends: dict[int, list[tuple[UnitName, int]]] = defaultdict(list)
-    spans = _grad_spans(ops, layout)
     for key, (_, last) in spans.items():
         ends[last].append(key)
     final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
     for i, op in enumerate(ops):
-        name = unit_written(op, layout)
+        name = known.of(op).unit_written if op.verb == "wgrad" else None
         if name is None:
             continue
         key = (name, op.microbatch)
         if key not in slot_of:
             slot_of[key] = free[name[0]].popleft()
-        placed[i] = Op(op.verb, op.part, op.microbatch, op.chunk, op.layer, op.lane, slot_of[key])
+        placed[i] = Op(*op[:6], slot_of[key])
         for (unit, chunk, layer), m in ends.get(i, ()):
             slot = slot_of[(unit, chunk, layer), m]
             if sharding.adds_up(unit) and m != final[unit, chunk, layer]:

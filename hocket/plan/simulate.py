@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import Lane, Op, Program
-from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, longest_path, schedule
-from hocket.plan.values import UnitName, follows, unit_moved, unit_written
+from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
+from hocket.plan.values import Name, UnitName, meanings, unit_moved
 
 
 class Costs(Protocol):
@@ -102,7 +102,7 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
 
 def makespan(program: Program, costs: Costs) -> Time:
     """The time of one step alone, which takes a third of the work."""
-    return longest_path(program, _durations(program, costs))
+    return max(schedule(program, _durations(program, costs), NO_FRICTION)[1], default=0)
 
 
 def quiet_end(program: Program, costs: Costs, rank: int) -> tuple[Time, Time]:
@@ -166,15 +166,14 @@ def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Cost
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
     Gradients live from the start of their unit's first wgrad to the end of the step, sums of them from the first add.
     """
-    ops = program.ranks[rank]
+    ops, known = program.ranks[rank], meanings(program.layout, rank)
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
-    position_of = {op.key: position for position, op in enumerate(ops) if op.verb in ("fwd", "recompute", "bwd")}
-    follows_of = [(p, key) for p, op in enumerate(ops) for key in follows(op, program.layout)]
-    continued_by = {position_of[key]: p for p, key in follows_of if key in position_of}
     changes: list[tuple[Time, int]] = []
     written: set[tuple[str, UnitName]] = set()
+    where: dict[tuple[Name, int], int] = {}
     for position, op in enumerate(ops):
-        unit = unit_moved(op) if op.verb == "add" else unit_written(op, program.layout)
+        meaning = known.of(op)
+        unit = unit_moved(op) if op.verb == "add" else meaning.unit_written
         if unit is not None and (op.verb, unit) not in written:
             written.add((op.verb, unit))
             changes.append((spans[position].start, costs.grad_bytes(rank, op)))
@@ -183,10 +182,12 @@ def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Cost
             changes.append((spans[position].start, size))
             if position in freed_by:
                 changes.append((spans[freed_by[position]].end, -size))
-        if position in continued_by:
-            saved = costs.saved_bytes(rank, op)
-            changes.append((spans[position].end, saved))
-            changes.append((spans[continued_by[position]].end, -saved))
+        if op.verb in ("fwd", "recompute", "bwd"):
+            where[(op.verb, op.part, op.chunk, op.layer), op.microbatch] = position
+        if meaning.follows is not None and (continued := where.get((meaning.follows, op.microbatch))) is not None:
+            saved = costs.saved_bytes(rank, ops[continued])
+            changes.append((spans[continued].end, saved))
+            changes.append((spans[position].end, -saved))
     changes.sort()  # at one moment, what is dropped goes first: its memory is taken again
     held = peak = 0
     for _, change in changes:

@@ -18,10 +18,15 @@ received gradient until its shared expert's or dense MLP's weight gradients are 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 from hocket.plan.ops import Key, Layout, Op, Unit
 
 UnitName = tuple[Unit, int, int]
 """(class, chunk, layer): one unit of a rank. Embed and head units have layer -1."""
+Name = tuple[str, str, int, int]
+"""(verb, part, chunk, layer): an op of any microbatch."""
 
 
 def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
@@ -171,3 +176,45 @@ def unit_moved(op: Op) -> UnitName:
 def unit_written(op: Op, layout: Layout) -> UnitName | None:
     """The unit whose gradient slot a wgrad writes."""
     return _unit_of(op, layout) if op.verb == "wgrad" else None
+
+
+class Meaning(NamedTuple):
+    """What the functions above say of an op. All that it reads or follows is of its own microbatch."""
+
+    reads: tuple[Name, ...]
+    follows: Name | None
+    unit_read: UnitName | None
+    unit_written: UnitName | None
+
+
+class Meanings:
+    """The meanings of a rank's ops, each found once: it is the same for all microbatches."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+        self._found: dict[Name, Meaning] = {}
+
+    def of(self, op: Op) -> Meaning:
+        name = (op.verb, op.part, op.chunk, op.layer)
+        found = self._found.get(name)
+        if found is None:
+            found = self._found[name] = self._find(op)
+        return found
+
+    def _find(self, op: Op) -> Meaning:
+        layout = self._layout
+        read, followed = reads(op, layout, self._rank), follows(op, layout)
+        assert all(key[2] == op.microbatch for key in (*read, *followed)), f"{op} reads of another microbatch"
+        names = [(verb, part, chunk, layer) for verb, part, _, chunk, layer in (*read, *followed)]
+        return Meaning(
+            reads=tuple(names[: len(read)]),
+            follows=names[-1] if followed else None,
+            unit_read=unit_read(op, layout),
+            unit_written=unit_written(op, layout),
+        )
+
+
+@lru_cache(maxsize=64)
+def meanings(layout: Layout, rank: int) -> Meanings:
+    """Those of one rank, for all programs of a layout."""
+    return Meanings(layout, rank)

@@ -84,7 +84,7 @@ def moved(program: Program, rank: int, count: int) -> Program:
     late = set(found[next((i for i, p in enumerate(found) if ops[p].microbatch >= program.microbatches - count), 0) :])
     order = [p for p in range(len(ops) - 1) if p not in late] + sorted(late) + [len(ops) - 1]
     position = {old: new for new, old in enumerate(order)}
-    again = tuple(replace(ops[p], deps=tuple(sorted(position[d] for d in ops[p].deps))) for p in order)
+    again = tuple(ops[p]._replace(deps=tuple(sorted(position[d] for d in ops[p].deps))) for p in order)
     return replace(program, ranks=(*program.ranks[:rank], again, *program.ranks[rank + 1 :]))
 
 

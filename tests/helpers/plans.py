@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hocket.config import Config
+from hocket.plan.connect import known_done
+from hocket.plan.ops import LANES, Lane, Op
 from hocket.settings.leaves import changed, types
 
 NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("plan.", "overlap."))}
@@ -14,3 +17,9 @@ NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("
 def planned(config: Config | None = None, /, **settings: Any) -> Config:
     """A configuration with some settings of `plan` and `overlap` by the last part of their names, as `merge="off"`."""
     return changed(config or Config(), {NAMES[name]: value for name, value in settings.items()})
+
+
+def known_of(ops: Sequence[Op]) -> dict[Lane, list[int]]:
+    """For every lane and op of a rank, the latest position on that lane that is known to be done when the op runs."""
+    lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
+    return {lane: known_done(lanes, deps, lane) for lane in LANES}

@@ -114,7 +114,7 @@ def with_rank(program: Program, rank: int, ops: Sequence[Op]) -> Program:
 def with_op(program: Program, rank: int, position: int, **changes: Any) -> Program:
     """The program with some fields of one op changed."""
     ops = list(program.ranks[rank])
-    ops[position] = replace(ops[position], **changes)
+    ops[position] = ops[position]._replace(**changes)
     return with_rank(program, rank, ops)
 
 
@@ -122,8 +122,7 @@ def reordered(program: Program, rank: int, order: Sequence[int]) -> Program:
     """The program with a rank's ops in a new order, some perhaps left out; positions in deps and frees follow."""
     new = {old: position for position, old in enumerate(order)}
     ops = [
-        replace(
-            program.ranks[rank][old],
+        program.ranks[rank][old]._replace(
             deps=tuple(new[p] for p in program.ranks[rank][old].deps if p in new),
             frees=tuple(new[p] for p in program.ranks[rank][old].frees if p in new),
         )
@@ -147,6 +146,6 @@ def swapped(program: Program, rank: int, a: int, b: int) -> Program:
     """The program with two ops in each other's place; deps and frees stay with the places."""
     ops = list(program.ranks[rank])
     first, second = ops[a], ops[b]
-    ops[a] = replace(second, deps=first.deps, frees=first.frees)
-    ops[b] = replace(first, deps=second.deps, frees=second.frees)
+    ops[a] = second._replace(deps=first.deps, frees=first.frees)
+    ops[b] = first._replace(deps=second.deps, frees=second.frees)
     return with_rank(program, rank, ops)

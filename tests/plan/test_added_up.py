@@ -1,7 +1,6 @@
 """Gradients that are added up on a rank and reduced once a step: what the checker and the dry run refuse."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -38,7 +37,7 @@ def adds_swapped(program: Program) -> Program:
     ops = list(program.ranks[0])
     for p, op in enumerate(ops):
         if op.part == "experts" and op.verb in ("wgrad", "add") and op.layer == 1 and op.microbatch < 2:
-            ops[p] = replace(op, microbatch=1 - op.microbatch)
+            ops[p] = op._replace(microbatch=1 - op.microbatch)
     return with_rank(program, 0, ops)
 
 
@@ -46,8 +45,8 @@ def reduced_in_between(program: Program) -> Program:
     """The reduce is the second microbatch's: the third is added to a sum that is gone."""
     ops = list(program.ranks[0])
     second, last = find(program, 0, "add head m1"), find(program, 0, "reduce head m2")
-    ops[second] = replace(ops[second], verb="reduce", lane="reduce", deps=(second - 1,))
-    ops[last] = replace(ops[last], verb="add", lane="compute", deps=())
+    ops[second] = ops[second]._replace(verb="reduce", lane="reduce", deps=(second - 1,))
+    ops[last] = ops[last]._replace(verb="add", lane="compute", deps=())
     return with_rank(program, 0, ops)
 
 
@@ -60,7 +59,7 @@ def slot_not_waited_for(program: Program) -> Program:
     """An add on a lane of its own, for which the next gradient in its slot does not wait."""
     ops: list[Op] = list(program.ranks[0])
     add = find(program, 0, "add dense m0")
-    ops[add] = replace(ops[add], lane="gather")
+    ops[add] = ops[add]._replace(lane="gather")
     return with_rank(program, 0, ops)
 
 

@@ -145,9 +145,9 @@ def step_ignores_reduces(program: Program) -> Program:
 def freed_with(program: Program, rank: int, value: str, freer: str) -> Program:
     """The program where `freer` drops what `value` made, and nobody else does."""
     p = find(program, rank, value)
-    ops = [replace(op, frees=tuple(v for v in op.frees if v != p)) for op in program.ranks[rank]]
+    ops = [op._replace(frees=tuple(v for v in op.frees if v != p)) for op in program.ranks[rank]]
     q = find(program, rank, freer)
-    ops[q] = replace(ops[q], frees=(*ops[q].frees, p))
+    ops[q] = ops[q]._replace(frees=(*ops[q].frees, p))
     return with_rank(program, rank, ops)
 
 
@@ -225,7 +225,7 @@ def microbatches_swapped(program: Program) -> Program:
     ops = list(program.ranks[0])
     for p, op in enumerate(ops):
         if op.verb in ("wgrad", "reduce") and op.layer == 0 and op.microbatch in (0, 1):
-            ops[p] = replace(op, microbatch=1 - op.microbatch)
+            ops[p] = op._replace(microbatch=1 - op.microbatch)
     return with_rank(program, 0, ops)
 
 
@@ -234,7 +234,7 @@ def products_swapped(program: Program) -> Program:
     ops = list(program.ranks[0])
     for p, op in enumerate(ops):
         if op.verb == "wgrad" and op.layer == 0 and op.microbatch in (0, 1):
-            ops[p] = replace(op, microbatch=1 - op.microbatch)
+            ops[p] = op._replace(microbatch=1 - op.microbatch)
     return with_rank(program, 0, ops)
 
 
@@ -401,7 +401,7 @@ def test_a_wait_of_the_host_can_close_a_circle() -> None:
     """The lanes alone would do: the last rank's gradient is ready, but its send is issued behind a blocked host."""
     program = base(microbatches=2, order="sequential", merge="off")
     send, dispatch = find(program, 1, "send grad m0"), find(program, 1, "fwd dispatch m1")
-    nobody_waits = [replace(op, deps=tuple(d for d in op.deps if d != send)) for op in program.ranks[1]]
+    nobody_waits = [op._replace(deps=tuple(d for d in op.deps if d != send)) for op in program.ranks[1]]
     program = with_rank(program, 1, nobody_waits)
     assert 1 not in numbers(moved(program, 1, send, dispatch))
     found = [v for v in check(moved(program, 1, send, dispatch + 1)) if v.invariant == 1]
@@ -419,7 +419,7 @@ def test_a_circle_is_reported_with_all_its_ops() -> None:
 def test_assert_valid_shows_ten() -> None:
     program = base()
     assert_valid(program)
-    bare = with_rank(program, 0, [replace(op, deps=()) for op in program.ranks[0]])
+    bare = with_rank(program, 0, [op._replace(deps=()) for op in program.ranks[0]])
     with pytest.raises(ValueError, match="the program breaks") as caught:
         assert_valid(bare)
     lines = str(caught.value).splitlines()

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -58,16 +57,16 @@ def uncut(program: Program, rank: int, name: str, producer: str) -> Program:
 def freed_at_once(program: Program) -> Program:
     """The attention part's output is dropped by its first reader, though unpermute reads it too."""
     value, reader = find(program, 0, "fwd attn m0 c0 l1"), find(program, 0, "fwd mlp m1")
-    ops = [replace(op, frees=tuple(p for p in op.frees if p != value)) for op in program.ranks[0]]
+    ops = [op._replace(frees=tuple(p for p in op.frees if p != value)) for op in program.ranks[0]]
     early = next(p for p in range(value + 1, reader) if ops[p].lane == "compute")
-    ops[early] = replace(ops[early], frees=(*ops[early].frees, value))
+    ops[early] = ops[early]._replace(frees=(*ops[early].frees, value))
     return with_rank(program, 0, ops)
 
 
 def gradients_mixed(program: Program) -> Program:
     """The reduce of microbatch 0 comes only after microbatch 1 has written to its slot."""
     reduce = find(program, 1, "reduce dense m0")
-    nobody_waits = [replace(op, deps=tuple(d for d in op.deps if d != reduce)) for op in program.ranks[1]]
+    nobody_waits = [op._replace(deps=tuple(d for d in op.deps if d != reduce)) for op in program.ranks[1]]
     return moved(with_rank(program, 1, nobody_waits), 1, reduce, len(program.ranks[1]) - 1)
 
 

@@ -53,7 +53,7 @@ class Model:
             lane = "compute"
         elif not self.classic and op.part == "unpermute":
             lane = "a2a"
-        return replace(op, lane=lane, deps=(), frees=())
+        return op._replace(lane=lane, deps=(), frees=())
 
     def apply(self, built: Program, order: tuple[tuple[Step, ...], ...]) -> Program:
         """The changed program."""
@@ -75,7 +75,7 @@ class Model:
                 made["act" if op.verb == "fwd" else "grad"] = position
             elif op.verb == "recv":
                 posted = op.part in made and not self.early
-                ops[position] = replace(op, deps=(made[op.part],) if posted else ())
+                ops[position] = op._replace(deps=(made[op.part],) if posted else ())
 
     def join(self, ops: list[Op], steps: list[int]) -> None:
         received: dict[int, list[int]] = {}
@@ -93,10 +93,10 @@ class Model:
                 extra = [p for p in extra if ops[p].part == "act" and lane == "compute"]
             if lane == "compute" and "a2a" in last.get(step - 1, {}):
                 extra.append(last[step - 1]["a2a"])
-            ops[position] = replace(ops[position], deps=tuple({*ops[position].deps, *extra}))
+            ops[position] = ops[position]._replace(deps=tuple({*ops[position].deps, *extra}))
         for position, (op, step) in enumerate(zip(ops, steps, strict=True)):
             if self.atomic and op.verb == "send":
-                ops[position] = replace(op, deps=tuple({*op.deps, *last[step].values()}))
+                ops[position] = op._replace(deps=tuple({*op.deps, *last[step].values()}))
 
 
 def steps_of(ops: Sequence[Op], order: tuple[Step, ...]) -> list[int]:

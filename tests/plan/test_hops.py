@@ -10,12 +10,11 @@ import pytest
 
 from hocket.parallel.stages import costs_of
 from hocket.plan.check import check
-from hocket.plan.connect import clocks
 from hocket.plan.cost import LAPTOP, CostTable, OpCost
 from hocket.plan.dryrun import dry_run
 from hocket.plan.hops import smallest_cover, stride_price
 from hocket.plan.lower import build_program
-from hocket.plan.ops import LANES, Layout, Op, Program
+from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.pipeline import in_flight, one_f_one_b
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
@@ -23,7 +22,7 @@ from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
-from tests.helpers.plans import planned
+from tests.helpers.plans import known_of, planned
 
 DENSE = Layout(("dense",) * 8, pp=2, chunks=2)
 MERGED = planned(chunks=2, merge="on", defer_wgrad="on")
@@ -100,13 +99,12 @@ def test_a_gradient_travels_beside_what_was_put_behind_it(lane: Literal["on", "o
     """Neither the send nor the next receive is ordered against the weight gradients behind the send."""
     program = build(DENSE, backward_lane=lane, defer_layers=layers, defer_parts=parts)
     ops = list(program.ranks[1])
-    known = clocks(ops, [list(op.deps) for op in ops])
+    known = known_of(ops)
     send = next(i for i, op in enumerate(ops) if str(op) == "send grad m1 c1")
     behind = [i for i, op in enumerate(ops) if i > send and op.verb == "wgrad" and (op.microbatch, op.chunk) == (1, 1)]
     assert len(behind) == {(1, "attn"): 1, (2, "all"): 4, (-1, "attn"): 2}[layers, parts]
-    compute = LANES.index("compute")
-    assert all(known[send][compute] < i for i in behind)
-    assert all(known[i][LANES.index("send_grad")] < send for i in behind)
+    assert all(known["compute"][send] < i for i in behind)
+    assert all(known["send_grad"][i] < send for i in behind)
 
 
 # ------------------------------------------------------------------------------------------------ the automatic choice

@@ -8,12 +8,11 @@ from typing import Literal
 import pytest
 
 from hocket.plan.check import check
-from hocket.plan.connect import clocks
 from hocket.plan.layer import MERGED, at_once
 from hocket.plan.lower import build_program, defer_past_send
-from hocket.plan.ops import LANES, Layout, Op, Program
+from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding, Visit, _page
-from tests.helpers.plans import planned
+from tests.helpers.plans import known_of, planned
 
 MOE4 = Layout(("moe",) * 4, ep=2)
 
@@ -254,8 +253,7 @@ def test_every_all_to_all_of_a_merged_step_may_run_beside_compute(order: str) ->
     """Neither comes before the other: not in their lanes, and not through anything that they wait for."""
     program = build(Layout(("moe",) * 4, ep=2), 4, layer_order=order)
     ops = list(program.ranks[0])
-    known = clocks(ops, [list(op.deps) for op in ops])
-    compute, a2a = LANES.index("compute"), LANES.index("a2a")
+    known = known_of(ops)
     first = position(program, "fwd attn m1")
     last = max(i for i, op in enumerate(ops) if op.verb == "fwd" and op.part == "attn")
     exchanges = [i for i, op in enumerate(ops) if op.lane == "a2a" and first < i < last]
@@ -264,7 +262,7 @@ def test_every_all_to_all_of_a_merged_step_may_run_beside_compute(order: str) ->
         beside = [
             str(op)
             for j, op in enumerate(ops)
-            if op.lane == "compute" and op.verb != "release" and known[i][compute] < j and known[j][a2a] < i
+            if op.lane == "compute" and op.verb != "release" and known["compute"][i] < j and known["a2a"][j] < i
         ]
         assert beside, f"{ops[i]} runs beside nothing"
 
@@ -272,13 +270,12 @@ def test_every_all_to_all_of_a_merged_step_may_run_beside_compute(order: str) ->
 def test_gathers_and_reduces_run_beside_compute() -> None:
     program = build(Layout(("dense",) * 6), 3, merge="off")
     ops = list(program.ranks[0])
-    known = clocks(ops, [list(op.deps) for op in ops])
-    compute = LANES.index("compute")
+    known = known_of(ops)
     exposed = []
     for i, op in enumerate(ops):
         if op.lane in ("gather", "reduce") and op.part == "dense":
-            lane = LANES.index(op.lane)
-            if not any(o.lane == "compute" and known[i][compute] < j and known[j][lane] < i for j, o in enumerate(ops)):
+            beside = (j for j, other in enumerate(ops) if other.lane == "compute" and known["compute"][i] < j)
+            if not any(known[op.lane][j] < i for j in beside):
                 exposed.append(str(op))
     assert exposed == [], (
         "only the first gather and the last reduce of a step may be exposed, and embed and head are those"

@@ -9,15 +9,14 @@ from fractions import Fraction
 import pytest
 
 from hocket.plan.check import check
-from hocket.plan.connect import clocks
 from hocket.plan.layer import BACKWARDS, CHAINS, FORWARDS, Half, pair_at_once
 from hocket.plan.lower import build_program
-from hocket.plan.ops import LANES, Layout, Program
+from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import Item, Order, in_flight, merged_share, one_f_one_b
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from tests.helpers.costs import Table, published
-from tests.helpers.plans import planned
+from tests.helpers.plans import known_of, planned
 from tests.plan.programs import find, with_op
 
 ONE_RANK = """
@@ -129,12 +128,11 @@ def test_halves_of_a_layer_take_turns() -> None:
 def test_every_all_to_all_but_the_outermost_may_run_beside_compute(microbatches: int) -> None:
     """Neither comes before the other: not in their lanes, and not through anything that they wait for."""
     ops = list(build(MOE, microbatches).ranks[0])
-    known = clocks(ops, [list(op.deps) for op in ops])
-    compute, a2a = LANES.index("compute"), LANES.index("a2a")
+    known = known_of(ops)
     for i, op in enumerate(ops):
         if op.lane == "a2a":
             assert any(
-                other.lane == "compute" and other.verb != "release" and known[i][compute] < j and known[j][a2a] < i
+                other.lane == "compute" and other.verb != "release" and known["compute"][i] < j and known["a2a"][j] < i
                 for j, other in enumerate(ops)
             ), f"{op} runs beside nothing"
 

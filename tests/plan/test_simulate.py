@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -88,8 +87,8 @@ def test_hop_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> Non
     assert times(timeline, 0) == [(0, 5), (5, 5), (5, 10), (10, 10)]
     # the second hop's data is ready at 10, but its lane is still busy with the first one
     assert times(timeline, 1) == [(5, 12), (12, 19), (12, 13), (19, 20)]
-    late = [*second[:1], replace(second[1], deps=(2,)), *second[2:]]
-    late = [late[0], replace(late[2], deps=(0,)), replace(late[1], deps=(1,)), replace(late[3], deps=(2,))]
+    late = [*second[:1], second[1]._replace(deps=(2,)), *second[2:]]
+    late = [late[0], late[2]._replace(deps=(0,)), late[1]._replace(deps=(1,)), late[3]._replace(deps=(2,))]
     assert times(simulate(program(first, late), Table(costs)), 1) == [(5, 12), (12, 13), (13, 20), (20, 21)]
 
 

@@ -185,7 +185,7 @@ def test_json_without_ranks() -> None:
 
 def test_diff_names_what_changed(program: Program) -> None:
     wgrad = find(program, 1, "wgrad")
-    name = str(replace(program.ranks[1][wgrad], slot=-1))
+    name = str(program.ranks[1][wgrad]._replace(slot=-1))
     assert diff(program, without(program, 1, wgrad)).splitlines()[:2] == ["rank 1", f"  - {name}  @compute"]
     added = diff(without(program, 1, wgrad), program).splitlines()
     assert added[0] == "rank 1"
@@ -201,7 +201,7 @@ def test_diff_of_a_moved_op_is_one_line(program: Program) -> None:
     wgrad = find(program, 0, "wgrad")
     target = wgrad + 4
     lines = diff(program, moved(program, 0, wgrad, target)).splitlines()
-    name = str(replace(program.ranks[0][wgrad], slot=-1))
+    name = str(program.ranks[0][wgrad]._replace(slot=-1))
     assert [line for line in lines if line.startswith("  >")] == [
         f"  > {name}: after {_name(program, wgrad - 1)} -> after {_name(program, target - 1)}"
     ]
@@ -209,7 +209,7 @@ def test_diff_of_a_moved_op_is_one_line(program: Program) -> None:
 
 
 def _name(program: Program, position: int) -> str:
-    return str(replace(program.ranks[0][position], slot=-1))
+    return str(program.ranks[0][position]._replace(slot=-1))
 
 
 def test_diff_of_dependencies_lane_and_slot(program: Program) -> None:
@@ -234,4 +234,4 @@ def test_diff_of_the_header_and_of_ranks(program: Program) -> None:
 def test_diff_tells_double_ops_apart(program: Program) -> None:
     ops = program.ranks[0]
     doubled = replace(program, ranks=((*ops, ops[0]), *program.ranks[1:]))
-    assert diff(program, doubled).startswith(f"rank 0\n  + {replace(ops[0], slot=-1)} #2  @")
+    assert diff(program, doubled).startswith(f"rank 0\n  + {ops[0]._replace(slot=-1)} #2  @")
