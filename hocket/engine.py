@@ -120,6 +120,7 @@ class Engine:
         assert transport != "auto", "the configuration is not resolved"
         self._room, self._lacked = self._make_room(), 0
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
+        self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         wire = DTYPES.get(config.precision.wire, self.dtype)
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
@@ -129,7 +130,8 @@ class Engine:
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._leaves_updates = update and config.overlap.dp.gather_in_update == "on"
         self._lr = t.lr
-        self.lanes: Lanes = CudaLanes(device) if device.type == "cuda" else CpuLanes()
+        sides = [] if self._tensors is None else [self._tensors.side]
+        self.lanes: Lanes = CudaLanes(device, sides) if on_gpu else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
         self._loads: dict[int, Tensor] = {}
         self.executor = self.executor_for(self.program, self._finish_step, keep_records)
@@ -168,10 +170,9 @@ class Engine:
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""
-        if self.mesh.tp == 1:
+        if self._tensors is None:
             return WHOLE
-        tensors = Tensors.of(self.groups.tp, self.device)
-        return SplitLinears(tensors, ways_of(self.config), self.config.train.sequences)
+        return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
     def _activation(self) -> Activation:
         """What passes between layers: this rank's tokens of a microbatch."""

@@ -15,7 +15,7 @@ PROGRAMS = 528
 
 @triton.jit
 def _local_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.constexpr, add: tl.constexpr):  # noqa: ANN001, ANN202
-    start = tl.program_id(0) * block_size
+    start = tl.program_id(0).to(tl.int64) * block_size  # units of experts can have more than 2^31 elements
     while start < numel:
         at = start + tl.arange(0, block_size)
         inside = at < numel

@@ -135,7 +135,7 @@ class Tensors:
         try:
             yield lambda number: twin.on() if number % 2 else nullcontext()
         finally:  # behind an error, too: memory that is read there is given back
-            twin.mark()()
+            twin.join()
 
     def gather(self, x_SD: Tensor) -> Tensor:
         """The tokens of all ranks: [T, D]."""

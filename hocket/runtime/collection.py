@@ -20,13 +20,15 @@ EVERY = 50
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Nothing is collected inside, unless somebody asks for it; what exists already, never."""
+    enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
         gc.unfreeze()
 
 

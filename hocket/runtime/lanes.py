@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import cycle
 from typing import Protocol
 
@@ -99,6 +99,10 @@ class Side:
         event.record(self._stream)
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
+    def join(self) -> None:
+        """Order the current queue behind all that is on the side."""
+        self.mark()()
+
 
 def _nothing() -> None:
     pass
@@ -184,7 +188,11 @@ class CpuLanes:
             self.wait(lane, 1 << 60)
 
     def abort(self) -> None:
+        """The host waits: what is under way goes on writing memory that the next step uses. What fails is over, too."""
         for queue in self._pending.values():
+            for _, pending in queue:
+                with suppress(Exception):
+                    pending.wait()
             queue.clear()
 
     def completed(self, lane: Lane, position: int) -> bool:
@@ -200,17 +208,19 @@ class CudaLanes:
 
     needs_rehearsal = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sides: Sequence[Side] = ()) -> None:
+        """`sides` are what ops fork to. Only an interrupted one leaves work there that nobody has waited for."""
+        self._device, self._sides = device, sides
         self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane == "compute" else -1) for lane in LANES}
         self._events: dict[int, torch.cuda.Event] = {}
         self._current = self._outer = torch.cuda.current_stream(device)
+        self._inside = False
         self.delays: Sequence[int] = ()
         self._count = 0
 
     def begin(self, names: Sequence[str] | None = None) -> None:  # the host waits for nothing, so there is none to show
         self._current = self._outer = torch.cuda.current_stream(self._device)
-        self._count = 0
+        self._inside, self._count = True, 0
         for stream in self._streams.values():
             stream.wait_stream(self._outer)
 
@@ -237,17 +247,25 @@ class CudaLanes:
         self._current.synchronize()
 
     def end(self) -> None:
-        torch.cuda.set_stream(self._outer)
+        self._leave()
         self._outer.wait_stream(self._streams["compute"])
+
+    def _leave(self) -> None:
+        torch.cuda.set_stream(self._outer)
+        self._inside = False
 
     def join(self) -> None:
         """Order the caller's following work behind all lanes."""
+        outer = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
-            self._outer.wait_stream(stream)
+            outer.wait_stream(stream)
 
     def abort(self) -> None:
-        torch.cuda.set_stream(self._outer)
+        if self._inside:  # else the caller may be on another stream by now, as behind a recording, and stays there
+            self._leave()
         self.join()
+        for side in self._sides:
+            side.join()
 
     def completed(self, lane: Lane, position: int) -> bool:
         event = self._events.get(position)

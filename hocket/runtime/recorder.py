@@ -106,11 +106,17 @@ class Watchdog:
         while not self._stop.wait(min(1.0, self._limit / 4)):
             recorder = self._recorder()
             if recorder is not None and recorder.active and time.monotonic() - recorder.last_progress > self._limit:
-                with contextlib.suppress(OSError):  # a full disk is no reason to go on
-                    sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._report()}\n")
+                with contextlib.suppress(Exception):  # a full disk is no reason to go on
+                    sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._said()}\n")
                     sys.stderr.flush()
                 time.sleep(LINGER)
                 os._exit(HANG_EXIT_CODE)
+
+    def _said(self) -> str:
+        try:
+            return self._report()
+        except Exception as error:  # a GPU that has failed, or records a step, answers no questions
+            return f"what this rank waits for cannot be told: {error}"
 
     def close(self) -> None:
         self._stop.set()

@@ -6,6 +6,7 @@ kernel says must be right; what it does is for the interpreter to tell, and for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from triton.runtime.jit import JITFunction
 from hocket.config import ModelConfig
 
 BF16 = torch.bfloat16
+LONG = ("_local_sum",)
+"""Kernels in which a program counts elements of tensors that may have more than 2^31 of them."""
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
@@ -31,6 +34,9 @@ def only_compile() -> list[str]:
         compiled.append(self.__name__)
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], self.__name__
+        if self.__name__ in LONG:
+            loops = re.findall(r"scf.while.* -> (.*) {", kernel.asm["ttir"])
+            assert loops == ["i64"], f"{self.__name__} counts in {loops}"
         return kernel
 
     JITFunction.run = run  # pyrefly: ignore[bad-assignment]

@@ -62,3 +62,10 @@ def test_garbage_waits_for_its_step() -> None:
         collect_after(EVERY)
         assert len(Cycle.ended) == 5000
     assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()

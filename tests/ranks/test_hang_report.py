@@ -6,10 +6,13 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.runtime import recorder
+from hocket.runtime.recorder import Recorder
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_parity import LR, batches_of
 from tests.ranks.test_tensor_parity import MIXED, of
@@ -52,6 +55,27 @@ def steps(rank: int, config: Config) -> list[str]:
         setattr(holder, place, call)
     engine.close()
     return said
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("CUDA error: unspecified launch failure"), OSError("no space left")])
+def test_a_rank_that_cannot_say_what_it_waits_for_ends_all_the_same(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, codes, stuck = threading.Event(), [], Recorder([])
+    monkeypatch.setattr(recorder, "LINGER", 0.0)
+    monkeypatch.setattr(recorder.os, "_exit", lambda code: (codes.append(code), stuck.end(), ended.set()))
+
+    def report() -> str:
+        raise fault
+
+    stuck.begin()
+    watchdog = recorder.Watchdog(0.05, report, lambda: stuck)
+    assert ended.wait(20)
+    watchdog.close()
+    assert codes == [recorder.HANG_EXIT_CODE]
+    said = capsys.readouterr().err
+    assert said.startswith(recorder.HANG_HEADLINE)
+    assert f"cannot be told: {fault}" in said
 
 
 def test_a_rank_that_waits_behind_all_ops_says_for_what() -> None:

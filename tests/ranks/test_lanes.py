@@ -1,0 +1,108 @@
+"""Lanes by themselves: what is ordered behind what when a step is interrupted. Streams are stand-ins without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hocket.plan.ops import LANES
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Side
+from hocket.runtime.transports import Pending
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """Notes what it was told to come behind."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream, self.behind = id(self), list[Stream]()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind.append(other)
+
+    def wait_event(self, event: Event) -> None:
+        self.behind += event.of
+
+
+class Event:
+    def __init__(self, **_: Any) -> None:
+        self.of: list[Stream] = []
+
+    def record(self, stream: Stream) -> None:
+        self.of = [stream]
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The current stream, alone in a list."""
+    now = [Stream()]
+
+    def choose(stream: Stream) -> None:
+        now[0] = stream
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        before = now[0]
+        choose(stream)
+        yield
+        choose(before)
+
+    for name, stand_in in (
+        ("Stream", Stream),
+        ("Event", Event),
+        ("current_stream", lambda device: now[0]),
+        ("set_stream", choose),
+        ("stream", inside),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return now
+
+
+def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current: list[Stream]) -> None:
+    (outer,), side = list(current), Side(GPU)
+    lanes = CudaLanes(GPU, [side])
+    lanes.begin()
+    lanes.use("compute")
+    with side.behind():
+        (beside,) = current
+    assert current[0] is lanes._streams["compute"]
+    outer.behind.clear()
+    lanes.abort()  # nobody has waited for what is on the side
+    assert current == [outer]
+    assert set(outer.behind) == {*(lanes._streams[lane] for lane in LANES), beside}
+
+
+def test_a_caller_who_has_left_a_step_stays_on_its_stream(current: list[Stream]) -> None:
+    """A recorded step is issued on a stream of its own, and replayed on the caller's."""
+    lanes, outer = CudaLanes(GPU), current[0]
+    for leave in (lanes.end, lanes.abort):
+        current[0] = recording = Stream()
+        lanes.begin()
+        lanes.use("a2a")
+        leave()
+        assert current == [recording]
+        current[0] = outer
+        lanes.abort()
+        assert current == [outer]
+        assert set(outer.behind) == {lanes._streams[lane] for lane in LANES}
+        outer.behind.clear()
+
+
+def test_without_streams_the_host_waits_for_what_an_interrupted_step_has_issued() -> None:
+    lanes, ended = CpuLanes(), list[int]()
+
+    def fail() -> None:
+        ended.append(1)
+        raise RuntimeError("the other rank has gone")
+
+    lanes.begin()
+    for position, wait in enumerate((lambda: ended.append(0), fail, lambda: ended.append(2))):
+        lanes.issued("gather", position, Pending(wait), awaited=True)
+    lanes.abort()
+    assert ended == [0, 1, 2]
+    lanes.begin()  # nothing is pending
