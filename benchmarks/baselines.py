@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from benchmarks.record import ROOT
+from benchmarks.record import RESULTS
 from hocket.commands import bench
 
 DENSE = "llama3_8b --optimizer off --train.microbatches 1"
@@ -134,7 +134,7 @@ def words(name: str, gpus: int, more: list[str]) -> list[str]:
     preset, lengths = PRESETS[name]
     found = [*shlex.split(preset.format(gpus=gpus, half=gpus // 2)), "--gpus", str(gpus)]
     found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
-    found += [] if "--out" in more else ["--out", str(ROOT / "benchmarks" / "results" / f"{name}.json")]
+    found += [] if "--out" in more else ["--out", str(RESULTS / f"{name}.json")]
     return [*found, *more]
 
 

@@ -13,7 +13,9 @@ def workloads(results: Sequence[Result]) -> list[Result]:
     """Those of some results, in their order. Raises ValueError if a measurement was interrupted."""
     for result in results:
         if not all(found.get("complete", True) for found in result["workloads"]):
-            raise ValueError(f"the result of `{result['command']}` was interrupted; fix: measure it again")
+            raise ValueError(
+                f"the result of `{result['command']}` was interrupted; fix: the same command with --resume"
+            )
     return [found for result in results for found in result["workloads"]]
 
 

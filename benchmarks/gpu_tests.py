@@ -1,30 +1,29 @@
 """Run the tests that need GPUs and keep their outcome as a result file.
 
-    python -m benchmarks.gpu_tests
-    python -m benchmarks.gpu_tests -n 4 tests
-    python -m benchmarks.gpu_tests --name gpu_tests_rerun tests/gpu/test_bench.py
+    python -m benchmarks.gpu_tests --seconds 540
+    python -m benchmarks.gpu_tests --resume --seconds 540
+    python -m benchmarks.gpu_tests -n 4 tests/gpu/test_bench.py
 
 What is no option of its own goes to pytest, `-n 4` for instance, which runs all tests that measure no time on the same
-GPUs beside each other. Exits with pytest's status.
+GPUs beside each other. Outcomes are written as they come, each with its commit. Exits with pytest's status.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
-from benchmarks.record import ROOT, write
+from benchmarks.outcomes import counted
+from benchmarks.record import RESULTS, ROOT
+from hocket.bench.record import origins, provenance, save
 
-
-def outcome(case: ElementTree.Element) -> str:
-    """passed, failed or skipped."""
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+PATIENCE = 20.0
+"""Seconds in which pytest ends its tests after it was interrupted."""
 
 
 def run(command: list[str], seconds: float | None) -> int:
@@ -33,32 +32,42 @@ def run(command: list[str], seconds: float | None) -> int:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it writes its report
-        return process.wait(30)
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:  # what has ended is written
+        process.kill()
+        return process.wait()
+
+
+def begin(path: Path, commit: str, resume: bool) -> dict[str, Any]:
+    """Write the file that outcomes go to, with those of earlier runs if they are to be resumed. Returns it."""
+    former = json.loads(path.read_text()) if resume and path.exists() else {"tests": {}}
+    tests = {name: {"commit": former["commit"], **test} for name, test in former["tests"].items()}
+    origin = provenance(commit=commit)
+    runs = [*(origins(former) if tests else ()), origin]
+    result = {**origin, "runs": runs, **counted(tests), "tests": tests}
+    save(path, result)
+    return result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="gpu_tests", help="of the result")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--seconds", type=float, default=None, help="after which no test begins; those that ran count")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--commit", default="", help="name of this version, where there is no repository")
+    parser.add_argument("--seconds", type=float, default=None, help="after which tests are interrupted")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file has, and leave out what has passed at this commit"
+    )
     options, words = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *off, f"--junitxml={report}"]
-        status = run([*command, *(words or ["tests"])], options.seconds)
-        cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("classname")]
-    tests = {
-        f"{case.get('classname')}::{case.get('name')}": {
-            "outcome": outcome(case),
-            "seconds": float(case.get("time") or 0),
-        }
-        for case in cases
-    }
-    counts = {kind: sum(test["outcome"] == kind for test in tests.values()) for kind in ("passed", "failed", "skipped")}
-    print(write(options.name, {**counts, "tests": tests}, options.out, options.commit))
+    path = (options.out / f"{options.name}.json").absolute()
+    result = begin(path, options.commit, options.resume)
+    off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
+    kept = ["-p", "benchmarks.outcomes", "--outcomes", str(path), "--commit", result["commit"]]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *off, *kept, *(words or ["tests"])]
+    status = run(command, options.seconds)
+    print(path)
     return status
 
 

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.calibration import predictions
-from benchmarks.record import write
+from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
-from hocket.bench.record import ROOT
 from hocket.resolve import Settings
 from hocket.trace.align import load
 from hocket.trace.rebuild import settings_of
 
-RESULTS = ROOT / "benchmarks" / "results"
 SIZES = ("model", "mesh", "data", "train")
 """Sections of a configuration that two runs must agree on, as far as both have a setting."""
 APART = ("transport", "device", "steps", "hang_timeout", "profile")

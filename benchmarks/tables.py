@@ -23,7 +23,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
@@ -31,7 +30,9 @@ from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, ms, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
+from benchmarks.outcomes import KINDS
 from benchmarks.prediction_tables import predicted, predicted_steps
+from benchmarks.record import RESULTS, ROOT
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -47,6 +48,7 @@ from benchmarks.sharding_tables import (
     weight_grads,
 )
 from hocket import searching
+from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
@@ -61,8 +63,6 @@ from hocket.trace import load
 from hocket.trace import report as trace_report
 from hocket.trace.picture import svg
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES = {
     "docs/pictures/tiny-plan.svg": "plan tiny",
@@ -232,11 +232,8 @@ def gpu_tests(result: Result) -> str:
     files: dict[str, list[str]] = {}
     for name, test in result["tests"].items():
         files.setdefault(name.split("::")[0].replace(".", "/") + ".py", []).append(test["outcome"])
-    rows = [[f"`{file}`", *(str(found.count(kind)) for kind in OUTCOMES)] for file, found in sorted(files.items())]
-    return table(["tests", *OUTCOMES], rows)
-
-
-OUTCOMES = ("passed", "failed", "skipped")
+    rows = [[f"`{file}`", *(str(found.count(kind)) for kind in KINDS)] for file, found in sorted(files.items())]
+    return table(["tests", *KINDS], rows)
 
 
 KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
@@ -334,13 +331,14 @@ TABLES = {
 
 
 def origin(results: Sequence[Result]) -> str:
-    """Hardware, versions, commit and commands of results."""
-    commands: dict[str, list[str]] = {}
-    for result in results:
-        versions = result["versions"]
+    """Hardware, versions, commit, day and commands of the runs behind results; early ones don't know their day."""
+    commands: dict[str, dict[str, None]] = {}
+    for run in (run for result in results for run in origins(result)):
+        versions = run["versions"]
         nccl = "" if versions["nccl"] == "none" else f", NCCL {versions['nccl']}"
-        where = f"{result['hardware']}, Python {versions['python']}, torch {versions['torch']}{nccl}"
-        commands.setdefault(f"{where}, commit `{result['commit']}`", []).append(f"`{result['command']}`")
+        where = f"{run['hardware']}, Python {versions['python']}, torch {versions['torch']}{nccl}"
+        day = f", {run['date']}" if "date" in run else ""
+        commands.setdefault(f"{where}, commit `{run['commit']}`{day}", {})[f"`{run['command']}`"] = None
     return "\n".join(f"{where}: {', '.join(found)}" for where, found in commands.items())
 
 

@@ -26,7 +26,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -201,7 +201,7 @@ def take_turns(
     rounds: Rounds,
     timer: Timer,
     gauge: Gauge,
-) -> Iterator[dict[str, Block]]:
+) -> Generator[dict[str, Block], None, None]:
     """One block of every contender, round after round, the order turned around every round.
 
     `seconds` of a step, about, by contender, must be the same on all ranks.

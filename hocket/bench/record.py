@@ -1,12 +1,15 @@
-"""Where a figure comes from: every result carries hardware, versions, commit and command."""
+"""Where a figure comes from: every result carries hardware, versions, commit, command and day."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,26 @@ ELSEWHERE = ("--out", "--commit", "--keep-traces")
 """Options that only say where what was measured goes, and under which name."""
 
 
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, all at once: whoever is killed meanwhile leaves the former one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(path)
+
+
+def origins(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What `provenance` said of each run behind a result file, which may hold entries of several."""
+    own = [workload["origin"] for workload in result.get("workloads", ()) if "origin" in workload]
+    found = own or result.get("runs") or [result]
+    return [{key: each[key] for key in ORIGIN if key in each} for each in found]
+
+
+ORIGIN = ("hardware", "versions", "commit", "command", "date")
+
+
 def provenance(torchrun: int = 0, commit: str = "") -> dict[str, Any]:
-    """Hardware, versions, commit and command of this process; `torchrun` is the number of processes it started."""
+    """Where the figures of this process come from; `torchrun` is the number of processes it started."""
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     else:
@@ -31,6 +52,7 @@ def provenance(torchrun: int = 0, commit: str = "") -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "nccl": _nccl()},
         "commit": commit or _commit(),
         "command": shlex.join([*launcher, "-m", module, *_arguments()]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

@@ -151,6 +151,8 @@ def table(measured: Measured) -> str:
     if count < FEW:
         sure = 1.0 - 0.5 ** (count - 1)
         notes.append(f"few blocks: an interval is the range of {count} rounds, and holds the median with {sure:.0%}")
+    if not measured.complete:
+        notes.append("interrupted: these are fewer rounds than were asked for")
     if any("*" in row[-2] for row in rows):
         notes.append("* a block ran at a clock more than 2 % from the others of this contender")
     return "\n".join(["RESULT", *(f"  {line}" for line in (*lines, *notes))])

@@ -6,19 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hocket.bench import gate
+from hocket.bench import gate, resumed
 from hocket.bench.contender import Contender, blame, entry, load
-from hocket.bench.measure import Gauge, Timer, nvml, slowest, take_turns
-from hocket.bench.record import provenance
+from hocket.bench.measure import Block, Gauge, Timer, nvml, slowest, take_turns
+from hocket.bench.record import provenance, save
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
 from hocket.resolve import Settings
@@ -59,6 +59,10 @@ class Bench:
     """File for the result; empty writes none."""
     commit: str = ""
     """What to call this version, where there is no repository to ask."""
+    until: float = math.inf
+    """By `time.monotonic` of this host: no round begins that would probably end later."""
+    former: tuple[Mapping[str, Any], ...] = ()
+    """Workloads of an earlier run, as the result file has them, which stay in it."""
 
 
 @dataclass
@@ -133,7 +137,7 @@ class Session:
         found = Measured(workload, self.verdict, settings, blocks, resident, self.phases, hardware_name(self.device))
         with self.phase("measure"), Gauge(nvml(self.device) if self.rank == 0 else None) as gauge:
             turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
-            for number, blocks_of_round in enumerate(turns, 1):
+            for number, blocks_of_round in enumerate(self.in_time(turns), 1):
                 settings.update({name: dict(contender.settings) for name, contender in contenders.items()})
                 for name, block in blocks_of_round.items():
                     blocks[name].append(block)
@@ -144,7 +148,25 @@ class Session:
             self.close(contenders.popitem()[1])
         if workload.compile:
             torch.compiler.reset()  # the next workload has other shapes
-        return found
+        return dataclasses.replace(found, complete=all(len(each) == self.bench.blocks for each in blocks.values()))
+
+    def in_time(self, turns: Generator[dict[str, Block], None, None]) -> Iterator[dict[str, Block]]:
+        """Rounds until the time is up: none begins that would end later, if it is as long as the longest one was."""
+        longest, began = 0.0, time.monotonic()
+        with contextlib.closing(turns):
+            for number, blocks in enumerate(turns, 1):
+                yield blocks
+                now = time.monotonic()
+                longest, began = max(longest, now - began), now
+                if number < self.bench.blocks and self.late(longest):
+                    return
+
+    def late(self, more: float = 0.0) -> bool:
+        """Whether the time is up, or will be in so many seconds. Every rank calls this."""
+        (beyond,) = slowest([time.monotonic() + more - self.bench.until])
+        if beyond > 0:
+            self.say("the time is up: --resume measures what is left")
+        return beyond > 0
 
     def warm_up(
         self, contenders: Mapping[str, Contender], microbatches: Sequence[Microbatch], resident: dict[str, int]
@@ -188,20 +210,25 @@ def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: An
             write(bench, origin, [*found, newest])
 
     for sized in bench.sized:
+        workload = workload_of(sized, bench)
+        if slowest([rank == 0 and resumed.has(bench.former, workload, bench)])[0]:  # rank 0's file decides
+            session.say(f"\n{workload_text(workload)}\nmeasured already: it stays in {bench.out}")
+            continue
+        if session.late():
+            break
         for decision in sized.settings.decisions:
             session.say(f"note     {decision}")
-        measured = session.run(workload_of(sized, bench), keep)
+        measured = session.run(workload, keep)
         keep(measured)
         found.append(measured)
         session.say(table(measured))
-    if rank == 0 and bench.out:
+    if rank == 0 and bench.out and found:
         say(f"\nwrote {bench.out}")
 
 
 def write(bench: Bench, origin: dict[str, Any], found: Sequence[Measured]) -> None:
-    """Write the result file, all at once."""
-    about = {"blocks": bench.blocks, "steps": bench.steps, "workloads": [as_json(measured) for measured in found]}
-    path = Path(bench.out)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps({**origin, **about}, indent=1) + "\n")
-    new.replace(path)
+    """Write the result file: what this run has measured, and what stays of an earlier one."""
+    asked = {"blocks": bench.blocks, "steps": bench.steps, "origin": origin}
+    workloads = {resumed.length(former): former for former in bench.former}
+    workloads |= {resumed.length(one): one for one in ({**asked, **as_json(measured)} for measured in found)}
+    save(Path(bench.out), {**origin, "workloads": [workloads[length] for length in sorted(workloads)]})

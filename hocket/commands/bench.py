@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hocket.bench import variants
+from hocket.bench import resumed, variants
 from hocket.bench.contender import CONTENDERS, entry, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
@@ -37,7 +39,11 @@ class Bench(RecipeOptions):
     lengths: tuple[int, ...] = ()
     """Sequence lengths to measure one after the other; empty takes the recipe's."""
     out: str = ""
-    """JSON file to write the result to."""
+    """JSON file to write the result to, after every round."""
+    resume: bool = False
+    """Keep what the file of --out has, and measure the lengths that it has not whole."""
+    seconds: float = 0.0
+    """Time after which no round begins, so that what was measured is printed; 0 is no limit."""
     commit: str = ""
     """Name of this version for the result, where there is no repository."""
 
@@ -47,6 +53,7 @@ def run(words: list[str]) -> int:
     if words == ["--list"]:
         print(contenders())
         return 0
+    began = time.monotonic()
     options, origins = parse(Bench, "bench", words)
     config = for_bench(options, origins)
     own = {variant.name: changes(variant.name, variant.words, config) for variant in variants.read(options.variant)}
@@ -60,6 +67,7 @@ def run(words: list[str]) -> int:
     configs = [changed(config, {"data.sequence_length": length}) for length in _lengths(options)]
     settings, worker = launch.arrive(configs[0], origins)
     check(names, settings, origins)
+    former = resumed.read(options.out, settings) if options.resume else ()
     sized = tuple(
         Sized(
             settings if one is configs[0] else resolve(one, settings.host, origins),
@@ -80,6 +88,8 @@ def run(words: list[str]) -> int:
         compile=options.compile == "on",
         out=options.out,
         commit=options.commit,
+        until=began + options.seconds if options.seconds else math.inf,
+        former=former,
     )
     return launch.work(settings, worker, launch.Job(functools.partial(bench_rank, measurement, say), "start it again"))
 
@@ -111,6 +121,10 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
         problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "out of range", "1 or more each"))
     if options.out and not Path(options.out).absolute().parent.is_dir():
         problems.append(_bad("out", options.out, "cannot be written (no such folder)", "name a file in a folder"))
+    if options.resume and not options.out:
+        problems.append(_bad("resume", "on", "there is no file to continue", "name it with --out"))
+    if not options.seconds >= 0:  # so that nan fails too
+        problems.append(_bad("seconds", options.seconds, "out of range", "0 (no limit) or more"))
     if options.out and Path(options.out).is_dir():
         problems.append(_bad("out", options.out, "cannot be written (it is a folder)", "name a file in it"))
     config = options.config

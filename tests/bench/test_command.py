@@ -161,6 +161,13 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
             assert row["seconds"] > 0
             assert len(row["blocks"]) == 2
     assert not (tmp_path / "runs" / "tiny").exists(), "the folder of training runs stays alone"
+    again = [*words[: words.index("--lengths")], "--lengths", "16", "32", *words[words.index("--out") :]]
+    done = hocket(tmp_path, "bench", *again, "--resume", "--seconds", "0.001")
+    assert done.code == 0, done.err
+    assert done.out.count("measured already: it stays in result.json") == 1
+    assert done.out.count("the time is up: --resume measures what is left") == 1
+    assert "round" not in done.out
+    assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
 def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
