@@ -46,7 +46,7 @@ def begin(path: Path, commit: str, resume: bool) -> dict[str, Any]:
     tests = {name: {"commit": former["commit"], **test} for name, test in former["tests"].items()}
     origin = provenance(commit=commit)
     runs = [*(origins(former) if tests else ()), origin]
-    result = {**origin, "runs": runs, **counted(tests), "tests": tests}
+    result = {**origin, "origins": runs, **counted(tests), "tests": tests}
     save(path, result)
     return result
 

@@ -31,7 +31,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 def origins(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What `provenance` said of each run behind a result file, which may hold entries of several."""
     own = [workload["origin"] for workload in result.get("workloads", ()) if "origin" in workload]
-    found = own or result.get("runs") or [result]
+    found = own or result.get("origins") or [result]
     return [{key: each[key] for key in ORIGIN if key in each} for each in found]
 
 

@@ -63,7 +63,7 @@ def test_outcomes_stay_when_a_run_ends_early_and_the_next_one_continues(tmp_path
     assert outcomes["passes"] == "passed", "a skip says nothing about what has passed"
     assert outcomes["skips"] == "failed"
     found = json.loads(path.read_text())
-    assert [run["commit"] for run in found["runs"]] == ["one", "one", "two"]
+    assert [run["commit"] for run in found["origins"]] == ["one", "one", "two"]
     assert found["tests"]["test_some::test_passes"]["commit"] == "one"
     assert found["tests"]["test_some::test_skips"]["commit"] == "two"
 
@@ -74,5 +74,5 @@ def test_a_file_of_one_commit_can_be_continued_at_another(tmp_path: Path) -> Non
     former = json.loads(path.read_text())
     result = begin(path, "new", resume=True)
     assert {test["commit"] for test in result["tests"].values()} == {former["commit"]}
-    assert [run["commit"] for run in result["runs"]] == [former["commit"], "new"]
+    assert [run["commit"] for run in result["origins"]] == [former["commit"], "new"]
     assert begin(path, "new", resume=False)["tests"] == {}
