@@ -18,6 +18,7 @@ from typing import Any, cast
 from benchmarks.calibration import predictions
 from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
+from hocket.bench.record import origins
 from hocket.resolve import Settings
 from hocket.trace.align import load
 from hocket.trace.rebuild import settings_of
@@ -54,8 +55,7 @@ def predicted(folder: Path, results: Path = RESULTS) -> dict[str, Any]:
         if name in plans and name != "bound":  # which does not communicate
             times[name] = [seconds for block in row["blocks"] for seconds in block]
     found = predictions(real, null, {name: plans[name] for name in times}, times)
-    names = ("hardware", "versions", "commit", "command")
-    runs = {name: {key: run[key] for key in names} for name, run in (("recorded", recorded), ("timed", timed))}
+    runs = {"recorded": origins(recorded)[0], "timed": origins(timed)[0]}
     return {"runs": runs, "shapes": {settings.run.name: found}}
 
 
