@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from rich.console import Console
 from hocket.config import TrainConfig
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from hocket.settings.rules import Host
-from hocket.train.metrics import Metrics, StepRecord, peak_flops
+from hocket.train.metrics import REMARKS, Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
 
 
@@ -65,6 +67,35 @@ def test_a_terminal_gets_a_live_line_and_only_validations_stay(tmp_path):
     text = report(settings_in(tmp_path), range(1, 4), terminal=True)
     assert "\x1b" in text
     assert "validation loss 2.5000" in text
+
+
+def opening(settings: Settings) -> list[str]:
+    out = io.StringIO()
+    (Path(settings.run.folder) / "metrics.jsonl").unlink(missing_ok=True)
+    with Metrics(settings, 3.0, console=Console(file=out, width=200, highlight=False, soft_wrap=True)) as metrics:
+        metrics.remarks("of the plan")
+    return out.getvalue().splitlines()
+
+
+def test_a_run_begins_with_what_is_not_as_asked_and_a_pointer_to_the_rest(tmp_path):
+    """What hocket chose by itself is in the explanation: a run has twenty such choices."""
+    settings = settings_in(tmp_path)
+    last = f"explain  {tmp_path}/explanation.json has what was decided, and why; `hocket explain` prints it"
+    assert opening(settings) == ["note     of the plan", last]
+
+    def said(name: str, value: int, asked: Any, fix: str = "another value") -> Decision:
+        return Decision(setting=name, value=value, asked=asked, source="run.toml:3", reasons=("why",), fix=fix)
+
+    asked = [said("plan.chunks", 2, 2), said("plan.group", 1, 4)]
+    assert opening(replace(settings, decisions=(*settings.decisions, *asked))) == [
+        "note     plan.group = 1 (asked for 4: run.toml:3): why; fix: another value",
+        "note     plan.chunks = 2: why; fix: another value",
+        "note     of the plan",
+        last,
+    ]
+    many = opening(replace(settings, decisions=(*asked, *(said(f"plan.n{i}", i, i) for i in range(9)))))
+    assert len(many) == REMARKS + 3
+    assert f"note     {len(asked) + 9 - REMARKS} more settings are not done as asked, or have no effect" in many
 
 
 def test_other_ranks_are_silent(tmp_path):

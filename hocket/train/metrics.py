@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, TrainConfig
+from hocket.explain.record import FILE
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.train.checkpoint import set_aside
@@ -26,6 +27,9 @@ PEAK: Mapping[str, float] = {
     "A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12,
 }  # fmt: skip
 """Dense bf16 FLOP/s by GPU, from data sheets (without the factor 2 of sparsity). The longest name that fits counts."""
+
+REMARKS = 4
+"""How many settings that do not do what was asked are told of when a run begins."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,17 @@ class Metrics:
         if s.train.device == "cuda":
             what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
             self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
+
+    def remarks(self, *notes: str) -> None:
+        """What was asked for and is not done, or has no effect; `notes`; and where the choices are explained."""
+        asked = [decision for decision in self.settings.decisions if decision.unmet or decision.fix]
+        asked.sort(key=lambda decision: not decision.unmet)
+        for note in (*asked[:REMARKS], *notes):
+            self.say(f"note     {note}")
+        if len(asked) > REMARKS:
+            self.say(f"note     {len(asked) - REMARKS} more settings are not done as asked, or have no effect")
+        path = Path(self.settings.run.folder) / FILE
+        self.say(f"explain  {path} has what was decided, and why; `hocket explain` prints it")
 
     def step(self, result: StepRecord) -> None:
         """Record one step."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.explain.record import FILE
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.model.documents import documents_of
 from hocket.model.transformer import parameter_counts
@@ -68,13 +67,7 @@ class Trainer:
         try:
             with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
-                for note in (
-                    *map(str, settings.decisions),
-                    *engine.program.notes,
-                    *(restored.notes if restored else ()),
-                ):
-                    metrics.say(f"note     {note}")
-                metrics.say(f"explain  {Path(settings.run.folder) / FILE} has what was decided, and why")
+                metrics.remarks(*engine.program.notes, *(restored.notes if restored else ()))
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
