@@ -103,10 +103,9 @@ class Reference:
         c, ep_rank = self.config, rank % self.ep
         ep = ExpertPlace(self.ep, ep_rank, self.per_rank)
         chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches)
-        chunk.to_empty(device="cpu")
-        chunk.tie()
+        chunk.to_empty(device="cpu")  # unties a tied head: the two gradients are added up in the format that travels
         for name, param in chunk.named_parameters():
-            value = result.weights[name]
+            value = result.weights[TIED if c.tied and name == "head.weight" else name]
             param.data = (value.chunk(self.ep)[ep_rank] if ".experts." in name else value).to(self.dtype).clone()
         for name, bias in result.biases.items():
             chunk.get_submodule(name.removesuffix(".bias")).bias = bias  # pyrefly: ignore
@@ -137,15 +136,17 @@ class Reference:
 
         Where gradients stay whole they are first added up on each rank, in fp32 in `held`, and rounded at the `last`
         microbatch, before they travel; without sharding the sum of ranks is rounded too. A tied embedding's two
-        gradients of a microbatch meet in a slot, where they are rounded.
+        gradients of a microbatch meet in a slot, where they are rounded, and so are those of its unit.
         """
         params = [dict(chunk.named_parameters()) for chunk in ranks]
-        for name in params[0]:
+        for name in grads:
             parts = self.ep if ".experts." in name else 1
             late = self.strategy in ("no_shard", "optim") and self.dp > parts
             wire = (self.wire or self.dtype) if self.dp > parts else self.dtype
-            slotted = not late or (self.config.tied and name == "embed.weight")
+            slotted = not late or (self.config.tied and name in TIED_UNIT)
             all_grads = [grad_of(of_rank[name], wire if slotted else self.dtype) for of_rank in params]
+            if self.config.tied and name == TIED:
+                all_grads = [grad_of(of_rank["head.weight"], wire).add_(of_rank[name].grad) for of_rank in params]
             if late:
                 for r, grad in enumerate(all_grads):
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
@@ -188,6 +189,12 @@ def moe_layer(
             layer.forward_unpermute(back, residuals[source], shared[source], probs[source], routings[source])
         )
     return outputs, torch.stack([routing.load_E for routing in routings]).sum(0)
+
+
+TIED = "embed.weight"
+"""The name of a parameter that embedding and head share."""
+TIED_UNIT = (TIED, "head.norm")
+"""What is reduced with it."""
 
 
 def grad_of(param: Tensor, dtype: torch.dtype) -> Tensor:

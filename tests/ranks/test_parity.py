@@ -287,3 +287,12 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_features(case: str, dtype: str) -> None:
     assert_parity(config(*OTHERS[case], 5, dtype))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "wire"),
+    [("optim_grads_params", "bf16", "fp32"), ("optim", "fp32", "bf16"), ("no_shard", "bf16", "fp32")],
+)
+def test_the_gradients_of_a_tied_head_are_added_up_in_what_travels(strategy: str, dtype: str, wire: str) -> None:
+    c = config(dict(layers=2, dense_layers=(0,), tied=True), dict(dp=2), dict(strategy=strategy), 3, dtype)
+    assert_parity(changed(c, {"precision.wire": wire}))
