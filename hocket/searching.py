@@ -18,8 +18,8 @@ from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
 from hocket.resolve import Settings
-from hocket.settings.leaves import changed, leaf, show, types
-from hocket.settings.origins import begun_with
+from hocket.settings.leaves import changed, leaf, show
+from hocket.settings.origins import command_words
 from hocket.settings.predicted import model_costs
 from hocket.settings.sizes import parse_bytes
 
@@ -250,15 +250,8 @@ def words(task: Task, changes: Changes) -> list[str]:
     Also what `auto` would choose otherwise there, since it does not know the costs that the search knows.
     """
     settings, there = task.settled(changes), task.settled(changes, model_costs)
-    start, filed = begun_with(task.origins)
     otherwise = (name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))
-    given = {*(task.origins.keys() - filed), *changes, *otherwise}
-    flags = (_flag(name, leaf(settings, name)) for name in types() if name in given)
-    return [start or settings.run.name, *(word for flag in flags for word in flag)]
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return command_words(settings, task.origins, {*changes, *otherwise})
 
 
 def as_json(task: Task, result: Result) -> dict[str, Any]:

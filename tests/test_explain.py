@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket import cli
+from hocket.commands.explain import Explain, settle
+from hocket.commands.options import parse
 from hocket.environment import prepare
 from hocket.explain.build import explain
 from hocket.explain.explanation import (
@@ -118,13 +121,35 @@ def test_a_run_that_was_asked_for_much_says_what_it_got() -> None:
     found = explained(overlap__dp__prefetch=0, overlap__ep__merge="off")
     assert row(found, GATHERS).state == "off"
     assert "overlap.dp.prefetch is 0" in row(found, GATHERS).why
-    assert (row(found, ROWS).state, row(found, ROWS).source) == ("off", "run.toml:6")
+    assert (row(found, ROWS).state, row(found, ROWS).setting) == ("on", "overlap.defer_wgrad")
+    assert "weight gradients" in row(found, ROWS).under
+    found = explained(overlap__ep__merge="off", overlap__defer_wgrad="off")
+    assert (row(found, ROWS).state, row(found, ROWS).source, row(found, ROWS).why) == ("off", "run.toml:6", "as asked")
+
+
+def test_the_commands_that_check_an_explanation_are_of_the_same_run(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text('recipe = "tiny"\npreset = "memory"\ntrain.steps = 7\n')
+    for words in (
+        ["tiny", "--preset", "debug", "--gpus", "8", "--train.betas", "0.5", "0.6", "--run.folder", "a b"],
+        ["my.toml", "--recipe", "moe_8gpu", "--mesh.pp", "1"],
+        ["my.toml", "--overlap.dp.prefetch", "3"],
+    ):
+        options, origins = parse(Explain, "explain", words)
+        settings, _ = settle(options.config, origins)
+        bench, train = explain(settings, ()).check
+        for command, rest in ((bench, "--against hocket_null"), (train, "--profile &&")):
+            said = shlex.split(command.partition(f" {rest}")[0])[2:]
+            again, origins = parse(Explain, "explain", said)
+            assert digest(settle(again.config, origins)[0]) == digest(settings)
+            assert again.config.run == options.config.run
+        assert train.endswith(shlex.join(["hocket", "trace", settings.run.folder]))
 
 
 @pytest.mark.parametrize("name", ["tiny", "moe_8gpu", "llama3_8b"])
 def test_every_row_that_is_not_on_says_why(name: str) -> None:
     for overlap in explained(name).overlaps:
-        assert overlap.state == "on" or overlap.why or overlap.source != "auto", overlap
+        assert overlap.state == "on" or overlap.why, overlap
         assert bool(overlap.under) == (overlap.state == "on")
         assert overlap.source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from hocket.explain.explanation import Explanation, digest
@@ -9,7 +10,7 @@ from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
 from hocket.resolve import Settings
-from hocket.settings.origins import begun_with
+from hocket.settings.origins import command_words
 from hocket.variables import Finding
 
 
@@ -45,5 +46,6 @@ def _check(settings: Settings) -> tuple[str, ...]:
     """How to measure it: the step against the same one without communication, and a trace of it."""
     if settings.world == 1:
         return ()
-    word, name = begun_with(settings.origins)[0] or settings.run.name, settings.run.name
-    return (f"hocket bench {word} --against hocket_null", f"hocket train {word} --profile && hocket trace runs/{name}")
+    command = shlex.join(command_words(settings, settings.origins))
+    traces = shlex.join(["hocket", "trace", settings.run.folder])
+    return (f"hocket bench {command} --against hocket_null", f"hocket train {command} --profile && {traces}")

@@ -37,6 +37,7 @@ def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: 
     """A row, with the source and the reason of what decides it."""
     decision = next((d for d in s.decisions if d.setting == setting), None)
     where = decision.source if decision else source(s, s.origins, setting) if setting else ALWAYS
+    reason = decision.reason if decision else "as asked" if state == "off" else ""
     return Overlap(
         axis=axis,
         what=what,
@@ -44,7 +45,7 @@ def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: 
         state=state,
         setting=setting,
         source=where,
-        why=why or (decision.reason if decision else ""),
+        why=why or reason,
         kind=_KINDS.get(what, "") if state != "n/a" else "",
     )
 
@@ -118,5 +119,12 @@ def _experts(s: Settings) -> Iterator[Overlap]:
     merge, merge_ends = s.overlap.ep.merge, s.overlap.ep.merge_ends
     assert merge != "auto"
     assert merge_ends != "auto"
-    yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
+    if merge == "off" and s.overlap.defer_wgrad == "on" and not separate_wgrads(s):
+        alone, why = (
+            "experts' weight gradients, backwards alone",
+            "overlap.ep.merge is off: nothing else is beside them",
+        )
+        yield _row(s, "ep", _TO_EXPERTS, alone, "on", "overlap.defer_wgrad", why)
+    else:
+        yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
     yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")

@@ -17,12 +17,9 @@ from hocket.recipes import recipe
 from hocket.settings.absent import why_no, why_not
 from hocket.settings.former import FORMER
 from hocket.settings.leaves import changed, describe, is_a, leaf, problem, types
-from hocket.settings.origins import DEFAULTS, Implied
+from hocket.settings.origins import BELOW, DEFAULTS, Implied
 from hocket.settings.suggest import meant, meant_setting
 from hocket.settings.tomlfile import Entry, read
-
-NAMES = ("recipe", "preset")
-"""Keys of a file that are not settings: what it builds on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +41,25 @@ def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
     file = name if is_file(name) else ""
     entries = read(file) if file else []
     problems: list[str] = []
-    named = {entry.name: entry for entry in entries if entry.name in NAMES}
+    named = {entry.name: entry for entry in entries if entry.name in BELOW}
     problems += [_misnamed(file, entry) for entry in named.values() if not isinstance(entry.value, str)]
     if not file and name and recipe_flag:
         raise ValueError(
             f"recipe = {recipe_flag} (command line, --recipe): {name} is one too; fix: leave one of them out"
         )
-    words = {
-        key: _named(named.get(key), flag, file) for key, flag in (("recipe", recipe_flag), ("preset", preset_flag))
-    }
+    flags = {"recipe": recipe_flag, "preset": preset_flag}
+    words = {key: _named(named.get(key), flag, file) for key, flag in flags.items()}
     chosen, where = (name, "command line") if name and not file else words["recipe"]
     base = recipe(chosen, where) if chosen else Config()
     origins: dict[str, str] = {"": f"recipe {chosen}" if chosen else "default"}
     config, weaker = _with_preset(base, *words["preset"], origins[""])
     origins |= weaker
+    for key, (base_name, said) in words.items():
+        if base_name and (file or key == "preset"):
+            origins[key] = f"{said}, --{key} {base_name}" if flags[key] else said
     changes: dict[str, Any] = {}
     for entry in entries:
-        if entry.name not in NAMES:
+        if entry.name not in BELOW:
             found = _check(file, entry, problems)
             changes |= found
             origins |= dict.fromkeys(found, f"{file}:{entry.line}")
@@ -135,7 +134,7 @@ def as_setting(value: Any) -> Any:
 def _unknown(name: str, where: str) -> str:
     if name in FORMER:
         return f"{name} ({where}): is {FORMER[name]} now; fix: {FORMER[name]}"
-    close = meant_setting(name, [*types(), *sections(), *NAMES])
+    close = meant_setting(name, [*types(), *sections(), *BELOW])
     fix = f"did you mean {close}?" if close else "hocket train RECIPE --help lists all settings"
     return f"{name} ({where}): there is no such setting; fix: {fix}"
 
