@@ -198,7 +198,7 @@ def _collectives(trace: RankTrace, compute: Spans) -> Iterator[Collective]:
     rows = np.flatnonzero(trace.of_kind(*COMMUNICATION) & (trace.end > trace.start))
     calls: dict[int, list[int]] = {}
     for row in rows.tolist():
-        call = int(trace.calls[row]) if len(trace.calls) else -1
+        call = int(trace.calls[row])
         calls.setdefault(call if call >= 0 else -2 - row, []).append(row)
     for here in calls.values():
         first = here[0]

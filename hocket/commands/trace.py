@@ -98,18 +98,15 @@ def parse(words: Sequence[str]) -> Words:
         flag = word.lstrip("-")
         if flag not in ("null", "json", "step", *_FILES):
             raise _problem(word, "there is no such option", "hocket trace --help lists them")
-        if flag in values or (flag == "null" and where == "null"):
+        if flag in values:
             raise _problem(word, "is given twice", "leave one out")
-        if flag == "null":
-            where = "null"
-            continue
-        where = "real"
-        if flag != "json" and (not left or not left[0] or left[0].startswith("--")):
+        where = "null" if flag == "null" else "real"
+        if flag not in ("null", "json") and (not left or not left[0] or left[0].startswith("--")):
             raise _problem(word, "says nothing", f"{word} {'12' if flag == 'step' else 'FILE'}")
-        values[flag] = "" if flag == "json" else left.pop(0)
+        values[flag] = "" if flag in ("null", "json") else left.pop(0)
     if not names["real"]:
         raise _problem("hocket trace", "the traces are missing", "hocket trace runs/NAME, or name files")
-    if where == "null" and not names["null"]:
+    if "null" in values and not names["null"]:
         raise _problem("--null", "says nothing", "--null FILE...")
     files = {name: values[name] for name in _FILES if name in values}
     targets = [Path(target).resolve() for target in files.values()]
@@ -126,24 +123,30 @@ def trace_files(names: Sequence[str]) -> list[Path]:
     """The files that names of files and folders stand for. Raises ValueError if there are none, or one twice."""
     found: list[Path] = []
     for name in names:
-        path = Path(name)
-        if not name:
-            raise _problem("''", "names no trace", "the name of a trace or of a folder of traces")
-        if path.is_dir():
-            inside = _inside(path / "traces") or _inside(path)
-            if not inside:
-                raise _problem(name, "no traces in this folder", "a folder with .json or .json.gz files")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise _problem(name, "no such file", "the name of a trace or of a folder of traces")
+        try:
+            found += _files(name)
+        except OSError as error:
+            raise _problem(name, f"cannot be read ({error.strerror})", "another name, or its permissions") from None
     seen: set[Path] = set()
     for path in found:
         if path.resolve() in seen:
             raise _problem(str(path), "is given twice", "name every trace once")
         seen.add(path.resolve())
     return found
+
+
+def _files(name: str) -> list[Path]:
+    """The file of this name, or the traces in the folder of this name. Raises OSError, too."""
+    path = Path(name)
+    if not name:
+        raise _problem("''", "names no trace", "the name of a trace or of a folder of traces")
+    if path.is_dir():
+        if inside := _inside(path / "traces") or _inside(path):
+            return inside
+        raise _problem(name, "no traces in this folder", "a folder with .json or .json.gz files")
+    if not path.exists():
+        raise _problem(name, "no such file", "the name of a trace or of a folder of traces")
+    return [path]
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -163,9 +166,8 @@ def only(trace: RankTrace, number: int) -> RankTrace:
     mine = trace.step == index
     rows = np.flatnonzero(mine | ((trace.end > step.start) & (trace.start < step.end)))
     columns = ("start", "end", "lane", "kind", "name", "launcher", "op", "group", "kernel_class", "layer", "bytes")
-    cut = {name: getattr(trace, name)[rows] for name in (*columns, "match", "launched")}
-    calls = trace.calls[rows] if len(trace.calls) else trace.calls
-    return replace(trace, steps=(step,), step=np.where(mine[rows], 0, -1), calls=calls, **cut)
+    cut = {name: getattr(trace, name)[rows] for name in (*columns, "calls", "match", "launched")}
+    return replace(trace, steps=(step,), step=np.where(mine[rows], 0, -1), **cut)
 
 
 def _tax(found: Report, traces: Sequence[RankTrace], null_paths: Sequence[Path]) -> Tax | None:

@@ -13,12 +13,14 @@ What is left, some microseconds, is error in `waiting` alone: no other figure co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hocket.trace.columns import listed
 from hocket.trace.data import Ints, RankTrace
 from hocket.trace.match import MUTUAL, Matched, match
 from hocket.trace.parse import TraceError
@@ -31,16 +33,15 @@ SHARED = 50e-6
 def load(paths: Sequence[Path | str]) -> tuple[RankTrace, ...]:
     """Read the traces of one run: by rank, on one clock, collectives matched. Raises TraceError."""
     if not paths:
-        raise TraceError("no trace was given: name at least one file")
+        raise TraceError("no trace was given; fix: name at least one file")
     return align([read(path) for path in paths])
 
 
 def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    """The traces by rank, on the clock of the first, collectives matched. Raises TraceError for a rank given twice."""
+    """The traces by rank, on the clock of the first, collectives matched. Raises TraceError if they are of two runs."""
     traces = sorted(traces, key=lambda trace: trace.rank)
     for a, b in pairwise(traces):
-        if a.rank == b.rank:
-            raise TraceError(f"{b.source}: of rank {b.rank}, as is {a.source}: give one trace of each rank")
+        _assert_one_run(a, b)
     traces = [_moved(trace, (trace.origin - traces[0].origin) * 1e-9, traces[0].origin) for trace in traces]
     found, notes = match(traces)
     columns = [trace.match.copy() for trace in traces]
@@ -53,7 +54,19 @@ def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
         moves, clock = _clocks(traces, found)
         notes += clock
         traces = [_moved(trace, move, traces[0].origin) for trace, move in zip(traces, moves, strict=True)]
+        notes += _impossible(traces, np.array([matched.series[3] in MUTUAL for matched in found], bool))
     return (replace(traces[0], notes=(*traces[0].notes, *notes)), *traces[1:])
+
+
+def _assert_one_run(a: RankTrace, b: RankTrace) -> None:
+    """Raise TraceError if two traces cannot be of one run, or are of one rank."""
+    fix = "fix: one trace of each rank, all of one run"
+    if a.rank == b.rank:
+        raise TraceError(f"{b.source}: of rank {b.rank}, as is {a.source}; {fix}")
+    if a.world and b.world and a.world != b.world:
+        raise TraceError(f"{b.source}: of a run of {b.world} ranks, {a.source} of one of {a.world}; {fix}")
+    if a.run and b.run and any(a.run.get(told) != b.run.get(told) for told in ("transport", "settings")):
+        raise TraceError(f"{b.source}: of a run with other settings than {a.source}; {fix}")
 
 
 def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
@@ -70,20 +83,9 @@ def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
     )
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """What the transfers that two ranks share say about their clocks."""
-
-    count: int
-    behind: float
-    """Seconds to add to the second's clock."""
-    sound: bool
-    """With that, no collective ends on one before it starts on the other."""
-
-
 def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list[float], list[str]]:
     """Seconds to add to each trace's times, and what the reader must know of it. See Note: [One clock]."""
-    shared = _shared(found)
+    shared = _shared(traces, found)
     moves: dict[int, float] = {0: 0.0}
     notes: list[str] = []
     while len(moves) < len(traces):
@@ -93,14 +95,20 @@ def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list
         edges = [(len(transfers), a, b) for (a, b), transfers in shared.items() if a in moves and b not in moves]
         if not edges:
             break
-        _, a, b = max(edges)
-        pair = _compare(traces[a], traces[b], a, b, shared[a, b])
-        by = pair.behind if abs(pair.behind) > SHARED else 0.0
-        moves[b] = moves[a] + by
-        notes += _said(traces[a], traces[b], pair, by)
-    lost = [trace.rank for i, trace in enumerate(traces) if i not in moves]
-    if lost:
-        notes.append(f"the clocks of ranks {lost} could not be compared: they share no transfer with the others")
+        count, a, b = max(edges)
+        by = _behind(traces[a], traces[b], a, b, shared[a, b])
+        moves[b] = moves[a]
+        if abs(by) > SHARED:
+            moves[b] += by
+            what = "one transfer that both took part in ends together"
+            if count > 1:
+                what = f"{count} transfers that both took part in end together (median)"
+            moved = f"rank {traces[b].rank}: its clock was moved by {1e3 * by:+.3f} ms to that of rank {traces[a].rank}"
+            notes.append(f"{moved}, so that the {what}")
+    if lost := [trace.rank for i, trace in enumerate(traces) if i not in moves]:
+        notes.append(
+            f"the clock of {listed('rank', lost)} could not be compared: no transfer is shared with the others"
+        )
     return [moves.get(i, 0.0) for i in range(len(traces))], notes
 
 
@@ -108,20 +116,20 @@ def _one_host(a: RankTrace, b: RankTrace) -> bool:
     return bool(a.host) and a.host == b.host
 
 
-def _shared(found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
-    """Ordered pair of traces -> the transfers both take part in that end on both at nearly the same time."""
+def _shared(traces: Sequence[RankTrace], found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
+    """Ordered pair of traces of two hosts -> the transfers of both that end on both at nearly the same time."""
     shared: dict[tuple[int, int], list[Matched]] = {}
     for matched in found:
         if matched.series[3] in (*MUTUAL, "send"):
             for a in matched.rows:
                 for b in matched.rows:
-                    if a != b:
+                    if a != b and not _one_host(traces[a], traces[b]):
                         shared.setdefault((a, b), []).append(matched)
     return shared
 
 
-def _compare(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[Matched]) -> _Pair:
-    """How far the clock of `other` is behind that of `one`."""
+def _behind(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[Matched]) -> float:
+    """How many seconds the clock of `other` is behind that of `one`."""
 
     def times(trace: RankTrace, i: int) -> tuple[np.ndarray, np.ndarray]:
         rows: list[Ints] = [matched.rows[i] for matched in found]
@@ -133,24 +141,22 @@ def _compare(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[M
     least = float((start_a - end_b)[mutual].max(initial=-np.inf))
     most = float((end_a - start_b)[mutual].min(initial=np.inf))
     behind = float(np.median(end_a - end_b))
-    if least <= most:
-        behind = min(max(behind, least), most)
-    return _Pair(len(found), behind, least <= most)
+    return min(max(behind, least), most) if least <= most else behind
 
 
-def _said(one: RankTrace, other: RankTrace, pair: _Pair, by: float) -> list[str]:
-    notes = []
-    if by:
-        what = "one transfer that both took part in ends"
-        if pair.count > 1:
-            what = f"{pair.count} transfers that both took part in end"
-        notes.append(
-            f"rank {other.rank}: its clock was moved by {1e3 * by:+.3f} ms to that of rank {one.rank}, so that the "
-            f"{what} together{' (median)' if pair.count > 1 else ''}"
-        )
-    if not pair.sound:
-        notes.append(
-            f"ranks {one.rank} and {other.rank}: their clocks drift: some collectives end on one before they start on "
-            "the other, so waiting times between them are rough"
-        )
-    return notes
+def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[str]:
+    """A note if collectives end on a rank before they start on another. `mutual`: whether none can, by number."""
+    starts, ends = np.full(len(mutual), -np.inf), np.full(len(mutual), np.inf)
+    for trace in traces:
+        rows = np.flatnonzero(trace.match >= 0)
+        first, last = np.full(len(mutual), np.inf), np.full(len(mutual), -np.inf)
+        np.minimum.at(first, trace.match[rows], trace.start[rows])
+        np.maximum.at(last, trace.match[rows], trace.end[rows])
+        here = np.isfinite(first)
+        starts[here], ends[here] = np.maximum(starts, first)[here], np.minimum(ends, last)[here]
+    by = (starts - ends)[mutual]
+    wrong = by[np.isfinite(by) & (by > SHARED)]
+    if not len(wrong):
+        return []
+    said = f"{len(wrong)} of {int(mutual.sum())} collectives end on a rank before they start on another"
+    return [f"{said}, by up to {1e3 * wrong.max():.3f} ms: a clock drifts or jumped, so waiting for peers is rough"]

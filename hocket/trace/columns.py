@@ -16,6 +16,8 @@ Line = tuple[Piece, ...]
 UNKNOWN = "–"
 _NAME = 8
 """A first column is not made narrower."""
+_FIRST = 8
+"""Numbers that a sentence lists."""
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -99,6 +101,12 @@ def rate(bandwidth: float | None) -> str:
 def number(count: float) -> str:
     """A count; a mean that is no whole number keeps a digit."""
     return f"{count:,.0f}" if abs(count - round(count)) < 0.05 else f"{count:,.1f}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1`; of many the first."""
+    shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def short_kernel(name: str) -> str:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hocket.trace.columns import listed
 from hocket.trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, StepReport, Tax
 from hocket.trace.exposure import report as report_on
 from hocket.trace.rebuild import assert_same_work
@@ -123,7 +124,7 @@ def _alike(real: Report, null: Report) -> tuple[set[int], set[int]]:
     if not ranks:
         what = "another pipeline stage than" if real.stages else "not"
         raise ValueError(
-            f"{', '.join(null.sources[:1])}: of {_ranks(null.ranks)}, {what} {_ranks(real.ranks)} of "
+            f"{', '.join(null.sources[:1])}: of {listed('rank', null.ranks)}, {what} {listed('rank', real.ranks)} of "
             f"{', '.join(real.sources[:1])}; fix: traces of the same ranks"
         )
     return ranks, null_ranks
@@ -191,8 +192,8 @@ def _notes(real: Report, null: Report) -> list[str]:
 def _compared(real: Report, null: Report) -> str:
     alike = "they are of the same pipeline stages" if real.stages else "these are given of both"
     if real.ranks == null.ranks:
-        return f"only {_ranks(real.ranks)} with and without communication: {alike}"
-    return f"{_ranks(real.ranks)} with communication, {_ranks(null.ranks)} without: {alike}"
+        return f"only {listed('rank', real.ranks)} with and without communication: {alike}"
+    return f"{listed('rank', real.ranks)} with communication, {listed('rank', null.ranks)} without: {alike}"
 
 
 def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Sequence[StepReport]) -> list[str]:
@@ -200,8 +201,8 @@ def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Seque
     found = []
     if len(null.ranks) < null.world:
         found.append(
-            f"of the run without communication only {_ranks(null.ranks)} of {null.world}: if another is slower, the "
-            "tax is smaller"
+            f"of the run without communication only {listed('rank', null.ranks)} of {null.world}: if another is "
+            "slower, the tax is smaller"
         )
     waiting = _mean(mine, "exposed_waiting")
     if waiting > 0:
@@ -222,11 +223,3 @@ def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Seque
             "compute of that step, but of no class and op here, and slow down what runs beside them"
         )
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_some(ranks)}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -63,6 +63,7 @@ class RankTrace:
     """The file."""
     rank: int
     world: int
+    """0 if the trace does not say."""
     device: str
     """For example `NVIDIA H200`; `cpu` if no GPU was traced."""
     words: tuple[str, ...]
@@ -87,6 +88,8 @@ class RankTrace:
     """Index into `steps`, -1 outside all of them."""
     bytes: Floats
     """Bytes that a communication moves over this rank's link (the nccl-tests bus bytes); 0 if not known."""
+    calls: Ints
+    """Equal numbers for the activities of one call of a collective on this rank, -1 if not known."""
     match: Ints
     """Equal numbers on all ranks of a group for one collective or one send and its receive; -1 if not known, as when
     the trace of one of the ranks was not given."""
@@ -96,9 +99,7 @@ class RankTrace:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its global ranks."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What a hocket run says about itself (`train/profiling.py`): settings, transport, versions. Empty otherwise."""
-    calls: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    """Equal numbers for the activities of one call of a collective on this rank, -1 if not known."""
+    """What a hocket run says about itself (`train/recording.py`): settings, transport, versions. Empty otherwise."""
     origin: int = 0
     """Nanoseconds since the epoch at which time 0 lies."""
     host: str = ""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.trace.columns import listed
 from hocket.trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, StepReport
 from hocket.trace.intervals import Spans, covered, intersect, length, subtract, union
 
@@ -32,7 +33,7 @@ def report(traces: Sequence[RankTrace]) -> Report:
         sources=tuple(trace.source for trace in traces),
         device=traces[0].device,
         transport=str(traces[0].run.get("transport", "")),
-        world=max(trace.world for trace in traces),
+        world=_world(traces),
         steps=tuple(sorted(steps, key=lambda step: (step.step, step.rank))),
         ops=_op_rows(traces),
         notes=(*notes, *_missing(traces)),
@@ -143,7 +144,7 @@ def _waits(trace: RankTrace, rows: Rows, last: Floats, exposed: Spans, window: S
 
 def _calls(trace: RankTrace, rows: Rows) -> int:
     """Collectives among the rows: all activities of one call count once, those of an unknown call each."""
-    calls = trace.calls[rows] if len(trace.calls) else np.full(int(rows.sum()), -1)
+    calls = trace.calls[rows]
     return int((calls < 0).sum()) + len(np.unique(calls[calls >= 0]))
 
 
@@ -218,11 +219,15 @@ def _op_rows(traces: Sequence[RankTrace]) -> tuple[OpRow, ...]:
     return tuple(sorted(found, key=lambda row: -row.seconds))
 
 
+def _world(traces: Sequence[RankTrace]) -> int:
+    """Ranks of the run, at least as many as the largest number of one says."""
+    return max(max(trace.world, trace.rank + 1) for trace in traces)
+
+
 def _missing(traces: Sequence[RankTrace]) -> list[str]:
-    world, given = max(trace.world for trace in traces), {trace.rank for trace in traces}
+    world, given = _world(traces), {trace.rank for trace in traces}
     missing = sorted(set(range(world)) - given)
     if not missing:
         return []
-    listed = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
-    said = f"traces of {len(given)} of {world} ranks were given (missing: {listed})"
+    said = f"traces of {len(given)} of {world} ranks were given (missing: {listed('rank', missing)})"
     return [f"{said}: in groups that are not complete, waiting for late peers cannot be told from transfer"]

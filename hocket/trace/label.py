@@ -31,6 +31,8 @@ COLLECTIVES: tuple[str, ...] = (
     "allgather", "reducescatter", "allreduce", "alltoall", "sendrecv", "send", "recv", "broadcast", "barrier",
     "reduce", "gather", "scatter",
 )  # fmt: skip
+_ENDLESS = 1e18
+"""Elements and bytes that no message has: beyond them, numbers are broken."""
 _SMALL = 4096
 """Bytes up to which an all-reduce or broadcast is taken for a number that ranks agree on, not for gradients."""
 
@@ -216,8 +218,8 @@ def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[
     Of an all-to-all with uneven splits, the larger of what leaves and what arrives.
     """
     element = _DTYPE_BYTES.get(str(args.get("dtype", "")), 0)
-    sent, received = element * _number(args, "In msg nelems"), element * _number(args, "Out msg nelems")
-    n = int(_number(args, "Group size")) or len(ranks)
+    sent, received = element * number(args, "In msg nelems"), element * number(args, "Out msg nelems")
+    n = int(number(args, "Group size")) or len(ranks)
     if collective in ("send", "recv", "sendrecv", "broadcast", "reduce"):
         return max(sent, received)
     if n < 2:
@@ -232,9 +234,10 @@ def bus_bytes(args: Mapping[str, Any], collective: str, rank: int, ranks: tuple[
     return 2 * sent * (n - 1) / n if collective == "allreduce" else 0.0
 
 
-def _number(args: Mapping[str, Any], key: str) -> float:
-    value = args.get(key, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+def number(args: Mapping[str, Any], key: str) -> float:
+    """A count in what a trace tells about an activity; 0 if it is none or cannot be."""
+    value = args.get(key)
+    return float(value) if isinstance(value, int | float) and 0 <= value < _ENDLESS else 0.0
 
 
 def _foreign(splits: Any, own: int, n: int) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hocket.trace.columns import listed
 from hocket.trace.cpu import UNSEEN
 from hocket.trace.data import Ints, RankTrace
 from hocket.trace.label import collective_of
@@ -48,7 +49,7 @@ def calls_of(trace: RankTrace) -> Calls:
     at = np.where(np.isnan(trace.launched), trace.start, trace.launched)
     calls: dict[tuple[bool, int], list[int]] = {}
     for row in rows[np.argsort(at[rows], kind="stable")].tolist():
-        call = int(trace.calls[row]) if len(trace.calls) else -1
+        call = int(trace.calls[row])
         calls.setdefault((call >= 0, call if call >= 0 else row), []).append(row)
     series: list[Series] = []
     found: list[Ints] = []
@@ -86,24 +87,50 @@ def _peer(launcher: str, ranks: tuple[int, ...], rank: int) -> int | None:
 
 def match(traces: Sequence[RankTrace]) -> tuple[list[Matched], list[str]]:
     """The collectives that at least two of the traces share, and notes on those that do not agree."""
-    place = {trace.rank: i for i, trace in enumerate(traces)}
     by_series: dict[Series, dict[int, list[Ints]]] = defaultdict(lambda: defaultdict(list))
     for i, trace in enumerate(traces):
         calls = calls_of(trace)
         for series, rows in zip(calls.series, calls.rows, strict=True):
             by_series[series][i].append(rows)
+    notes = _lacking(traces)
+    named = {i for calls_by_trace in by_series.values() for i in calls_by_trace}
+    nameless = [i for i, trace in enumerate(traces) if i not in named and _communicates(trace)] if named else []
+    if nameless:
+        said = listed("rank", [traces[i].rank for i in nameless])
+        notes.append(f"{said}: collectives do not tell their groups, as in a replay: who waits for whom is not known")
+    place = {trace.rank: i for i, trace in enumerate(traces) if i not in nameless}
     found: list[Matched] = []
-    notes: list[str] = []
+    differ: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for series, calls_by_trace in by_series.items():
-        present = [place[rank] for rank in dict.fromkeys(series[2]) if rank in place]
+        number, title, ranks, collective = series
+        around = [place[rank] for rank in dict.fromkeys(ranks) if rank in place]
+        present = [i for i in around if any(step.number == number for step in traces[i].steps)]
         counts = {i: len(calls_by_trace.get(i, ())) for i in present}
         if len(present) < 2:
             continue
-        if len(set(counts.values())) > 1:
-            if not (series[3] == "send" and any(UNSEEN in traces[i].notes for i in present)):
-                said = ", ".join(f"{count} on rank {traces[i].rank}" for i, count in counts.items())
-                notes.append(f"step {series[0]}: calls of {series[3]} in group {series[1]} do not match: {said}")
-            continue
-        calls = zip(*(calls_by_trace[i] for i in present), strict=True)
-        found += [Matched(series, dict(zip(present, together, strict=True))) for together in calls]
+        if len(set(counts.values())) == 1:
+            calls = zip(*(calls_by_trace[i] for i in present), strict=True)
+            found += [Matched(series, dict(zip(present, together, strict=True))) for together in calls]
+        elif not (collective == "send" and any(UNSEEN in traces[i].notes for i in present)):
+            said = ", ".join(f"{count} on rank {traces[i].rank}" for i, count in counts.items())
+            differ[title, collective, said].append(number)
+    notes += [
+        f"{listed('step', numbers)}: calls of {collective} in group {title} do not match: {said}"
+        for (title, collective, said), numbers in differ.items()
+    ]
     return found, notes
+
+
+def _communicates(trace: RankTrace) -> bool:
+    return bool((~trace.of_kind("compute") & (trace.step >= 0)).any())
+
+
+def _lacking(traces: Sequence[RankTrace]) -> list[str]:
+    """Notes on steps that not all of the traces have."""
+    numbers = [{step.number for step in trace.steps} for trace in traces]
+    ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for trace, there in zip(traces, numbers, strict=True):
+        ranks[tuple(sorted(set().union(*numbers) - there))].append(trace.rank)
+    return [
+        f"{listed('step', steps)}: not in the trace of {listed('rank', of)}" for steps, of in ranks.items() if steps
+    ]

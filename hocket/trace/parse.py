@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.settings.leaves import MOST_RANKS
 from hocket.trace.data import Floats, Ints
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -29,6 +30,7 @@ COLLECTIVE = "record_param_comms"
 """The op that torch puts around every collective, with what is known of it in its args."""
 LONGEST = 1e7
 """Seconds that no trace takes: beyond them, times are broken."""
+_FIX = "fix: a trace of the PyTorch profiler"
 
 
 class TraceError(ValueError):
@@ -117,37 +119,36 @@ def _text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise TraceError(f"{path}: there is no such file: give the path of a trace") from None
+        raise TraceError(f"{path}: there is no such file; fix: the path of a trace") from None
     except IsADirectoryError:
-        raise TraceError(f"{path}: this is a directory: give the trace files in it, such as {path}/*.json.gz") from None
+        raise TraceError(f"{path}: this is a directory; fix: the trace files in it, such as {path}/*.json.gz") from None
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror}): check the path and its permissions") from None
+        raise TraceError(f"{path}: cannot be read ({error.strerror}); fix: another path, or its permissions") from None
     if not data:
-        raise TraceError(f"{path}: the file is empty: record the trace again")
+        raise TraceError(f"{path}: the file is empty; fix: record the trace again")
     packed = data[:2] == b"\x1f\x8b"
     if path.suffix == ".gz" and not packed:
-        raise TraceError(f"{path}: named .gz, but it is not gzip: rename it if it is plain JSON, else record it again")
+        raise TraceError(f"{path}: named .gz, but it is not gzip; fix: rename it if it is JSON, else record it again")
     try:
         return (gzip.decompress(data) if packed else data).decode("utf-8-sig", errors="replace")
     except (EOFError, OSError, zlib.error) as error:
-        raise TraceError(f"{path}: the gzip data is cut off or broken ({error}): copy or record it again") from None
+        raise TraceError(
+            f"{path}: the gzip data is cut off or broken ({error}); fix: copy or record it again"
+        ) from None
 
 
 def _document(path: Path, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text, strict=False)
     except json.JSONDecodeError as error:
-        if text.lstrip()[:1] == "{" and error.pos > len(text.rstrip()) - 200:
-            raise TraceError(
-                f"{path}: the JSON ends in the middle of an event: the trace was cut off, so record it again"
-            ) from None
-        raise TraceError(
-            f"{path}: this is not JSON (line {error.lineno}: {error.msg}): give a trace of the PyTorch profiler"
-        ) from None
+        in_a_text = error.msg.startswith("Unterminated string")  # names of kernels are long
+        if text.lstrip()[:1] == "{" and (in_a_text or error.pos > len(text.rstrip()) - 200):
+            raise TraceError(f"{path}: the JSON ends in the middle of an event; fix: copy or record it again") from None
+        raise TraceError(f"{path}: this is not JSON (line {error.lineno}: {error.msg}); {_FIX}") from None
     except RecursionError:
-        raise TraceError(f"{path}: JSON nested too deeply for a trace: give a trace of the PyTorch profiler") from None
+        raise TraceError(f"{path}: JSON nested too deeply for a trace; {_FIX}") from None
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise TraceError(f"{path}: JSON without traceEvents: give a trace of the PyTorch profiler")
+        raise TraceError(f"{path}: JSON without traceEvents; {_FIX}")
     _check_about(path, document)
     return document
 
@@ -169,9 +170,8 @@ def _columns(path: Path, about: dict[str, Any], events: list[Any]) -> Events:
         zero = min((min(column.ts) for column in (device, host, launches) if column.ts), default=0.0)
         found = device.rows(zero), host.rows(zero), launches.rows(zero)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TraceError(
-            f"{path}: an event is not as the PyTorch profiler writes it ({error!r}): is it another program's trace?"
-        ) from None
+        said = _shown(str(error) or type(error).__name__)[:80]
+        raise TraceError(f"{path}: an event is not as the PyTorch profiler writes it ({said}); {_FIX}") from None
     origin = int(about.get("baseTimeNanoseconds", 0)) + round(zero * 1000)
     return Events(str(path), about, tuple(map(_shown, names)), origin, *found, threads)
 
@@ -192,20 +192,24 @@ def _check_about(path: Path, about: Mapping[str, Any]) -> None:
 
     info = about.get("distributedInfo") or {}
     groups = (info.get("pg_config") or []) if isinstance(info, dict) else []
+    base, run = about.get("baseTimeNanoseconds", 0), about.get("hocket") or {}
     sound = {
-        "baseTimeNanoseconds": isinstance(about.get("baseTimeNanoseconds", 0), (int, float)),
+        "baseTimeNanoseconds": isinstance(base, (int, float)) and abs(base) < 2**63,
         "deviceProperties": all_of(dict, about.get("deviceProperties") or []),
         "distributedInfo": isinstance(info, dict)
         and number(info.get("rank", 0), 0)
         and number(info.get("world_size", 1), 1)
+        and info.get("rank", 0) < info.get("world_size", MOST_RANKS) <= MOST_RANKS
         and all_of(dict, groups)
         and all(all_of(int, group.get("ranks") or []) for group in groups),
+        "hocket": isinstance(run, dict)
+        and number(run.get("pp_rank", 0), 0)
+        and isinstance(run.get("transport", ""), str),
     }
     for name, good in sound.items():
         if not good:
-            raise TraceError(
-                f"{path}: {name} is not as the PyTorch profiler writes it ({str(about[name])[:80]}): was it edited?"
-            )
+            said = _shown(str(about[name]))[:80]
+            raise TraceError(f"{path}: {name} is not as a profiled run writes it ({said}); fix: the trace as it was")
 
 
 def _take(column: _Column, event: dict[str, Any], is_host: bool, names: dict[str, int]) -> None:

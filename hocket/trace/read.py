@@ -18,6 +18,9 @@ from hocket.trace.launch import Activities, gpu_activities
 from hocket.trace.parse import Events, TraceError, parse
 from hocket.trace.steps import assign, step_number
 
+EARLY = 50e-6
+"""Seconds up to which an activity may start before its launch: clocks of device and host are that close."""
+
 
 @dataclass
 class _Words:
@@ -42,11 +45,11 @@ def read(path: Path | str) -> RankTrace:
     gpu = len(events.device) > 0
     if not gpu and _used_a_gpu(events):
         raise TraceError(
-            f"{path}: no GPU activity, though the program used a GPU: record it with ProfilerActivity.CUDA"
+            f"{path}: no GPU activity, though the program used a GPU; fix: record it with ProfilerActivity.CUDA"
         )
     found = gpu_activities(events) if gpu else cpu_activities(events)
     if not len(found.start):
-        raise TraceError(f"{path}: no kernels and no torch ops: record it while the program computes")
+        raise TraceError(f"{path}: no kernels and no torch ops; fix: record it while the program computes")
     return _labelled(events, found, gpu)
 
 
@@ -55,14 +58,15 @@ def _used_a_gpu(events: Events) -> bool:
 
 
 def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
-    about = _distributed(events)
+    about = events.about.get("distributedInfo") or {}
     rank, world = _rank(events, about)
     words = _Words()
     groups = _Groups(about)
     marks = _step_marks(events)
     steps, step = assign(marks, found.start, found.end, found.launched)
-    run = events.about.get("hocket")
-    run = run if isinstance(run, dict) else {}
+    if turned := next((one.number for one in steps if one.end < one.start), None):
+        raise TraceError(f"{events.source}: step {turned} ends before it starts: a clock jumped; fix: record it again")
+    run = events.about.get("hocket") or {}
     labels = _labels(found, groups, rank, words)
     if run.get("transport") == "null":
         labels["kernel_class"] = _with_stand_ins(found, labels["kernel_class"], words)
@@ -73,13 +77,19 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
         notes.append(
             f"rank {rank}: the launches of {missing:,} of {len(found.start):,} activities are not in the trace"
         )
+    early = found.launched - found.start
+    if np.nanmax(early, initial=0.0) > EARLY:
+        notes.append(
+            f"rank {rank}: activities start up to {1e3 * np.nanmax(early):.3f} ms before they are launched: the clocks "
+            "of device and host differ, so times of a late host are rough"
+        )
     notes += found.notes
     devices = events.about.get("deviceProperties") or [{}]
     return RankTrace(
         source=events.source,
         rank=rank,
         world=world,
-        device=str(devices[0].get("name", "GPU")) if gpu else "cpu",
+        device=str(devices[0].get("name") or "GPU") if gpu else "cpu",
         start=found.start,
         end=found.end,
         launched=found.launched,
@@ -97,18 +107,12 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
     )
 
 
-def _distributed(events: Events) -> Mapping[str, Any]:
-    found = events.about.get("distributedInfo")
-    return found if isinstance(found, dict) else {}
-
-
 def _rank(events: Events, about: Mapping[str, Any]) -> tuple[int, int]:
-    """(rank, world): as the trace says, else from a file name such as rank3.json.gz, else 0 of 1."""
+    """(rank, world): as the trace says. Else the rank is from a file name such as rank3.json.gz, and the world 0."""
     if "rank" in about:
-        return int(about["rank"]), int(about.get("world_size", 1))
-    named = re.search(r"rank[-_]?(\d+)", Path(events.source).name)
-    rank = int(named[1]) if named else 0
-    return rank, rank + 1
+        return int(about["rank"]), int(about.get("world_size", 0))
+    named = re.search(r"rank[-_]?(\d{1,6})(?!\d)", Path(events.source).name)
+    return int(named[1]) if named else 0, 0
 
 
 def _step_marks(events: Events) -> list[tuple[int, float, float]]:
@@ -174,7 +178,7 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dic
         call = int(found.opened.call[row])
         moved = label.bus_bytes(told, collective, rank, ranks)
         if "bytes" in told:
-            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else float(told["bytes"])
+            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else label.number(told, "bytes")
         elif call not in counted:  # a call of several kernels moves its bytes once
             size[row] = moved
             counted |= {call} - {-1}

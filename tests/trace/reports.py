@@ -166,7 +166,7 @@ def trace(rows: list[Row], steps: tuple[Step, ...], rank: int = 0, world: int = 
         source=f"rank{rank}.json", rank=rank, world=world, device="NVIDIA H200", words=tuple(words), start=start,
         end=end, layer=np.array([int(row[5].split(" l")[1]) if " l" in row[5] else -1 for row in rows], dtype=np.int64),
         step=np.array(inside, dtype=np.int64), bytes=np.where(talks, (end - start) * 1e8, 0.0),
-        match=np.full(len(rows), -1, dtype=np.int64), launched=start - 1e-3, steps=steps, **columns,
+        match=np.full(len(rows), -1), calls=np.full(len(rows), -1), launched=start - 1e-3, steps=steps, **columns,
     )  # fmt: skip
 
 

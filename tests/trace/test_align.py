@@ -55,7 +55,7 @@ def test_waiting_is_not_known_without_all_ranks_of_the_group(tmp_path: Path) -> 
     two_of_three = [gathers(rank, [(rank, 50)], world=3) for rank in (0, 1)]
     found = report(loaded(tmp_path, *two_of_three))
     assert np.isnan(share(found, 0, "gather").waiting)
-    assert any("2 of 3 ranks were given (missing: 2)" in note for note in found.notes)
+    assert any("2 of 3 ranks were given (missing: rank 2)" in note for note in found.notes)
 
 
 def test_a_late_third_rank(tmp_path: Path) -> None:
@@ -204,6 +204,36 @@ def test_clocks_reach_ranks_over_others(tmp_path: Path) -> None:
         assert close(other.end[0] - traces[0].end[0], 0)
 
 
+def test_clocks_of_one_host_that_jump_are_told(tmp_path: Path) -> None:
+    notes = loaded(tmp_path, gathers(0, TIMES, host="a"), gathers(1, TIMES, shift=3_600e6, host="a"))[0].notes
+    assert any("5 of 5 collectives end on a rank before they start on another, by up to 3599" in note for note in notes)
+
+
+def test_steps_that_a_rank_lacks_are_told_once(tmp_path: Path) -> None:
+    def trace(rank: int, steps: range) -> Trace:
+        made = Trace(rank, 2).group("gather_dense", (0, 1)).group("reduce_dense", (0, 1))
+        for step in steps:
+            made.annotation(f"hocket step {step}", 100 * step, 100 * step + 90)
+            made.collective("_allgather_base", "gather_dense", 100 * step, 100 * step + 50)
+            made.collective("_reduce_scatter_base", "reduce_dense", 100 * step, 100 * step + 50)
+        return made
+
+    notes = loaded(tmp_path, trace(0, range(1, 4)), trace(1, range(3, 4)))[0].notes
+    assert [note for note in notes if note.startswith("step")] == ["steps 1, 2: not in the trace of rank 1"]
+
+
+def test_a_rank_whose_steps_were_replayed_is_told_once(tmp_path: Path) -> None:
+    named = Trace(0, 2).group("gather_dense", (0, 1)).annotation("hocket step 1", 0, 90)
+    replayed = Trace(1, 2).group("gather_dense", (0, 1)).annotation("hocket step 1", 0, 90)
+    for start in (0, 30):
+        named.collective("_allgather_base", "gather_dense", start, start + 20)
+        replayed.kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", start, start + 20)
+    notes = loaded(tmp_path, named, replayed)[0].notes
+    assert [note for note in notes if "clock" not in note] == [
+        "rank 1: collectives do not tell their groups, as in a replay: who waits for whom is not known"
+    ]
+
+
 def test_clocks_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     traces = [Trace(rank, 2, host=f"host {rank}").kernel("gemm", 0, 10) for rank in (0, 1)]
-    assert any("clocks of ranks [1] could not be compared" in note for note in loaded(tmp_path, *traces)[0].notes)
+    assert any("clock of rank 1 could not be compared" in note for note in loaded(tmp_path, *traces)[0].notes)

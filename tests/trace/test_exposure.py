@@ -308,7 +308,7 @@ def test_a_report_says_where_it_comes_from(tmp_path: Path) -> None:
     found = analysed(tmp_path, made)
     assert (found.device, found.world, found.ranks, found.transport) == ("NVIDIA H200", 4, (1,), "slow")
     assert found.emulated
-    assert any("1 of 4 ranks were given (missing: 0, 2, 3)" in note for note in found.notes)
+    assert any("1 of 4 ranks were given (missing: ranks 0, 2, 3)" in note for note in found.notes)
     assert close(found.step_seconds, 10)
 
 

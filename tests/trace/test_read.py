@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.trace import TraceError, load
+from hocket.trace import TraceError, load, report
 from hocket.trace.data import RankTrace
 from hocket.trace.read import read
 from tests.trace.build import MAIN, Trace
@@ -178,7 +178,7 @@ def test_a_rank_can_come_from_the_name_of_the_file(tmp_path: Path) -> None:
     del document["distributedInfo"]
     path = tmp_path / "rank3.json"
     path.write_text(json.dumps(document))
-    assert (read(path).rank, read(path).world) == (3, 4)
+    assert (read(path).rank, read(path).world, report([read(path)]).world) == (3, 0, 4)
 
 
 def test_groups_that_share_a_description_keep_their_ranks(tmp_path: Path) -> None:
@@ -198,6 +198,13 @@ def edited(top: dict[str, Any] | None = None, **values: Any) -> bytes:
     document = Trace().kernel("k", 0, 1).kernel("l", 2, 3).document()
     document["traceEvents"][-1].update(values)
     return json.dumps(document | (top or {})).encode()
+
+
+def turned() -> bytes:
+    """A trace whose device clock jumps back by a second between two steps."""
+    made = Trace().annotation("hocket step 1", 0, 9).annotation("hocket step 2", 10, 19)
+    made.kernel("k", 1, 2).kernel("k", 11 - 1e6, 12 - 1e6, launched=11)
+    return json.dumps(made.document()).encode()
 
 
 WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
@@ -227,6 +234,12 @@ WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
         ("device.json", edited(top={"deviceProperties": {"name": "x"}}), "deviceProperties is not as"),
         ("rank.json", edited(top={"distributedInfo": {"rank": "a"}}), "distributedInfo is not as"),
         ("before.json", edited(top={"distributedInfo": {"rank": -1}}), "distributedInfo is not as"),
+        ("number.json", edited(top={"baseTimeNanoseconds": float("inf")}), r"baseTimeNanoseconds is not as .*\(inf\)"),
+        ("long.json", WHOLE.encode().replace(b'"k"', b'"' + 999 * b"k"), "ends in the middle"),
+        ("ranks.json", edited(top={"distributedInfo": {"rank": 0, "world_size": 10**12}}), "distributedInfo is not as"),
+        ("beyond.json", edited(top={"distributedInfo": {"rank": 2, "world_size": 2}}), "distributedInfo is not as"),
+        ("stage.json", edited(top={"hocket": {"pp_rank": "x"}}), "hocket is not as a profiled run writes it"),
+        ("turned.json", turned(), "step 1 ends before it starts: a clock jumped"),
         ("group.json", edited(top={"distributedInfo": {"pg_config": [{"ranks": 7}]}}), "distributedInfo is not as"),
     ],
 )
@@ -251,6 +264,21 @@ def test_what_other_programs_write_is_read_all_the_same(tmp_path: Path) -> None:
     assert len(trace.steps) == 1
 
 
+@pytest.mark.parametrize("count", ["x", None, -4, float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("told", ["Group size", "In msg nelems", "Out msg nelems", "bytes"])
+def test_counts_that_cannot_be_are_not_known(tmp_path: Path, told: str, count: object) -> None:
+    made = Trace(0, 2).group("gather", (0, 1)).collective("_allgather_base", "gather", 0, 9, sent=8, received=16)
+    made.events[-1]["args"][told] = count
+    found = report([read(made.write(tmp_path / "a.json"))])
+    assert 0 <= found.steps[0].kinds["gather"].bytes <= 32
+
+
+def test_activities_that_start_before_their_launch_are_told(tmp_path: Path) -> None:
+    paths = [Trace().kernel("k", 0, 9, launched=at).write(tmp_path / f"{at}.json") for at in (40, 3000)]
+    said = ["before they are launched" in " ".join(read(path).notes) for path in paths]
+    assert said == [False, True]
+
+
 def test_missing_files_and_folders_give_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.json: there is no such file"):
         load([tmp_path / "absent.json"])
@@ -264,6 +292,20 @@ def test_the_host_side_alone_of_a_gpu_program_is_refused(tmp_path: Path) -> None
     path = Trace(world=2).annotation("nccl:all_reduce", 0, 10).op("aten::mm", 0, 5).write(tmp_path / "a.json")
     with pytest.raises(TraceError, match=r"ProfilerActivity\.CUDA"):
         read(path)
+
+
+def test_traces_of_two_runs_are_refused(tmp_path: Path) -> None:
+    def trace(rank: int, world: int, **told: Any) -> Path:
+        made = Trace(rank, world).kernel("k", 0, 1).metadata(hocket=told)
+        return made.write(tmp_path / f"{rank} {world} {told}.json")
+
+    first = trace(0, 2, settings={"a": 1}, transport="nccl")
+    with pytest.raises(TraceError, match=r"of a run of 4 ranks, .* of one of 2; fix: one trace of each rank"):
+        load([first, trace(1, 4, settings={"a": 1}, transport="nccl")])
+    for told in ({"settings": {"a": 2}, "transport": "nccl"}, {"settings": {"a": 1}, "transport": "null"}):
+        with pytest.raises(TraceError, match=r"of a run with other settings than .*fix: one trace of each rank"):
+            load([first, trace(1, 2, **told)])
+    assert len(load([first, trace(1, 2)])) == 2
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
