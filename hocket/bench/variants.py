@@ -39,14 +39,15 @@ def read(texts: Sequence[str]) -> list[Variant]:
             name, *words = shlex.split(text)
         except ValueError:  # nothing at all, or a quote that does not end
             name, words = "", []
-        reason = ""
-        if not re.fullmatch(r"\w+", name) or not words or not words[0].startswith("--"):
+        reason, fix = "", 'such as --variant "eager --plan.graphs off"'
+        if not words or not words[0].startswith("--"):
             reason = "not a name and settings"
+        elif not re.fullmatch(r"\w+", name):
+            reason, fix = f"{name} is no name", "letters, digits and _"
         elif name in CONTENDERS or name in [variant.name for variant in found]:
-            reason = f"{name} is the name of another contender"
+            reason, fix = f"{name} is the name of another contender", "another name"
         if reason:
-            fix = '--variant "eager --plan.graphs off"'
-            problems.append(f"variant = {text or '(empty)'} (command line, --variant): {reason}; fix: such as {fix}")
+            problems.append(f"variant = {text or '(empty)'} (command line, --variant): {reason}; fix: {fix}")
         found.append(Variant(name, tuple(words)))
     if problems:
         raise ValueError("\n".join(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class Bench(RecipeOptions):
 
 def run(words: list[str]) -> int:
     """Measure, or list the contenders. Returns the exit code."""
-    if words == ["--list"]:
+    if "--list" in words:
         print(contenders())
         return 0
     began = time.monotonic()
@@ -65,6 +65,8 @@ def run(words: list[str]) -> int:
     from hocket.bench.run import Sized, bench_rank
 
     configs = [changed(config, {"data.sequence_length": length}) for length in _lengths(options)]
+    if options.lengths:
+        origins["data.sequence_length"] = "command line, --lengths"
     settings, worker = launch.arrive(configs[0], origins)
     check(names, settings, origins)
     former = resumed.read(options.out, settings) if options.resume else ()
@@ -119,6 +121,11 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
     ]
     if any(length < 1 for length in options.lengths):
         problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "out of range", "1 or more each"))
+    if len(set(options.lengths)) < len(options.lengths):
+        problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "names one twice", "name each once"))
+    if options.lengths and (where := origins.get("data.sequence_length", "")).startswith("command line"):
+        length, fix = options.config.data.sequence_length, "leave one of them out"
+        problems.append(problem("data.sequence_length", length, origins, f"--lengths sets it too ({where})", fix))
     if options.out and not Path(options.out).absolute().parent.is_dir():
         problems.append(_bad("out", options.out, "cannot be written (no such folder)", "name a file in a folder"))
     if options.resume and not options.out:
@@ -152,15 +159,25 @@ def chosen(against: str, config: Config) -> tuple[str, ...]:
 
 def changes(name: str, words: tuple[str, ...], config: Config) -> dict[str, Any]:
     """What the words of a variant set, by dotted name. Raises ValueError for what they cannot."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    others = [flag for flag in flags if flag.removeprefix("--") in {each.name for each in fields(Bench)}]
+    fix = "give it to the command, outside of --variant"
+    stop_if(
+        [f"{flag} (--variant {name}): is of the whole benchmark, not of one contender; fix: {fix}" for flag in others]
+    )
     try:
         found = said(words, config)
     except ValueError as error:
         raise ValueError(str(error).replace("(command line", f"(--variant {name}")) from None
     stop_if(variants.beside_the_point(name, found))
-    if found.get("train.transport") == "null":
-        where = {"train.transport": f"--variant {name}"}
-        reason, fix = "it would compute something else", "--against hocket_null measures that"
-        raise ValueError(problem("train.transport", "null", where, reason, fix))
+    reasons = {
+        "null": ("it would compute something else", "--against hocket_null measures that"),
+        "slow": ("the others would run on another network", "set it for all, outside of --variant"),
+    }
+    if (transport := found.get("train.transport")) in reasons:
+        raise ValueError(
+            problem("train.transport", transport, {"train.transport": f"--variant {name}"}, *reasons[transport])
+        )
     return found
 
 

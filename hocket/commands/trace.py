@@ -89,6 +89,8 @@ def parse(words: Sequence[str]) -> Words:
     names: dict[str, list[str]] = {"real": [], "null": []}
     values: dict[str, str] = {}
     where = "real"
+    if worthless := next((word for word in words if word.startswith("--json=")), ""):
+        raise _problem(worthless, "--json takes no value", "leave out the value")
     left = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while left:
         word = left.pop(0)

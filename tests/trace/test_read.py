@@ -250,6 +250,7 @@ def test_files_that_are_no_traces_give_one_clear_line(tmp_path: Path, name: str,
         load([path])
     assert "\n" not in str(raised.value)
     assert str(path) in str(raised.value)
+    assert str(raised.value).count("; fix: ") == 1
 
 
 def test_what_other_programs_write_is_read_all_the_same(tmp_path: Path) -> None:
@@ -280,17 +281,17 @@ def test_activities_that_start_before_their_launch_are_told(tmp_path: Path) -> N
 
 
 def test_missing_files_and_folders_give_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"absent\.json: there is no such file"):
+    with pytest.raises(TraceError, match=r"absent\.json: there is no such file; fix: "):
         load([tmp_path / "absent.json"])
-    with pytest.raises(TraceError, match="this is a directory"):
+    with pytest.raises(TraceError, match="this is a directory; fix: "):
         load([tmp_path])
-    with pytest.raises(TraceError, match="no trace was given"):
+    with pytest.raises(TraceError, match="no trace was given; fix: "):
         load([])
 
 
 def test_the_host_side_alone_of_a_gpu_program_is_refused(tmp_path: Path) -> None:
     path = Trace(world=2).annotation("nccl:all_reduce", 0, 10).op("aten::mm", 0, 5).write(tmp_path / "a.json")
-    with pytest.raises(TraceError, match=r"ProfilerActivity\.CUDA"):
+    with pytest.raises(TraceError, match=r"; fix: .*ProfilerActivity\.CUDA"):
         read(path)
 
 
@@ -310,5 +311,5 @@ def test_traces_of_two_runs_are_refused(tmp_path: Path) -> None:
 
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
     paths = [Trace().kernel("k", 0, 1).write(tmp_path / name) for name in ("a.json", "b.json")]
-    with pytest.raises(TraceError, match=r"b\.json: of rank 0, as is .*a\.json"):
+    with pytest.raises(TraceError, match=r"b\.json: of rank 0, as is .*a\.json; fix: "):
         load(paths)

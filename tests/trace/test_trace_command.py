@@ -170,6 +170,7 @@ def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["{run}", "--step", "two"], "--step two (command line): not the number of a step"),
         (["{run}", "--svg", "{run}/a", "--html", "{run}/a"], "another option names it too; fix: two names"),
         (["{run}", "--json", "--json"], "--json (command line): is given twice"),
+        (["{run}", "--json=1"], "--json=1 (command line): --json takes no value; fix: leave out the value"),
         (["{run}", "--html", "{run}/none/x.html"], "cannot be written (No such file or directory)"),
         (["{run}", "--svg", "{run}/empty"], "cannot be written (Is a directory)"),
         (["{run}/metrics.json"], "metrics.json"),
