@@ -256,6 +256,28 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     assert "fix:" in first
 
 
+def unreadable_on_one_rank(rank: int, folder: Path) -> str:
+    """A save whose files the last rank cannot read again."""
+    if rank == 1:
+        checkpoint._checksum = _fail  # type: ignore[assignment]
+    try:
+        checkpoint.save(settings_in(folder), 1, 1, groups(1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _fail(file: Path) -> list[int]:
+    raise OSError(5, "Input/output error", str(file))
+
+
+def test_files_that_cannot_be_read_again_are_an_error_on_all(tmp_path):
+    first, second = run_ranks(unreadable_on_one_rank, 2, tmp_path, timeout=30)
+    assert first == second
+    assert "Input/output error" in first
+    assert not list(checkpoint.checkpoints_of(settings_in(tmp_path)).iterdir())
+
+
 def fill_the_disk(rank: int, folder: Path, limit: int) -> str:
     """A save in which the last rank may write no file above `limit` bytes."""
     settings = settings_in(folder)

@@ -143,7 +143,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
         if not manual:
             hooks.drive(unit)
     _contexts.add(context)
-    _refuse_old_optimizers()
+    _checked.clear()  # an optimizer may hold what has just been sharded
 
 
 def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
@@ -169,16 +169,8 @@ def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
     return devices.pop()
 
 
-def _refuse_old_optimizers() -> None:
-    """Have every optimizer look, at its next step, whether it holds parameters of before the sharding."""
-    _checked.clear()
-    if getattr(_refuse_old_optimizers, "done", False):
-        return
-    register_optimizer_step_pre_hook(_look)
-    _refuse_old_optimizers.done = True  # type: ignore[attr-defined]
-
-
-def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Raise ValueError for an optimizer that holds parameters of before the sharding, or if a model has newcomers."""
     if optimizer in _checked:
         return
     for group in optimizer.param_groups:
@@ -191,6 +183,9 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for context in _contexts:
         refuse_newcomers(context.root)
     _checked.add(optimizer)
+
+
+register_optimizer_step_pre_hook(refuse_optimizer)
 
 
 def unit_of(module: nn.Module) -> Unit:

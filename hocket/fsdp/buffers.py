@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -159,11 +158,10 @@ class StagingRing:
     def nbytes(self) -> int:
         return self.made * self.numel * self.dtype.itemsize
 
-    def allocate(self, window: AbstractContextManager[object] | None = None) -> None:
-        """Make all `count` buffers now, inside `window` if their group needs its memory in one."""
-        with window or nullcontext():
-            while self.made < self.count:
-                self._free.append(self._new())
+    def allocate(self) -> None:
+        """Make all `count` buffers now."""
+        while self.made < self.count:
+            self._free.append(self._new())
 
     def take(self, unit: object, numel: int) -> Tensor:
         """A free buffer, or a new one; only if there is neither, the one that was given back first.

@@ -110,8 +110,6 @@ def connect(placement: Placement, strategy: str, options: Wiring, device: torch.
             f"mesh, or leave outer='replicate'"
         )
     divide = float(len(inner) * len(outer)) if placement.divide is None else float(placement.divide)
-    if not divide > 0:
-        raise ValueError(f"divide={placement.divide} must be above 0: gradients are summed and divided by it")
     transport = _transport(options.transport, device)
     world = dist.group.WORLD if dist.is_initialized() else None
     alike = strategy == "no_shard"

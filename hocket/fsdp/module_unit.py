@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class Lease:
     """A reader's claim on the gathered weights of a unit."""
 
-    __slots__ = ("_held", "unit")
+    __slots__ = ("_aborts", "_held", "unit")
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self.unit, self._aborts = unit, unit.aborts
         self._held = True
 
     def wait(self) -> None:
@@ -53,7 +53,8 @@ class Lease:
         if not self._held:
             raise ValueError(f"a lease of {self.unit} is released twice: each acquire() is released once")
         self._held = False
-        self.unit.give_back()
+        if self._aborts == self.unit.aborts:  # else it was forgotten with its step
+            self.unit.give_back()
 
 
 class Unit:
@@ -69,7 +70,7 @@ class Unit:
         self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
-        self.leases = 0
+        self.leases = self.aborts = 0
         self.open: Counter[tuple[int, int]] = Counter()
         """Invocations whose backward is still to come, by forward pass (`Invocation.forward`); kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
@@ -348,6 +349,7 @@ class Unit:
                 view.hide()
             self._note_reader()
         self.leases = 0
+        self.aborts += 1
         self.open.clear()
         self.repeated.clear()
         for staged in self._staged.values():

@@ -11,12 +11,12 @@ from torch import nn
 
 from hocket.config import COPIED
 from hocket.fsdp.buckets import parse_bucket
+from hocket.fsdp.layout import Granularity
 from hocket.fsdp.strategy import Prefetch
 
 Outer = Literal["replicate", "shard"]
 ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
-Granularity = Literal["element", "row", "tensor"]
 
 
 @dataclass(frozen=True)

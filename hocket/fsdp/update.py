@@ -18,13 +18,14 @@ An elementwise optimizer gives the same bits in any order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hocket.fsdp.api import context_of
+from hocket.fsdp.api import context_of, refuse_optimizer
 from hocket.fsdp.holding import holding
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
@@ -50,6 +51,13 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
         raise ValueError(
             "step_and_gather starts gathers of the next step, which a CUDA graph that is recorded step by step cannot "
             "hold: call optimizer.step() there"
+        )
+    refuse_optimizer(optimizer)  # all of it, before the first unit is updated
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"the step of {type(optimizer).__name__} takes a closure, which computes gradients of the whole model in "
+            f"its midst: call optimizer.step(closure)"
         )
     order = context.order_of_use()
     ahead = context.to_gather_first(order)

@@ -82,9 +82,9 @@ def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     _together(lambda: _require_shared(temporary, settings))
     writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
     _together(lambda: _quietly(dcp.save, _state(groups), storage_writer=writer), settings)
-    mine = [temporary / ".metadata"] if rank == 0 else []
-    mine += sorted(temporary.glob(f"__{rank}_*"))
-    sums = {name: entry for part in _gather({f.name: _checksum(f) for f in mine}) for name, entry in part.items()}
+    mine: dict[str, list[int]] = {}
+    _together(lambda: mine.update(_checksums(temporary)), settings)
+    sums = {name: entry for part in _gather(mine) for name, entry in part.items()}
     meta = {
         "format": FORMAT, "step": step, "position": position, "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -306,6 +306,12 @@ def _link_latest(path: Path) -> None:
 def _newest_first(folder: Path) -> list[Path]:
     """Folders of checkpoints with their final names, by step."""
     return sorted((p for p in folder.glob("step-*") if p.is_dir() and not p.suffix), reverse=True)
+
+
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Those of the files that this rank has written."""
+    files = [folder / ".metadata"] if _rank() == 0 else []
+    return {file.name: _checksum(file) for file in [*files, *sorted(folder.glob(f"__{_rank()}_*"))]}
 
 
 def _checksum(file: Path) -> list[int]:

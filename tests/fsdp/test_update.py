@@ -145,6 +145,20 @@ def bad(rank: int) -> None:
     pair = Pair(Case("stack"), rank, 2)
     with pytest.raises(ValueError, match="no torch optimizer"):
         hocket.step_and_gather(pair.module, pair.module)
+    whole = [torch.nn.Parameter(torch.ones(2))]
+    for lbfgs in (torch.optim.LBFGS(whole), torch.optim.LBFGS(pair.module.parameters())):
+        with pytest.raises(ValueError, match="the step of LBFGS takes a closure"):
+            hocket.step_and_gather(pair.module, lbfgs)
+    pair.module.zero_grad()
+    late = torch.nn.Linear(2, 2)
+    both = torch.optim.SGD(late.parameters(), lr=0.1)
+    hocket.fully_shard(late)
+    both.add_param_group({"params": list(late.parameters())})
+    late(torch.ones(2)).sum().backward()
+    before = [param.detach().clone() for param in late.parameters()]
+    with pytest.raises(ValueError, match="was built before"):
+        hocket.step_and_gather(late, both)
+    assert all(torch.equal(a, b) for a, b in zip(before, late.parameters(), strict=True)), "nothing has been updated"
     pair.ctx.begin_backward()
     with pytest.raises(ValueError, match="inside of a backward"):
         hocket.step_and_gather(pair.module, pair.optimizer)
