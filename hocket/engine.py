@@ -40,7 +40,7 @@ from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import fits, model_costs, predicted
+from hocket.settings.predicted import Trials, fits
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -299,7 +299,7 @@ class Engine:
     def _would_fit(self, capacity: int) -> bool:
         """Whether steps with room for so many rows are predicted to fit on the GPUs of all ranks."""
         grown = changed(self.config, {"overlap.ep.room": capacity / rows_evenly(self.config)})
-        fit = not self.memory or fits(predicted(grown, model_costs).nbytes, self.memory)
+        fit = not self.memory or fits(Trials().step(grown).nbytes, self.memory)
         agreed = torch.tensor([fit], dtype=torch.int64, device=self.device)
         self.groups.control.all_reduce(agreed, "min").wait()
         return bool(agreed)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
-from hocket.plan.cost import CostTable
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Decision
 from hocket.settings.effects import effect_of
@@ -23,7 +22,7 @@ from hocket.settings.hop_choice import choose_hops, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
-from hocket.settings.predicted import model_costs
+from hocket.settings.predicted import Price, Trials, model_costs
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
@@ -59,7 +58,7 @@ def resolve(
     config: Config,
     host: Host | None = None,
     origins: Mapping[str, str] | None = None,
-    price: Callable[[Config], CostTable] = model_costs,
+    price: Price = model_costs,
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
@@ -80,21 +79,21 @@ def resolve(
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _add(settled, decisions, choose_tensor(settled, host))
     open_ = {decision.setting for decision in decisions}
-    settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, price))
-    settled = _add(settled, decisions, choose_copies(settled, price))
-    settled = _add(settled, decisions, choose_strategy(settled, host, price))
-    settled = _add(settled, decisions, choose_update(settled, price))
-    settled = _add(settled, decisions, choose_stages(settled, host, price))
-    settled = _add(settled, decisions, choose_recompute(settled, host, price))
-    costs = price(settled)
-    settled = _add(settled, decisions, choose_ends(settled, host, costs))
-    settled = _add(settled, decisions, choose_hops(settled, costs))
-    settled = _add(settled, decisions, choose_head(settled, host, costs))
+    trials = Trials(price)
+    settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, trials))
+    settled = _add(settled, decisions, choose_copies(settled, trials))
+    settled = _add(settled, decisions, choose_strategy(settled, host, trials))
+    settled = _add(settled, decisions, choose_update(settled, trials))
+    settled = _add(settled, decisions, choose_stages(settled, host, trials))
+    settled = _add(settled, decisions, choose_recompute(settled, host, trials))
+    settled = _add(settled, decisions, choose_ends(settled, host, trials))
+    settled = _add(settled, decisions, choose_hops(settled, trials))
+    settled = _add(settled, decisions, choose_head(settled, host, trials))
     decisions = [decision for decision in decisions if decision.setting not in unmet]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, costs)]
+    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, trials)]
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))

@@ -14,7 +14,7 @@ from hocket.config import Config
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import fits, model_costs, predicted
+from hocket.settings.predicted import Trials, fits
 from hocket.settings.rule import Host
 
 GPU = Host(gpus=4)
@@ -53,7 +53,7 @@ def test_a_graph_is_taken_only_where_it_fits() -> None:
     assert (graphed.plan.graphs, graphed.overlap.ep.splits) == ("on", "device")
     asked = changed(Config(**{s: getattr(graphed, s) for s in SECTIONS}), {"plan.graphs": "auto", SPLITS: "auto"})
     graph, issued = (
-        predicted(changed(asked, {"plan.graphs": on, SPLITS: by}), model_costs).nbytes
+        Trials().step(changed(asked, {"plan.graphs": on, SPLITS: by})).nbytes
         for on, by in (("on", "device"), ("off", "host"))
     )
     assert graph > issued
@@ -70,7 +70,7 @@ def test_a_graph_is_taken_only_where_it_fits() -> None:
 
 def test_pairs_at_the_ends_do_not_take_the_memory_of_a_graph() -> None:
     graphed, ends = preset("expert_parallel", 4, 4096, {}), "overlap.ep.merge_ends"
-    less, more = (predicted(changed(graphed, {ends: value}), model_costs).nbytes for value in ("off", "on"))
+    less, more = (Trials().step(changed(graphed, {ends: value})).nbytes for value in ("off", "on"))
     memory = next(memory for memory in range(less, 2 * less, less // 100) if fits(less, memory))
     assert not fits(more, memory)
     asked = Config(**{s: getattr(graphed, s) for s in SECTIONS})
@@ -95,7 +95,7 @@ def test_a_graph_that_a_user_asks_for_is_taken_whether_it_fits_or_not() -> None:
 
 def test_validations_lie_beside_a_graph() -> None:
     settings = preset("expert_parallel", 4, 4096, {"plan.graphs": "on"})
-    sizes = [predicted(changed(settings, {"train.eval_batches": n}), model_costs).nbytes for n in (0, 1)]
+    sizes = [Trials().step(changed(settings, {"train.eval_batches": n})).nbytes for n in (0, 1)]
     assert sizes[0] < sizes[1]
 
 

@@ -11,9 +11,10 @@ from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.cost import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
-from hocket.resolve import Settings, model_costs, resolve
+from hocket.resolve import Settings, resolve
 from hocket.settings import stages_choice
 from hocket.settings.leaves import changed
+from hocket.settings.predicted import Trials
 from hocket.settings.rules import Host
 
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
@@ -34,7 +35,7 @@ def test_a_heavy_head_gets_fewer_layers_and_the_step_is_shorter() -> None:
     assert sum(split) == 32
     assert split[-1] < 8
     assert "the longest rank computes" in reason(chosen)
-    layout, costs = layout_of(even), model_costs(even)
+    layout, costs = layout_of(even), Trials().costs(even)
     assert longest_rank(layout, costs, split) < 0.95 * longest_rank(layout, costs, (8,) * 4)
     seconds = [float(predict(each, program_of(each), H200).makespan) for each in (chosen, even)]
     assert seconds[0] < 0.95 * seconds[1]
@@ -58,8 +59,8 @@ def test_one_rank_has_nothing_to_split_and_what_is_set_stays() -> None:
 def test_a_split_that_does_not_fit_is_left(vocab: int, fits: int) -> None:
     """Memory for the split after so many moved layers, or for even stages alone."""
     even = resolved(mesh__pp=2, model__vocab=vocab, plan__layers_per_stage=())
-    ways = towards_balance(layout_of(even), model_costs(even))
-    held = [stages_choice._step(even, sizes, model_costs).nbytes for sizes in ways]
+    ways = towards_balance(layout_of(even), Trials().costs(even))
+    held = [stages_choice._step(even, sizes, Trials()).nbytes for sizes in ways]
     assert held[fits] < held[fits + 1]
     host = Host(gpus=8, memory=int((held[fits] + held[fits + 1]) / 1.8))
     chosen = resolve(changed(LLAMA, {"mesh.pp": 2, "model.vocab": vocab}), host)

@@ -36,56 +36,62 @@ from hocket.plan.ops import LANES, Key, Lane, Layout, Op
 from hocket.plan.values import Meanings, Name, UnitName, meanings, unit_moved
 
 
+def connect(
+    ranks: Sequence[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = ()
+) -> tuple[tuple[Op, ...], ...]:
+    """The ops of all ranks with `deps` filled in.
+
+    `also` has, for every rank, ops that wait for another one whose value they don't read.
+    """
+    return tuple(_connected(ops, meanings(layout, r), also[r] if also else {}) for r, ops in enumerate(ranks))
+
+
+def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple[Op, ...]:
+    lanes, needs = [op.lane for op in ops], _needs(ops, known)
+    where = {op.key: i for i, op in enumerate(ops)} if also else {}
+    for op, other in also.items():
+        needs[where[op]].append(where[other])
+    deps = [_latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
+    return tuple(Op(*op[:7], found) if found else op for op, found in zip(ops, deps, strict=True))
+
+
+def free(ranks: Sequence[Sequence[Op]], layout: Layout) -> tuple[tuple[Op, ...], ...]:
+    """The connected ops of all ranks with `frees` filled in, and with what has to be known for that."""
+    found = [_rank(ops, meanings(layout, rank)) for rank, ops in enumerate(ranks)]
+    if layout.pp > 1:
+        _acknowledge(found, layout)
+    return tuple(_freed(rank) for rank in found)
+
+
 @dataclass(frozen=True)
 class _Rank:
-    """One rank on its way: what every op must come after, what it waits for, who reads each value; all by position."""
+    """One rank's connected ops, what they wait for by now, and who reads each value; all by position."""
 
-    ops: list[Op]
+    ops: Sequence[Op]
     lanes: list[Lane]
-    needs: list[list[int]]
-    deps: list[list[int]]
+    deps: list[tuple[int, ...]]
     readers: dict[int, list[int]]
 
     def wait(self, position: int, other: int) -> None:
         """Have an op come after another one, too."""
-        self.needs[position].append(other)
-        self.deps[position] = _latest_per_lane(self.lanes, position, self.needs[position])
+        self.deps[position] = _latest_per_lane(self.lanes, position, [*self.deps[position], other])
 
 
-def connect(
-    ranks: list[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = (), frees: bool = True
-) -> tuple[tuple[Op, ...], ...]:
-    """The ops of all ranks with `deps` and `frees` filled in.
-
-    `also` has, for every rank, ops that wait for another one whose value they don't read. Without `frees` it is not
-    found out where values are dropped, nor who learns when that is safe, which times do not depend on.
-    """
-    connected = [_rank(ops, layout, rank) for rank, ops in enumerate(ranks)]
-    for rank, waits in zip(connected, also, strict=False):
-        where = {op.key: i for i, op in enumerate(rank.ops)} if waits else {}
-        for op, other in waits.items():
-            rank.wait(where[op], where[other])
-    if layout.pp > 1 and frees:
-        _acknowledge(connected, layout)
-    return tuple(_finish(rank, frees) for rank in connected)
-
-
-def connect_rank(ops: list[Op], layout: Layout, rank: int) -> tuple[Op, ...]:
-    """One rank by itself: without what it can know from the others."""
-    return _finish(_rank(ops, layout, rank))
-
-
-def _rank(ops: list[Op], layout: Layout, rank: int) -> _Rank:
+def _rank(ops: Sequence[Op], known: Meanings) -> _Rank:
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
     readers: dict[int, list[int]] = defaultdict(list)
-    lanes, needs = [op.lane for op in ops], _needs(ops, meanings(layout, rank), readers)
-    deps = [_latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
-    return _Rank(ops, lanes, needs, deps, readers)
+    for i, op in enumerate(ops):
+        there = where[op.microbatch]
+        for name in known.of(op).reads:
+            readers[there[name]].append(i)
+        there[op.verb, op.part, op.chunk, op.layer] = i
+    return _Rank(ops, [op.lane for op in ops], [op.deps for op in ops], readers)
 
 
-def _finish(rank: _Rank, frees: bool = True) -> tuple[Op, ...]:
-    dropped = _frees(rank) if frees else {}
+def _freed(rank: _Rank) -> tuple[Op, ...]:
+    dropped = _frees(rank)
     return tuple(
-        Op(*op[:7], tuple(deps), tuple(dropped.get(i, ()))) if deps or i in dropped else op
+        Op(*op[:7], deps, tuple(dropped.get(i, ()))) if i in dropped or deps is not op.deps else op
         for i, (op, deps) in enumerate(zip(rank.ops, rank.deps, strict=True))
     )
 
@@ -113,8 +119,8 @@ def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
                 rank.wait(rank.readers[i][0], where[r][sent])
 
 
-def _needs(ops: list[Op], meanings: Meanings, readers: dict[int, list[int]]) -> list[list[int]]:
-    """Everything that each op must come after, by position; fills `readers` with who reads each value."""
+def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
+    """Everything that each op must come after, by position."""
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
     gathered: dict[UnitName, int] = {}  # unit -> its latest gather
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
@@ -126,10 +132,8 @@ def _needs(ops: list[Op], meanings: Meanings, readers: dict[int, list[int]]) -> 
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _ = op
-        meaning, there = meanings.of(op), where[microbatch]
+        meaning, there = known.of(op), where[microbatch]
         need = [there[name] for name in meaning.reads]
-        for p in need:
-            readers[p].append(i)
         if meaning.follows is not None:
             need.append(there[meaning.follows])
         if (unit := meaning.unit_read) is not None:
@@ -168,7 +172,7 @@ def _needs(ops: list[Op], meanings: Meanings, readers: dict[int, list[int]]) -> 
     return needs
 
 
-def _latest_per_lane(lanes: Sequence[Lane], position: int, needed: list[int]) -> list[int]:
+def _latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
     """See Note: [Only cross-lane dependencies are written down]."""
     mine = lanes[position]
     latest: dict[Lane, int] = {}
@@ -176,7 +180,7 @@ def _latest_per_lane(lanes: Sequence[Lane], position: int, needed: list[int]) ->
         lane = lanes[p]
         if lane != mine and p > latest.get(lane, -1):
             latest[lane] = p
-    return sorted(latest.values())
+    return tuple(sorted(latest.values()))
 
 
 def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane) -> list[int]:

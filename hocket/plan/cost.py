@@ -18,6 +18,7 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -396,7 +397,7 @@ def _add_units(
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = 0
-        for unit, kind in _units(layout, rank):
+        for (unit, kind), count in Counter(_units(layout, rank)).items():
             weights = unit_weights(model, unit, kind, layout.ep)
             group = sharding.size(unit)
             whole, twice = not sharding.gathers(unit), layout.tied and unit == "embed"
@@ -414,8 +415,8 @@ def _add_units(
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
             table["update", unit, kind] = price.local(28 * shard + (4 + b) * cast)
-            shards += shard
-            copied += cast
+            shards += count * shard
+            copied += count * cast
         slots.append(largest)
         state.append(12 * shards + b * copied)
         traffic = max(traffic, 32 * shards + (4 + b) * copied)

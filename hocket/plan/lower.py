@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import Config
-from hocket.plan.connect import connect
+from hocket.plan.connect import connect, free
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -37,8 +37,8 @@ StepOps = list[Op]
 def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding, frees: bool = True) -> Program:
     """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
 
-    Without `frees` nothing is ever dropped: enough to know times, and made sooner. Raises ValueError for settings that
-    have no legal order.
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `freed` does the rest. Raises
+    ValueError for settings that have no legal order.
     """
     order, notes = choose_order(layout, microbatches, config)
     plan, overlap = config.plan, config.overlap
@@ -65,6 +65,11 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
         ranks.append(per_step)
     program = _finish(layout, microbatches, order, ranks, sharding, config, frees)
     return replace(program, notes=tuple(notes))
+
+
+def freed(program: Program) -> Program:
+    """The same as if it had been built with `frees`."""
+    return replace(program, ranks=free(program.ranks, program.layout))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:
@@ -101,10 +106,11 @@ def _finish(
     on_compute = overlap.pp.backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
     sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.gather_in_update == "on")
+    connected = connect(sharded.ranks, layout, held)
     return Program(
         layout=layout,
         microbatches=microbatches,
-        ranks=connect(sharded.ranks, layout, held, frees),
+        ranks=free(connected, layout) if frees else connected,
         weight_slots=sharded.weight_slots,
         grad_slots=sharded.grad_slots,
         in_flight=tuple(in_flight(steps) for steps in order),

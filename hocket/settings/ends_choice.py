@@ -12,25 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config, Switch
-from hocket.parallel.stages import layout_of, sharding_of
-from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_program
-from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import group_of, has_pairs
-from hocket.settings.predicted import enough_microbatches, fits, gib, memory_of, predicted
+from hocket.settings.predicted import Trials, enough_microbatches, fits, gib, memory_of
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
 _BOTH: tuple[Switch, ...] = ("off", "on")
 
 
-def choose_ends(c: Config, host: Host, costs: CostTable) -> Iterator[tuple[str, str, str]]:
+def choose_ends(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, str, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.ep.merge_ends == "auto":
         idle = _nothing_to_gain(c)
-        value, reason = ("off", idle) if idle else _simulated(c, host, costs)
+        value, reason = ("off", idle) if idle else _simulated(c, host, trials)
         yield "overlap.ep.merge_ends", value, reason
 
 
@@ -52,16 +48,15 @@ def _nothing_to_gain(c: Config) -> str:
     return ""
 
 
-def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[str, str]:
+def _simulated(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     off, on = (changed(c, {"overlap.ep.merge_ends": ends}) for ends in _BOTH)
     count = enough_microbatches(c)
-    programs = (build_program(layout_of(each), count, each, sharding_of(each), frees=False) for each in (off, on))
-    usual, merged = (float(makespan(program, costs)) for program in programs)
+    usual, merged = (trials.seconds(each, count) for each in (off, on))
     before, after = duration(usual), duration(merged)
     if merged >= usual:
         return "off", f"{count} microbatches would take {after} instead of {before}"
     memory = memory_of(c, host)
-    if memory and not fits(held := predicted(on, lambda _: costs).nbytes, memory):
+    if memory and not fits(held := trials.step(on).nbytes, memory):
         return "off", f"one more activation in flight, {gib(held)} of {gib(memory)} in all, does not fit"
     return (
         "on",

@@ -14,14 +14,13 @@ ever. A step whose rows find no room runs twice, and the next one is recorded an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, leaf
-from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
 
@@ -54,27 +53,25 @@ def choose_splits(c: Config, h: Host) -> tuple[str, str]:
     return "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 
 
-def graphs_that_pay(
-    c: Config, h: Host, open_: Collection[str], price: Callable[[Config], CostTable]
-) -> Iterator[tuple[str, str, str]]:
+def graphs_that_pay(c: Config, h: Host, open_: Collection[str], trials: Trials) -> Iterator[tuple[str, str, str]]:
     """Setting, value and reason of what was chosen by rules and is now decided by time and memory.
 
     `open_` are the settings that were left open. `c` is sound.
     """
     if GRAPHS not in open_ or c.plan.graphs != "on":
         return
-    against, reason = _weighed(c, h, _rows_travel(c) and SPLITS not in open_, price)
+    against, reason = _weighed(c, h, _rows_travel(c) and SPLITS not in open_, trials)
     yield GRAPHS, "off" if against else "on", reason
     if against and SPLITS in open_ and _rows_travel(c):
         yield SPLITS, "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 
 
-def _weighed(c: Config, h: Host, decided: bool, price: Callable[[Config], CostTable]) -> tuple[bool, str]:
+def _weighed(c: Config, h: Host, decided: bool, trials: Trials) -> tuple[bool, str]:
     """Whether a graph does not pay or does not fit, and why. `decided`: hosts know no splits anyway."""
     memory = memory_of(c, h)
     if not memory:
         return True, f"how much memory a {hardware_of(c).name} rank can use is not known, and a graph keeps its own"
-    step = predicted(_smallest(c), price)
+    step = trials.step(_smallest(c))
     issued = HOST * step.ops
     times = f"a host issues {step.ops:,} ops in about {duration(issued)}, GPUs take {duration(step.seconds)}"
     if issued < _LATE * step.seconds and not decided:

@@ -14,30 +14,26 @@ from dataclasses import replace
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import activation
-from hocket.plan.lower import build_program
 from hocket.plan.ops import Op, Program
-from hocket.plan.simulate import quiet_end, simulate
+from hocket.plan.simulate import quiet_end
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.plan_rules import group_of
-from hocket.settings.predicted import beside_steps, memory_of, room
+from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.predicted import Trials, beside_steps, memory_of, room
 from hocket.settings.rule import Host
 
 _HEAD = "overlap.pp.defer_head"
-_MOST = 64
-"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
 _WORTH = 0.995
 """Share of a step's time that deferral must bring it to."""
 
 
-def choose_head(c: Config, host: Host, costs: CostTable) -> Iterator[tuple[str, int, str]]:
+def choose_head(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, int, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.pp.defer_head == "auto":
         idle = _nothing_to_gain(c)
-        value, reason = (0, idle) if idle else _simulated(c, host, costs)
+        value, reason = (0, idle) if idle else _simulated(c, host, trials)
         yield _HEAD, value, reason
 
 
@@ -49,11 +45,10 @@ def _nothing_to_gain(c: Config) -> str:
     return ""
 
 
-def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[int, str]:
-    layout, group = layout_of(c), group_of(c)
-    count = min(c.train.microbatches, group * min(3, max(1, _MOST // (group * c.mesh.pp))))
-    plain = build_program(layout, count, changed(c, {_HEAD: 0}), sharding_of(c), frees=False)
-    rank, _ = layout.owner(layout.stages - 1)
+def _simulated(c: Config, host: Host, trials: Trials) -> tuple[int, str]:
+    count, costs = few_microbatches(c), trials.costs(c)
+    plain = trials.program(c, count)
+    rank, _ = plain.layout.owner(plain.layout.stages - 1)
     one = float(costs.seconds(rank, Op("wgrad", "head")))
     before, quiet = (float(value) for value in quiet_end(plain, costs, rank))
     if quiet <= 0 or not one:
@@ -62,7 +57,7 @@ def _simulated(c: Config, host: Host, costs: CostTable) -> tuple[int, str]:
     after = float(quiet_end(moved(plain, rank, wanted), costs, rank)[0])
     if after > _WORTH * before:
         return 0, f"{count} microbatches would take {duration(after)} instead of {duration(before)}"
-    fitting = _fitting(c, costs, plain, wanted, room(memory_of(c, host)))
+    fitting = _fitting(c, trials, plain, wanted, room(memory_of(c, host)))
     if not fitting:
         return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"
     if fitting < wanted:
@@ -88,17 +83,15 @@ def moved(program: Program, rank: int, count: int) -> Program:
     return replace(program, ranks=(*program.ranks[:rank], again, *program.ranks[rank + 1 :]))
 
 
-def _fitting(c: Config, costs: CostTable, plain: Program, wanted: int, memory: int) -> int:
+def _fitting(c: Config, trials: Trials, plain: Program, wanted: int, memory: int) -> int:
     """How many of these weight gradients leave a step that fits into so many bytes, 0 for any; 0 if none does."""
-    rank, _ = plain.layout.owner(plain.layout.stages - 1)
+    costs, (rank, _) = trials.costs(c), plain.layout.owner(plain.layout.stages - 1)
     each = costs.saved_bytes(rank, Op("bwd", "head"))
     # What lies beside steps, as what a validation keeps, is less than what they hold themselves.
     if not memory or not each or 2 * _at_most(costs, rank, plain) + wanted * each < memory:
         return wanted
-    beside = beside_steps(c, plain, costs)
     late = changed(c, {_HEAD: wanted})
-    program = build_program(layout_of(c), plain.microbatches, late, sharding_of(c))
-    missing = simulate(program, costs).ranks[rank].peak_bytes + beside - memory
+    missing = trials.peaks(late, plain.microbatches)[rank] + beside_steps(c, plain, costs) - memory
     return wanted if missing <= 0 else max(0, wanted - math.ceil(missing / each))
 
 

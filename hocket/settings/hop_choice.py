@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config
-from hocket.parallel.stages import layout_of, sharding_of
+from hocket.parallel.stages import layout_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
-from hocket.plan.lower import build_program
-from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches, group_of, lane_matters, separate_wgrads
+from hocket.settings.predicted import Trials
 
 Choice = tuple[str, object, str]
 """Setting, value, reason."""
@@ -30,7 +29,7 @@ _WORTH = 0.998
 """Share of a step's time that more weight gradients behind the send must bring it to."""
 
 
-def choose_hops(c: Config, costs: CostTable) -> Iterator[Choice]:
+def choose_hops(c: Config, trials: Trials) -> Iterator[Choice]:
     """The settings of pipeline sends that are open in a configuration that is sound otherwise."""
     if c.overlap.pp.backward_lane == "auto":
         yield _LANE, *_lane(c)
@@ -42,27 +41,28 @@ def choose_hops(c: Config, costs: CostTable) -> Iterator[Choice]:
         yield from ((_LAYERS, 0, idle),) if layers_open else ()
         yield from ((_PARTS, "attn", idle),) if parts_open else ()
         return
-    cover, reason = _best(c, costs)
+    cover, reason = _best(c, trials)
     if layers_open:
         yield _LAYERS, cover.layers, reason
     if parts_open:
         yield _PARTS, cover.parts, f"goes with {_LAYERS}" if layers_open else reason
 
 
-def stride_remark(c: Config, costs: CostTable) -> Iterator[Choice]:
+def stride_remark(c: Config, trials: Trials) -> Iterator[Choice]:
     """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the hop.
 
     `c` has nothing open.
     """
     if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
         return
+    costs = trials.costs(c)
     cover = smallest_cover(layout_of(c), costs, *_set(c))
     price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
     count = few_microbatches(changed(c, {"plan.group": price.group}))
     wide = changed(c, {"plan.stride": 3, "plan.group": price.group})
-    before, after = (_seconds(each, costs, count) for each in (c, wide))
+    before, after = (trials.seconds(each, count) for each in (c, wide))
     if after < before:
         reason = (
             f"{duration(cover.exposed)} of each hop stay exposed; with plan.stride = 3 and plan.group = {price.group}, "
@@ -109,12 +109,12 @@ def _covers(c: Config, costs: CostTable) -> list[Cover]:
     return found + ([everything] if everything.seconds > enough.seconds else [])
 
 
-def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
+def _best(c: Config, trials: Trials) -> tuple[Cover, str]:
     """See Note: [What hides a hop may uncover something else]."""
-    covers = _covers(c, costs)
+    covers = _covers(c, trials.costs(c))
     if len(covers) == 1:
         return covers[0], _describe(covers[0])
-    times = [_step(c, costs, cover) for cover in covers]
+    times = [_step(c, trials, cover) for cover in covers]
     best = 0
     for i, seconds in enumerate(times):
         best = i if seconds < _WORTH * times[best] else best
@@ -123,14 +123,10 @@ def _best(c: Config, costs: CostTable) -> tuple[Cover, str]:
     return covers[best], f"{_describe(covers[best])}; {count} microbatches take {duration(times[best])}, {others}"
 
 
-def _step(c: Config, costs: CostTable, cover: Cover) -> float:
+def _step(c: Config, trials: Trials, cover: Cover) -> float:
     """Predicted seconds of a step of a few microbatches."""
     covered = changed(c, {_LAYERS: cover.layers, _PARTS: cover.parts})
-    return _seconds(covered, costs, few_microbatches(c))
-
-
-def _seconds(c: Config, costs: CostTable, microbatches: int) -> float:
-    return float(makespan(build_program(layout_of(c), microbatches, c, sharding_of(c), frees=False), costs))
+    return trials.seconds(covered, few_microbatches(c))
 
 
 def _lane(c: Config) -> tuple[str, str]:

@@ -6,21 +6,18 @@ where everything fits. Else all sets of parts are simulated, and of those that f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.plan.cost import CostTable
 from hocket.plan.ops import Recomputable, recomputable
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import fits, gib, memory_of, predicted
+from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 
 
-def choose_recompute(
-    c: Config, host: Host, price: Callable[[Config], CostTable]
-) -> Iterator[tuple[str, tuple[Recomputable, ...], str]]:
+def choose_recompute(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, tuple[Recomputable, ...], str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.plan.recompute != ("auto",):
         return
@@ -28,11 +25,11 @@ def choose_recompute(
     if not memory:
         yield "plan.recompute", (), f"how much memory a {hardware_of(c).name} rank can use is not known"
         return
-    without = predicted(changed(c, {"plan.recompute": ()}), price)
+    without = trials.step(changed(c, {"plan.recompute": ()}))
     if fits(without.nbytes, memory):
         yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
         return
-    steps = {parts: predicted(changed(c, {"plan.recompute": parts}), price) for parts in _sets(c)}
+    steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in _sets(c)}
     fitting = [parts for parts, step in steps.items() if fits(step.nbytes, memory)]
     best = min(fitting, key=lambda p: steps[p].seconds) if fitting else min(steps, key=lambda p: steps[p].nbytes)
     longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes

@@ -11,21 +11,16 @@ of the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hocket.config import Config
-from hocket.parallel.stages import layout_of, sharding_of
+from hocket.parallel.stages import layout_of
 from hocket.plan.balance import longest_rank, towards_balance
-from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_program
-from hocket.plan.simulate import makespan
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, show
-from hocket.settings.predicted import Predicted, fits, gib, memory_of, predicted
+from hocket.settings.predicted import Predicted, Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 
-Price = Callable[[Config], CostTable]
-"""What ops cost in a configuration."""
 Split = tuple[int, ...]
 """Layers of every virtual stage."""
 
@@ -34,42 +29,42 @@ _WORTH, _PLAIN = 0.01, 0.05
 """Share of the longest rank's time that uneven stages must save, and that which needs no simulation."""
 
 
-def choose_stages(c: Config, host: Host, price: Price) -> Iterator[tuple[str, Split, str]]:
+def choose_stages(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, Split, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.plan.layers_per_stage != ("auto",):
         return
     if c.mesh.pp == 1:
         yield _SETTING, (), ""  # whoever asks for no pipeline asks for no stages
         return
-    costs = price(c)
+    costs = trials.costs(c)
     splits = towards_balance(layout_of(c), costs)
     if len(splits) == 1:
         yield _SETTING, (), "moving a layer would make no rank's work shorter"
         return
-    yield _SETTING, *_chosen(c, memory_of(c, host), price, costs, splits)
+    yield _SETTING, *_chosen(c, memory_of(c, host), trials, splits)
 
 
-def _chosen(c: Config, memory: int, price: Price, costs: CostTable, splits: list[Split]) -> tuple[Split, str]:
+def _chosen(c: Config, memory: int, trials: Trials, splits: list[Split]) -> tuple[Split, str]:
     """The split that is nearest to balance and fits, and what it brings."""
-    layout, too_large = layout_of(c), ""
+    layout, costs, too_large = layout_of(c), trials.costs(c), ""
     before = longest_rank(layout, costs, splits[0])
     for split in reversed(splits[1:]):
         after = longest_rank(layout, costs, split)
         times = f"the longest rank computes {duration(after)} a microbatch instead of {duration(before)}"
         if after > (1 - _WORTH) * before:
             return (), f"uneven stages bring little: {times}{too_large}"
-        step = _step(c, split, price)
+        step = _step(c, split, trials)
         count = step.microbatches
         if after > (1 - _PLAIN) * before:
-            usual = float(makespan(build_program(layout, count, c, sharding_of(c), frees=False), costs))
+            usual = trials.seconds(c, count)
             times += f", and {count} microbatches take {duration(step.seconds)} instead of {duration(usual)}"
             if step.seconds > (1 - _WORTH) * usual:
                 return (), f"uneven stages bring nothing: {times}{too_large}"
-        if not memory or fits(step.nbytes, memory) or step.nbytes <= _step(c, (), price).nbytes:
+        if not memory or fits(step.nbytes, memory) or step.nbytes <= _step(c, (), trials).nbytes:
             return split, f"embedding and head take as long as layers; so {times}{too_large}"
         too_large = too_large or f"; {show(split)} would need {gib(step.nbytes)} of {gib(memory)}"
     return (), f"no uneven stages fit into memory{too_large}"
 
 
-def _step(c: Config, split: Split, price: Price) -> Predicted:
-    return predicted(changed(c, {_SETTING: split}), price)
+def _step(c: Config, split: Split, trials: Trials) -> Predicted:
+    return trials.step(changed(c, {_SETTING: split}))

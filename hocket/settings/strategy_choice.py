@@ -8,16 +8,15 @@ moves the fewest bytes, and of these the one that needs the least memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
 from hocket.config import Config, Strategy
 from hocket.machine import hardware_of
-from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import shares_units
-from hocket.settings.predicted import Predicted, fits, gib, memory_of, predicted
+from hocket.settings.predicted import Predicted, Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 
 _SETTING = "overlap.dp.strategy"
@@ -27,18 +26,18 @@ _SAME = 0.01
 """By how much longer a step is as short as another one."""
 
 
-def choose_strategy(c: Config, host: Host, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Strategy, str]]:
+def choose_strategy(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, Strategy, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.dp.strategy == "auto":
-        yield _SETTING, *_chosen(c, memory_of(c, host), price)
+        yield _SETTING, *_chosen(c, memory_of(c, host), trials)
 
 
-def _chosen(c: Config, memory: int, price: Callable[[Config], CostTable]) -> tuple[Strategy, str]:
+def _chosen(c: Config, memory: int, trials: Trials) -> tuple[Strategy, str]:
     if not shares_units(c):
         return _LEAST, "with one data-parallel rank nothing is shared out"
     if not memory:
         return _LEAST, f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
-    steps: dict[Strategy, Predicted] = {s: predicted(changed(c, {_SETTING: s}), price) for s in get_args(Strategy)}
+    steps: dict[Strategy, Predicted] = {s: trials.step(changed(c, {_SETTING: s})) for s in get_args(Strategy)}
     least = steps[_LEAST]
     fitting = {name: step for name, step in steps.items() if fits(step.nbytes, memory)}
     if not fitting:

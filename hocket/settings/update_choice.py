@@ -7,32 +7,33 @@ gain: planned steps that begin with their update have the bits of others on CPUs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hocket.config import Config, Switch
 from hocket.parallel.stages import layout_of
 from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.plan_rules import shares_units
+from hocket.settings.predicted import Trials
 
 _SETTING = "overlap.dp.gather_in_update"
 _COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
 
 
-def choose_update(c: Config, price: Callable[[Config], CostTable]) -> Iterator[tuple[str, Switch, str]]:
+def choose_update(c: Config, trials: Trials) -> Iterator[tuple[str, Switch, str]]:
     """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
     if c.overlap.dp.gather_in_update == "auto":
-        yield _SETTING, *_chosen(c, price)
+        yield _SETTING, *_chosen(c, trials)
 
 
-def _chosen(c: Config, price: Callable[[Config], CostTable]) -> tuple[Switch, str]:
+def _chosen(c: Config, trials: Trials) -> tuple[Switch, str]:
     if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
         return "off", "nothing is gathered"
     if c.train.device != "cuda":
         return "off", "on CPUs no gather runs beside an update"
     if c.plan.graphs == "on":
         return "off", "a recorded step has no update in it (plan.graphs = on)"
-    hidden, step = _seconds(c, price(c))
+    hidden, step = _seconds(c, trials.costs(c))
     what = f"a step's first gathers would take {duration(hidden)} beside the updates of other units"
     return (
         "off",

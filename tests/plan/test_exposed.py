@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
-from hocket.plan.connect import connect_rank
+from hocket.plan.connect import connect
 from hocket.plan.lower import build_program, choose_order
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.pipeline import Step
@@ -57,10 +57,9 @@ class Model:
 
     def apply(self, built: Program, order: tuple[tuple[Step, ...], ...]) -> Program:
         """The changed program."""
+        kept = [[self.relane(op) for op in ops if op.verb not in ("reduce", "step")] for ops in built.ranks]
         ranks = []
-        for rank, original in enumerate(built.ranks):
-            ops = [self.relane(op) for op in original if op.verb not in ("reduce", "step")]
-            ops = list(connect_rank(ops, built.layout, rank))
+        for rank, ops in enumerate(map(list, connect(kept, built.layout))):
             self.post(ops)
             if self.joined and not self.classic:
                 self.join(ops, steps_of(ops, order[rank]))
