@@ -119,6 +119,7 @@ class Engine:
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
         self._room, self._lacked = self._make_room(), 0
+        self._lent = groups is not None
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
@@ -418,6 +419,8 @@ class Engine:
         self.sharded.abort()
 
     def close(self) -> None:
-        """Give memory and process groups back."""
+        """Give back memory, and the process groups that this engine has made: those that it was lent go on."""
+        self.forget_graph()
         self.sharded.close()
-        self.groups.destroy()
+        if not self._lent:
+            self.groups.destroy()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hocket.config import ModelConfig
 
 
@@ -50,13 +48,3 @@ def tiny() -> ModelConfig:
         vocab=256, hidden=128, layers=8, heads=4, kv_heads=2, head_dim=32, ffn=384, dense_layers=(0, 4),
         experts=8, top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01,
     )  # fmt: skip
-
-
-FAMILIES: dict[str, Callable[[], ModelConfig]] = {
-    "llama3_8b": llama3_8b,
-    "mixtral_8x7b": mixtral_8x7b,
-    "qwen3_30b_a3b": qwen3_30b_a3b,
-    "moonlight_16b": moonlight_16b,
-    "tiny": tiny,
-}
-"""Every family by name."""

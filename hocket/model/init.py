@@ -46,17 +46,6 @@ def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str)
     return torch.randn(tuple(shape), generator=generator, device=device) * std
 
 
-def init_chunk(chunk: Chunk, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Chunk:
-    """Turn a chunk without values into an ordinary module with first values. Returns the chunk."""
-    chunk.to_empty(device=device)
-    chunk.tie()
-    for name, param in chunk.named_parameters():
-        value = init_tensor(name, param.shape, chunk.config, seed, first_expert=chunk.first_expert)
-        param.data = value.to(device, dtype)
-    init_biases(chunk, device)
-    return chunk
-
-
 def init_biases(chunk: Chunk, device: torch.device | str) -> None:
     """Put fp32 zeros into the balance biases of a chunk's routers, the only tensors it has beside weights."""
     for module in chunk.modules():

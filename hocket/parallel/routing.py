@@ -9,7 +9,7 @@ Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,11 +57,6 @@ class Routing:
     def room(self) -> int:
         """Rows of the tensor of sent rows."""
         return self.tokens * self.top_k if self.pairs is None else self.pairs.room
-
-    @cached_property
-    def order_R(self) -> Tensor:
-        """Slot of every row by global expert, then token."""
-        return inverse_of(self.inverse_R)
 
 
 def route(

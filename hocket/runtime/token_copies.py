@@ -80,6 +80,7 @@ class CopiedTokens:
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: Side) -> None:
         """`memories[p]` are bytes of rank p: two buffers, and `WORDS`, which are zero."""
         self.rank, self.size, self.memories = rank, len(memories), tuple(memories)
+        assert self.size <= WORDS // 4, f"{self.size} ranks, and words for {WORDS // 4}"
         self.driver, self.side = driver, side
         self.nbytes = (memories[0].numel() - WORDS) // 2
         """Bytes of one buffer: all tokens of the widest tensor that is moved."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hocket.model.init import init_chunk
 from hocket.model.transformer import Chunk
 from hocket.runtime.functional import grouped_linear
 from hocket.runtime.island import Island
+from tests.helpers.chunks import init_chunk
 from tests.ranks.test_islands import CASES, CONFIGS, DTYPES, ByIslands, gradients
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.loss import BLOCK, IGNORED, cross_entropy
 from hocket.model import transformer
-from hocket.model.init import init_chunk
 from hocket.parallel import linears
+from tests.helpers.chunks import init_chunk
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
-from hocket.parallel.routing import Routing, balance_bias, route
+from hocket.parallel.routing import Routing, balance_bias, inverse_of, route
 from hocket.runtime.transports import RowTable
 
 CONFIG = ModelConfig(hidden=8, experts=8, top_k=3)
@@ -52,11 +52,12 @@ def test_routing_invariants(sizes: tuple[int, int, int], router: str, seed: int)
     torch.testing.assert_close(probs.sum(-1), torch.full((tokens,), 2.0))
     assert routing.counts_E.shape == (experts,)
     assert int(routing.counts_E.sum()) == rows
-    assert torch.equal(routing.order_R[routing.inverse_R], torch.arange(rows))
+    order_R = inverse_of(routing.inverse_R)
+    assert torch.equal(order_R[routing.inverse_R], torch.arange(rows))
     chosen = assignment(routing)
     assert all(len(set(experts_of_token)) == top_k for experts_of_token in chosen)
     # Rows of one expert are in the order of their tokens.
-    for block in (routing.order_R // top_k).split(routing.counts_E.tolist()):
+    for block in (order_R // top_k).split(routing.counts_E.tolist()):
         assert (block.diff() > 0).all()
 
 
@@ -172,7 +173,7 @@ def test_permute_and_unpermute_against_float64(
     out.backward(g)
 
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    rows = exact[0][routing.order_R // top_k] * factor.double()
+    rows = exact[0][inverse_of(routing.inverse_R) // top_k] * factor.double()
     weighted = rows[routing.inverse_R].view(tokens, top_k, 8) * exact[1][..., None]
     expected = exact[2] + weighted.sum(1) + (exact[3] if shared else 0)
     expected.backward(g.double())
@@ -228,7 +229,7 @@ def test_every_row_reaches_its_expert_and_comes_back(ranks: int, local: int, tok
     splits = [exchange_counts(routing, FakeGroup(r, sent_counts)) for r, routing in enumerate(routings)]
     expert = torch.arange(ranks * local)
     rows = [
-        torch.stack([torch.full_like(e, r), routing.order_R // routing.top_k, e], 1)
+        torch.stack([torch.full_like(e, r), inverse_of(routing.inverse_R) // routing.top_k, e], 1)
         for r, routing in enumerate(routings)
         for e in [expert.repeat_interleave(routing.counts_E)]
     ]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.model.documents import IGNORED, PADDING, attend, documents_of
-from hocket.model.init import init_chunk
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from hocket.settings.leaves import changed
+from tests.helpers.chunks import init_chunk
 from tests.ranks.test_parity import STEPS, assert_parity, config
 from tests.reference import awkward_batches
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import ModelConfig
-from hocket.model.init import init_chunk
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
@@ -23,6 +22,7 @@ from hocket.runtime.functional import embedding, grouped_linear, linear, scale
 from hocket.runtime.island import Island
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
+from tests.helpers.chunks import init_chunk
 
 DTYPES = [torch.float32, torch.bfloat16]
 CONFIG = ModelConfig(

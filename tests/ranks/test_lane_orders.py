@@ -237,6 +237,22 @@ def test_a_failed_step_can_be_abandoned() -> None:
     assert run_ranks(interrupted, 1, c) == [True]
 
 
+def closed_one_after_the_other(rank: int, c: Config) -> list[Tensor]:
+    """Losses of two engines on the same groups, the second of which steps when the first one is closed."""
+    first = Engine(c, rank, torch.device("cpu"))
+    engines, losses = [Engine(c, rank, torch.device("cpu"), groups=first.groups), first], []
+    for engine in engines:
+        engine.init_weights()
+        losses.append(engine.train_step(microbatches_of(engine, c), 1e-2).loss)
+        engine.close()
+    return losses
+
+
+def test_an_engine_leaves_groups_alone_that_it_was_lent() -> None:
+    for first, second in run_ranks(closed_one_after_the_other, 2, config(dict(layers=2), dict(dp=2), {}, 2, "fp32")):
+        assert torch.equal(first, second)
+
+
 def timed_step(rank: int, c: Config) -> float:
     engine = Engine(c, rank, torch.device("cpu"))
     engine.init_weights()

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.model.families import FAMILIES, tiny
-from hocket.model.init import init_chunk, init_tensor
+from hocket.model import families
+from hocket.model.init import init_tensor
 from hocket.model.layers import Attention, rotary_table
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.runtime.norms import rotate
+from tests.helpers.chunks import init_chunk
 from tests.reference import Reference, random_batches
 
 CONFIG = ModelConfig(
@@ -43,7 +44,7 @@ def whole(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_match_the_published_ones(name: str) -> None:
-    config = FAMILIES[name]()
+    config = getattr(families, name)()
     total = active = 0.0
     for param_name, param in Chunk(config, range(config.layers)).named_parameters():
         assert param.is_meta
@@ -254,7 +255,9 @@ def test_reference_hardly_changes_with_expert_parallelism(dtype: torch.dtype) ->
 
 
 def test_reference_learns() -> None:
-    config = replace(tiny(), layers=3, hidden=32, head_dim=8, dense_layers=(1,), ffn=32, expert_ffn=16, shared_ffn=16)
+    config = replace(
+        families.tiny(), layers=3, hidden=32, head_dim=8, dense_layers=(1,), ffn=32, expert_ffn=16, shared_ffn=16
+    )
     step = random_batches(config, steps=1, microbatches=1, dp=2, shape=(2, 8))[0]
     losses = Reference(config, dp=2, ep=2, clip=1.0).run([step] * 8).losses
     assert sum(losses[-1][0]) < sum(losses[0][0]) - 1.0
