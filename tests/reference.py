@@ -146,7 +146,9 @@ class Reference:
             slotted = not late or (self.config.tied and name in TIED_UNIT)
             all_grads = [grad_of(of_rank[name], wire if slotted else self.dtype) for of_rank in params]
             if self.config.tied and name == TIED:
-                all_grads = [grad_of(of_rank["head.weight"], wire).add_(of_rank[name].grad) for of_rank in params]
+                all_grads = [
+                    grad_of(of_rank["head.weight"], wire).add_(grad_of(of_rank[name], self.dtype)) for of_rank in params
+                ]
             if late:
                 for r, grad in enumerate(all_grads):
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()

@@ -315,6 +315,8 @@ class ShardContext:
                 lease.wait()
             before = [param.data_ptr() for unit in self.units for param in unit.parameters]
             yield
+            for lease in leases:
+                lease.wait()  # the weights are still there
             after = [param.data_ptr() for unit in self.units for param in unit.parameters]
             if changed:
                 for group in (group for unit in self.units for group in unit.groups):

@@ -44,8 +44,13 @@ class Lease:
         self._held = True
 
     def wait(self) -> None:
-        """Order the caller's following work behind the gather: before the first read, on every stream that reads."""
+        """Order the caller's following work behind the gather: before the first read, on every stream that reads.
+
+        Raises: ValueError for a claim of before an `abort`, which has forgotten it.
+        """
         assert self._held, f"{self.unit} is read through a lease that was given back"
+        if self._aborts != self.unit.aborts:
+            raise ValueError(f"a lease of {self.unit} is from before abort(), which ended it: acquire() another one")
         self.unit.wait_gathered()
 
     def release(self) -> None:

@@ -184,6 +184,14 @@ def test_a_step_after_an_exception_with_replicas():
         run_ranks(abort, 4, failing_backward, chosen)
 
 
+def abort_inside(pair: Pair, error: type[Exception] | None = None) -> None:
+    """Claims that an abort has forgotten are given back all the same; what was written through them is lost."""
+    with pair.ctx.gathered(changed=True):
+        pair.ctx.abort()
+        if error is not None:
+            raise error
+
+
 def abort_anywhere(rank: int) -> None:
     """An abort with nothing to forget is allowed, and leaves optimizer state and weights alone."""
     pair = Pair(Case("stack", optimizer="adamw"), rank, 2)
@@ -193,8 +201,10 @@ def abort_anywhere(rank: int) -> None:
         pair.step()
         pair.ctx.abort()
     pair.compare_gathered()
-    with pair.ctx.gathered():
-        pair.ctx.abort()  # forgets the claim, which is given back all the same
+    with pytest.raises(MemoryError):
+        abort_inside(pair, MemoryError)
+    with pytest.raises(ValueError, match="from before abort"):
+        abort_inside(pair)
     pair.microbatch()
     pair.step()
 
