@@ -162,8 +162,8 @@ def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
 
     `counts_E` are the rows of a whole step, summed over microbatches and data-parallel ranks.
     """
-    load_E = counts_E.to(bias_E.dtype)
-    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+    below_E = counts_E.sum() - counts_E * len(counts_E)  # of the mean, in whole numbers: it may be no fp32 number
+    return bias_E + rate * torch.sign(below_E).to(bias_E.dtype)
 
 
 def inverse_of(order_R: Tensor) -> Tensor:

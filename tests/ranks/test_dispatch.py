@@ -112,6 +112,8 @@ def test_balance_bias_moves_towards_the_mean() -> None:
     bias = balance_bias(torch.zeros(4), torch.tensor([9, 1, 5, 5]), rate=0.5)
     assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
     assert balance_bias(bias, torch.tensor([5, 5, 5, 5]), rate=0.5).tolist() == [-0.5, 0.5, 0.0, 0.0]
+    even = torch.full((100,), 1_000_003)
+    assert not balance_bias(torch.zeros(100), even, rate=0.5).any(), "their sum is no fp32 number"
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])

@@ -36,6 +36,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.of = [stream]
 
+    def query(self) -> bool:
+        return True
+
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
@@ -91,6 +94,19 @@ def test_a_caller_who_has_left_a_step_stays_on_its_stream(current: list[Stream])
         assert current == [outer]
         assert set(outer.behind) == {lanes._streams[lane] for lane in LANES}
         outer.behind.clear()
+
+
+def test_what_a_recording_holds_is_not_known_to_be_done(current: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    def query(event: Event) -> bool:
+        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+    lanes = CudaLanes(GPU)
+    lanes.begin()
+    lanes.use("compute")
+    lanes.issued("compute", 3, None, awaited=True)
+    assert lanes.completed("compute", 3)
+    monkeypatch.setattr(Event, "query", query)
+    assert not lanes.completed("compute", 3)
 
 
 def test_without_streams_the_host_waits_for_what_an_interrupted_step_has_issued() -> None:
