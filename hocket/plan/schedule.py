@@ -26,7 +26,7 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Literal
 
-from hocket.plan.ops import Key, Lane, Op, Program
+from hocket.plan.ops import Key, Lane, Layout, Op, Program
 
 Time = int | float | Fraction
 """Seconds, or any other unit that the costs use."""
@@ -50,9 +50,9 @@ def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
     return op.verb, op.part, kinds[op.layer] if op.layer >= 0 else ""
 
 
-def stops_host(op: Op) -> bool:
+def stops_host(op: Op, layout: Layout) -> bool:
     """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
-    return op.verb == "fwd" and op.part == "dispatch"
+    return op.verb == "fwd" and op.part == "dispatch" and not layout.placed
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class _Schedule:
             waits = self._waits_for_counts(op)
 
     def _waits_for_counts(self, op: Op) -> bool:
-        return self._friction.counts is not None and stops_host(op)
+        return self._friction.counts is not None and stops_host(op, self._program.layout)
 
     def _arrive(self, number: int, when: Time) -> None:
         """One of the things that an op needs is there."""

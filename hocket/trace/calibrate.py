@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.plan.cost import Measurement
+from hocket.plan.ops import Layout
 from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key, stops_host
 from hocket.trace.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.trace.data import Floats, RankTrace
@@ -60,7 +61,7 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     if absent:
         notes.append(f"no contention was found with {', '.join(absent)}")
     on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
-    issue, counts = _host(runs, kinds) if on_gpu else ({}, None)
+    issue, counts = _host(runs, program.layout) if on_gpu else ({}, None)
     friction = Friction(contention, issue, counts)
     return Measurement(source=_source(traces), seconds=compute | communication, friction=friction, notes=tuple(notes))
 
@@ -80,9 +81,10 @@ def _compute(
     known = {numbers[key]: value for key, value in _undisturbed(alone, kinds).items() if key in numbers}
     factors = factors_of(joined([part.take(kept) for part, kept in zip(parts, steady, strict=True)]), known)
     deciding = joined([parts[n] for n in _deciding(runs, parts, factors)])
-    works = deciding.seconds * progress(deciding.shares, factors)
-    mean = np.bincount(deciding.key, works) / np.maximum(np.bincount(deciding.key), 1)
-    return factors, {key: float(mean[n]) for key, n in numbers.items()}
+    works, count = deciding.seconds * progress(deciding.shares, factors), len(numbers)
+    times = np.bincount(deciding.key, minlength=count)
+    mean = np.bincount(deciding.key, works, count) / np.maximum(times, 1)
+    return factors, {key: float(mean[n]) for key, n in numbers.items() if times[n]}  # a trace may lack activities
 
 
 def _deciding(runs: Sequence[PlanOps], parts: Sequence[Overlaps], factors: Floats) -> list[int]:
@@ -123,7 +125,7 @@ def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[
     return medians, {key[0] if key[0] in ("gather", "reduce", "recv") else "all-to-all" for key in unsure}
 
 
-def _host(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], float | None]:
+def _host(runs: Sequence[PlanOps], layout: Layout) -> tuple[dict[CostKey, float], float | None]:
     """Seconds to issue an op, by key, and from a dispatch's start until the host goes on: medians."""
     issue: dict[CostKey, list[float]] = defaultdict(list)
     counts: list[float] = []
@@ -131,10 +133,10 @@ def _host(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, 
         goes_on = np.append(rows.first_launch[1:], np.nan)  # the first launch of the op behind it in its step
         goes_on[:-1][np.diff(rows.step) != 0] = np.nan
         for n, op in enumerate(rows.ops):
-            done = rows.earlier_launch[n] if stops_host(op) else goes_on[n]
+            done = rows.earlier_launch[n] if stops_host(op, layout) else goes_on[n]
             if np.isfinite(done - rows.first_launch[n]):
-                issue[cost_key(op, kinds)].append(max(float(done - rows.first_launch[n]), 0.0))
-            if stops_host(op) and np.isfinite(goes_on[n]):
+                issue[cost_key(op, layout.kinds)].append(max(float(done - rows.first_launch[n]), 0.0))
+            if stops_host(op, layout) and np.isfinite(goes_on[n]):
                 counts.append(float(goes_on[n] - rows.start[n] - np.nan_to_num(rows.waiting[n])))
     medians = {key: float(np.median(values)) for key, values in issue.items()}
     return medians, float(np.median(counts)) if counts else None

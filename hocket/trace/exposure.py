@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hocket.trace.columns import listed
 from hocket.trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, StepReport
-from hocket.trace.intervals import Spans, covered, intersect, length, subtract, union
+from hocket.trace.intervals import Spans, clip, covered, intersect, length, subtract, union
 
 Rows = NDArray[np.bool_]
 
@@ -67,9 +67,9 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
     compute_rows = trace.of_kind("compute")
     compute = intersect(_spans(trace, inside & compute_rows), window)
     communication = intersect(_spans(trace, inside & ~compute_rows), window)
-    exposed = subtract(communication, compute)
-    idle = subtract(window, union(*_edges(compute, communication)))
-    waiting, exposed_waiting = _waits(trace, inside & ~compute_rows, np.where(own, last, np.nan), exposed, window)
+    alone = subtract(communication, compute)
+    nothing = subtract(window, union(*_edges(compute, communication)))
+    waiting, exposed_waiting = _waits(trace, inside & ~compute_rows, np.where(own, last, np.nan), alone, window)
     shares = _Shares(trace, window, compute, own, last)
     kinds: dict[Kind, Share] = {}
     layers: dict[int, dict[Kind, Share]] = {}
@@ -86,11 +86,11 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
         seconds=step.end - step.start,
         compute=length(compute),
         communication=length(communication),
-        exposed=length(exposed),
-        idle=length(idle),
-        host_bound=length(late_host(trace, idle)),
+        exposed=length(alone),
+        idle=length(nothing),
+        host_bound=length(_late_host(trace, nothing)),
         kinds=kinds,
-        exposed_for=_attributed(trace, inside & ~compute_rows, exposed),
+        exposed_for=_attributed(trace, inside & ~compute_rows, alone),
         layers=dict(sorted(layers.items())),
         classes=_classes(trace, own & compute_rows),
         waiting=waiting,
@@ -173,7 +173,23 @@ def _last_ending(start: Floats, end: Floats) -> tuple[Floats, Floats, NDArray[np
     return start[kept], stop[kept], kept
 
 
-def late_host(trace: RankTrace, idle: Spans) -> Spans:
+def exposed(trace: RankTrace, start: float, end: float) -> Spans:
+    """Stretches between two times in which a rank communicates and no compute kernel runs."""
+    computes = trace.of_kind("compute")
+    return clip(subtract(_spans(trace, ~computes), _spans(trace, computes)), start, end)
+
+
+def idle(trace: RankTrace, start: float, end: float) -> Spans:
+    """Stretches between two times in which nothing runs on a rank."""
+    return subtract(np.array([[start, end]]), union(trace.start, trace.end))
+
+
+def late(trace: RankTrace, start: float, end: float) -> Spans:
+    """Of the idle stretches, until the host had launched what runs next: it was late."""
+    return _late_host(trace, idle(trace, start, end))
+
+
+def _late_host(trace: RankTrace, idle: Spans) -> Spans:
     """Of stretches in which nothing runs, the parts until the host had launched what runs next."""
     following = np.searchsorted(trace.start, idle[:, 1], side="left")
     launched = np.append(trace.launched, np.nan)[following]

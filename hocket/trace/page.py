@@ -19,8 +19,9 @@ from hocket.trace import table
 from hocket.trace.as_json import by_launcher, to_json
 from hocket.trace.columns import milliseconds, percent, short_kernel
 from hocket.trace.data import Prediction, RankTrace, Report, Tax
+from hocket.trace.exposure import late
 from hocket.trace.picture import typical
-from hocket.trace.scene import COLORS, colors, lanes, late
+from hocket.trace.scene import COLORS, colors, lanes
 
 _PART_COLORS = {
     "alone": "#8db9f7", "beside": COLORS["compute"], "exposed": COLORS["exposed"], "host_bound": COLORS["late"],

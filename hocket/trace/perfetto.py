@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from hocket.trace.data import RankTrace
+from hocket.trace.exposure import exposed, idle, late
 from hocket.trace.intervals import Spans, subtract
-from hocket.trace.scene import colors, exposed, idle, lanes, late
+from hocket.trace.scene import colors, lanes
 
 Event = dict[str, Any]
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from hocket.plan.ops import Op, Program
+from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.schedule import stops_host
 from hocket.trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket.trace.exposure import last_starts
+from hocket.trace.intervals import covered, subtract, union
 from hocket.trace.rebuild import ops_by_name, pipeline_rank
 
 
@@ -33,7 +34,7 @@ class PlanOps:
     start: Floats
     end: Floats
     waiting: Floats
-    """Seconds of waiting for peers; nan if not known."""
+    """Seconds in which all that ran of it waited for peers; nan if not known."""
     late: Floats
     """Seconds of gaps in it that are due to the host."""
     seconds: Floats
@@ -58,9 +59,9 @@ _NO_COLUMNS = ("rank", "pp_rank", "ops")
 def all_plan_ops(traces: Sequence[RankTrace], program: Program) -> tuple[PlanOps, ...]:
     """The plan's ops in every trace of a run. Raises ValueError if there are none in one of them."""
     found = []
-    for trace, waiting in zip(traces, waiting_of(traces), strict=True):
+    for trace, waiting in zip(traces, _waiting_of(traces), strict=True):
         pp_rank = pipeline_rank(trace)
-        rows = plan_ops(trace, waiting, pp_rank, ops_by_name(program, pp_rank))
+        rows = _plan_ops(trace, waiting, ops_by_name(program, pp_rank), program.layout)
         if not rows:
             raise ValueError(
                 f"{trace.source}: none of the ops of its plan is in a step of it; fix: a trace written by hocket train "
@@ -70,7 +71,7 @@ def all_plan_ops(traces: Sequence[RankTrace], program: Program) -> tuple[PlanOps
     return tuple(found)
 
 
-def waiting_of(traces: Sequence[RankTrace]) -> list[Floats]:
+def _waiting_of(traces: Sequence[RankTrace]) -> list[Floats]:
     """For every row of every trace: seconds until the last rank of its group had started.
 
     0 for what is no communication, nan where the rows of other ranks are missing.
@@ -82,7 +83,7 @@ def waiting_of(traces: Sequence[RankTrace]) -> list[Floats]:
     return found
 
 
-def plan_ops(trace: RankTrace, waiting: Floats, pp_rank: int, known: dict[str, Op]) -> PlanOps:
+def _plan_ops(trace: RankTrace, waiting: Floats, known: dict[str, Op], layout: Layout) -> PlanOps:
     """The ops of a plan in a trace. `known` are those of its pipeline rank by name; other rows are left out."""
     of_word = [known.get(word) for word in trace.words]
     is_op = np.array([op is not None for op in of_word], dtype=bool)
@@ -94,12 +95,13 @@ def plan_ops(trace: RankTrace, waiting: Floats, pp_rank: int, known: dict[str, O
     start, end, launched = trace.start[rows], trace.end[rows], trace.launched[rows]
     ops = tuple(op for op in (of_word[word] for word in trace.op[rows[first]].tolist()) if op is not None)
     begin, stop = start[first], _by_group(np.maximum, end, first)
-    waits, late = (_by_group(np.add, column, first) for column in (waiting[rows], _late(start, end, launched, group)))
-    own = np.array([stops_host(op) for op in ops], dtype=bool)
+    waits = _waits(start, end, waiting[rows], first)
+    late = _by_group(np.add, _late(start, end, launched, group), first)
+    own = np.array([stops_host(op, layout) for op in ops], dtype=bool)
     late = np.where(own, 0.0, late)
     found = PlanOps(
         rank=trace.rank,
-        pp_rank=pp_rank,
+        pp_rank=pipeline_rank(trace),
         ops=ops,
         step=trace.step[rows[first]],
         start=begin,
@@ -115,6 +117,19 @@ def plan_ops(trace: RankTrace, waiting: Floats, pp_rank: int, known: dict[str, O
 
 def _by_group(join: np.ufunc, values: Floats, first: Ints) -> Floats:
     return join.reduceat(values, first) if len(values) else values
+
+
+def _waits(start: Floats, end: Floats, waiting: Floats, first: Ints) -> Floats:
+    """For every op: seconds in which nothing of it ran but what waited; nan if that is not known of all of it."""
+    if not len(start):
+        return start
+    count = np.diff([*first, len(start)])
+    apart = np.repeat((end.max() - start.min() + 1.0) * np.arange(len(first)), count)  # ops one after the other
+    start, end = start + apart, end + apart
+    moves = start + np.nan_to_num(waiting)
+    waits = subtract(union(start, moves), union(moves, end))
+    seconds = covered(start[first], _by_group(np.maximum, end, first), waits)
+    return np.where(_by_group(np.maximum, np.isnan(waiting), first), np.nan, seconds)
 
 
 def _late(start: Floats, end: Floats, launched: Floats, group: Ints) -> Floats:

@@ -28,9 +28,10 @@ from hocket.plan.simulate import Timeline
 from hocket.planning import hardware_of
 from hocket.planning import predict as predict_step
 from hocket.trace.compare import middle_steps
-from hocket.trace.data import COMMUNICATION, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
-from hocket.trace.intervals import clip, length, subtract, union
-from hocket.trace.planops import PlanOps, all_plan_ops, waiting_of
+from hocket.trace.data import COMMUNICATION, Floats, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
+from hocket.trace.exposure import exposed, last_starts
+from hocket.trace.intervals import length, subtract, union
+from hocket.trace.planops import PlanOps, all_plan_ops
 from hocket.trace.rebuild import pipeline_rank, rebuilt
 
 UNEVEN = 0.02
@@ -123,7 +124,7 @@ def _causes(
     trace = traces[at]
     rank = pipeline_rank(trace)
     use = timeline.ranks[rank]
-    waited = _exposed_waiting(trace, waiting_of(traces)[at], step)
+    waited = _exposed_waiting(trace, last_starts(traces)[at], step)
     optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb in _OPTIMIZER)
     spans = zip(program.ranks[rank], timeline.spans[rank], strict=True)
     optimizer -= sum(float(s.end - s.start) for op, s in spans if op.verb in _OPTIMIZER)
@@ -137,12 +138,11 @@ def _causes(
     }
 
 
-def _exposed_waiting(trace: RankTrace, waiting: np.ndarray, step: StepReport) -> float:
-    """Seconds of a step in which this rank waited for its peers and did not compute."""
+def _exposed_waiting(trace: RankTrace, last: Floats, step: StepReport) -> float:
+    """Of a step's exposed seconds, those in which nothing moved data. `last`: when the last rank of a group started."""
     window = next(found for found in trace.steps if found.number == step.step)
-    alone = np.where(trace.of_kind("pp"), trace.end - trace.start, 0.0)
-    seconds = np.where(np.isnan(waiting), alone, waiting)
-    rows, compute = trace.of_kind(*COMMUNICATION), trace.of_kind("compute")
-    waits = union(trace.start[rows], (trace.start + seconds)[rows])
-    busy = union(trace.start[compute], trace.end[compute])
-    return length(clip(subtract(waits, busy), window.start, window.end))
+    rows = trace.of_kind(*COMMUNICATION)
+    start, end = trace.start[rows], trace.end[rows]
+    alone = np.where(trace.of_kind("pp")[rows], end, start)  # of a receive whose sender is not known
+    moves = np.clip(np.where(np.isnan(last[rows]), alone, last[rows]), start, end)
+    return length(subtract(exposed(trace, window.start, window.end), union(moves, end)))

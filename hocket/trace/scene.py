@@ -18,8 +18,8 @@ from hocket.plan.ops import LANES
 from hocket.plan.timeline import COLORS as PLAN_COLORS
 from hocket.plan.timeline import duration, tick
 from hocket.trace.data import Floats, Ints, RankTrace
-from hocket.trace.exposure import late_host
-from hocket.trace.intervals import Spans, clip, subtract, union
+from hocket.trace.exposure import exposed, late
+from hocket.trace.intervals import Spans
 
 COLORS = {
     "compute": "#4a7fc9", **{name: PLAN_COLORS[name] for name in PLAN_COLORS if name != "exposed"}, "tp": "#e2799b",
@@ -117,23 +117,6 @@ def colors(trace: RankTrace) -> list[str]:
         verbs[op] if kind == "compute" and verbs[op] in PLAN_COLORS else kind
         for kind, op in zip(names, trace.op, strict=True)
     ]
-
-
-def exposed(trace: RankTrace, start: float, end: float) -> Spans:
-    """Stretches between two times in which a rank communicates and no compute kernel runs."""
-    computes = trace.of_kind("compute")
-    running = union(trace.start[computes], trace.end[computes])
-    return clip(subtract(union(trace.start[~computes], trace.end[~computes]), running), start, end)
-
-
-def idle(trace: RankTrace, start: float, end: float) -> Spans:
-    """Stretches between two times in which nothing runs on a rank."""
-    return subtract(np.array([[start, end]]), union(trace.start, trace.end))
-
-
-def late(trace: RankTrace, start: float, end: float) -> Spans:
-    """Of the idle stretches, until the host had launched what runs next: it was late."""
-    return late_host(trace, idle(trace, start, end))
 
 
 def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:

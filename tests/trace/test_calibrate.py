@@ -106,7 +106,7 @@ def test_contention_comes_back(with_null: bool, tmp_path: Path) -> None:
 
 
 def test_the_host_comes_back(tmp_path: Path) -> None:
-    settings = settings_for(**PLANS[0])
+    settings = settings_for(**PLANS[0], splits="host")
     truth = true_costs(settings, Friction())
     issue = {key: seconds * 1.2 for key, seconds in truth.seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
     friction = Friction(issue=issue, counts=truth.seconds["fwd", "dispatch", "moe"] / 2)
@@ -116,6 +116,36 @@ def test_the_host_comes_back(tmp_path: Path) -> None:
     bound = predict(settings, program, hardware_of(settings), replace(measured, friction=Friction()))
     assert float(bound.makespan) < 0.9 * float(timeline.makespan)
     assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0], splits="device")
+    friction = Friction(issue={("fwd", "attn", "moe"): 20e-6})
+    program, timeline = simulated(settings, friction)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
+    assert measured.friction.counts is None
+    stops = replace(measured, friction=replace(measured.friction, counts=1.0))  # of a run whose hosts do
+    for costs in (measured, stops):
+        again = predict(settings, program, hardware_of(settings), costs)
+        assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0])
+    truth = true_costs(settings, Friction())
+    slow = replace(truth, seconds={key: 2 * seconds for key, seconds in truth.seconds.items()})
+    traces: list[RankTrace] = []
+    for dp_rank, costs in enumerate((truth, slow)):
+        (folder := tmp_path / str(dp_rank)).mkdir()
+        timeline = predict(settings, program_of(settings), hardware_of(settings), costs)
+        for trace in load(traces_of(settings, timeline, folder)):
+            lost = np.array([dp_rank == 1 and word.startswith(("fwd embed", "fwd attn")) for word in trace.words])
+            op = np.where(lost[trace.op], trace.words.index(""), trace.op)
+            traces.append(replace(trace, rank=trace.rank + dp_rank, op=op, match=np.full_like(trace.match, -1)))
+    found = calibrate(traces).seconds
+    lost = {key for key in truth.seconds if key[0] == "fwd" and key[1] in ("embed", "attn")}
+    assert found.keys() == {key for key in truth.seconds if key not in lost and key[0] != "recv"}
+    assert min(found.values()) > 0
 
 
 def test_costs_of_a_real_run_predict_its_step() -> None:

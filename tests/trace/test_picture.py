@@ -12,10 +12,10 @@ import pytest
 
 from hocket.plan.timeline import COLORS as PLAN_COLORS
 from hocket.trace.data import RankTrace, Step
-from hocket.trace.exposure import report
+from hocket.trace.exposure import exposed, idle, late, report
 from hocket.trace.intervals import length
 from hocket.trace.picture import png, svg, typical
-from hocket.trace.scene import COLORS, GUTTER, Box, columns, draw, exposed, idle, lanes, late
+from hocket.trace.scene import COLORS, GUTTER, Box, columns, draw, lanes
 from tests.trace.reports import Row, busy, step_of, trace
 from tests.trace.reports import report as made
 

@@ -13,7 +13,7 @@ from hocket.trace.planops import PlanOps, all_plan_ops
 from tests.trace.build import Trace
 from tests.trace.simulated import about, settings_for
 
-SETTINGS = settings_for(pp=1)
+SETTINGS = settings_for(pp=1, splits="host")
 PROGRAM = program_of(SETTINGS)
 NAMES = {kind: next(str(op) for op in PROGRAM.ranks[0] if str(op).startswith(kind)) for kind in (
     "fwd attn", "fwd dispatch", "fwd experts", "gather dense",
@@ -63,6 +63,22 @@ def test_waiting_for_a_late_peer_is_taken_off(tmp_path: Path) -> None:
     assert early.waiting * 1e6 == pytest.approx([4, 0, 4, 0], abs=1e-3)
     assert late.waiting * 1e6 == pytest.approx([0, 0, 0, 0], abs=1e-3)
     assert seconds(early) == pytest.approx(seconds(late) | {"fwd attn": 45}, abs=1e-3)
+
+
+def test_waiting_beside_what_else_runs_of_an_op_is_not_taken_off(tmp_path: Path) -> None:
+    """Microseconds: a product 10-30; gathers 12-20 beside it, 30-38, and two at once 40-50. Rank 1 is late for all."""
+    paths = []
+    for rank in (0, 1):
+        trace = Trace(rank, 2).group("tp", (0, 1)).metadata(hocket={**about(SETTINGS, 0), "rank": rank})
+        trace.kernel("k", 10, 30, op="aten::mm", plan_op=NAMES["fwd attn"])
+        for start in (12, 30):
+            trace.collective("_allgather_base", "tp", start + 6 * rank, start + 8, plan_op=NAMES["fwd attn"])
+        trace.collective("_allgather_base", "tp", 40 + 6 * rank, 50, stream=33, plan_op=NAMES["fwd attn"])
+        trace.collective("_allgather_base", "tp", 41 + 6 * rank, 50, stream=34, plan_op=NAMES["fwd attn"])
+        paths.append(trace.annotation("hocket step 1", 0, 200).write(tmp_path / f"rank{rank}.json"))
+    ops, _ = all_plan_ops(load(paths), PROGRAM)
+    assert ops.waiting * 1e6 == pytest.approx([6 + 6], abs=1e-3)  # 30-36 and 40-46
+    assert seconds(ops)["fwd attn"] + ops.late[0] * 1e6 == pytest.approx(40 - 12, abs=1e-3)
 
 
 def test_rows_can_be_taken(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from hocket.planning import hardware_of, program_of
 from hocket.planning import predict as predict_step
 from hocket.trace.align import load
 from hocket.trace.calibrate import calibrate
-from hocket.trace.compare import compare
+from hocket.trace.compare import compare, middle_steps
 from hocket.trace.data import Prediction, RankTrace
 from hocket.trace.exposure import report
 from hocket.trace.predict import predict
-from hocket.trace.rebuild import settings_of
+from hocket.trace.rebuild import pipeline_rank, settings_of
 from tests.trace.simulated import settings_for, traces_of
 
 PLAN: dict[str, Any] = {"merge": "on", "defer_wgrad": "on", "chunks": 2}
@@ -69,6 +69,18 @@ def test_updates_at_the_start_of_a_step_are_predicted(tmp_path: Path) -> None:
     per_rank = {row.name: row.count for row in found.ops}
     updates = sum(op.verb == "update" and op.part == "experts" for _, _, op in program)
     assert (per_rank["update experts moe"], per_rank["step norm"]) == (updates / 2, 1)
+
+
+def test_exposed_waiting_is_what_the_report_says_it_is() -> None:
+    """A rank that waits in one group while it moves data in another does not wait."""
+    traces = load(sorted((Path(__file__).parent / "fixtures").glob("rank*.json.gz")))
+    measured = report(traces)
+    (step,), settings = middle_steps(measured), settings_of(traces[0])
+    timeline = predict_step(settings, program_of(settings), hardware_of(settings))
+    idle = step.idle - step.host_bound - float(timeline.ranks[pipeline_rank(traces[step.rank])].idle)
+    found = predict(traces, measured)
+    assert found.explained["waiting and bubble"] == pytest.approx(step.exposed_waiting + idle, abs=1e-9)
+    assert adds_up(found)
 
 
 def test_contention_is_told_apart_and_the_ops_that_missed_come_first(tmp_path: Path) -> None:
