@@ -124,7 +124,8 @@ class PlanConfig:
     """Layers of every virtual stage; empty splits evenly. auto: so that ranks compute for equally long, embedding and
     head included, where that shortens the step and fits into memory."""
     group: int = 0
-    """Microbatches per group of the interleaved order; 0 means pp."""
+    """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order; 0 means the fewest
+    that work: mesh.pp, or 1.5 times as many with a stride of 3."""
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a hop a step of its own, and keeps
     more activations."""
@@ -132,7 +133,8 @@ class PlanConfig:
     """Parts of layers that keep only their inputs after forward and run it once more for their backward, which takes
     less memory and more time; attn has the norms, router and shared expert in it. auto: as few as fit into memory."""
     graphs: Switch = "auto"
-    """Record a step's calls to the GPU once and replay them as one CUDA graph; the optimizer runs behind it."""
+    """Record a step's calls to the GPU once and replay them as one CUDA graph; the optimizer runs behind it. auto:
+    where the host would be late otherwise, and memory allows it."""
     layer_order: str = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
     are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
@@ -160,7 +162,7 @@ class DataOverlap:
     """Layer passes by which a gather runs ahead of its reader."""
     gather_in_update: Switch = "auto"
     """Update weights unit by unit when the next step begins, so that its first gathers run beside the updates of other
-    units; off: update all of them when a step ends."""
+    units; off: update all of them when a step ends. auto is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +170,16 @@ class PipelineOverlap:
     """Sends between pipeline ranks."""
 
     backward_lane: Switch = "auto"
-    """Gradients arrive on a communication lane, and only what reads one waits; off: the compute lane waits for the
-    gradient of a merged step before it begins with the step."""
+    """What waits for a gradient from the next pipeline rank: on, the op that reads it; off, the whole merged step that
+    it belongs to. auto is on."""
     defer_layers: int | Literal["auto"] = "auto"
-    """Last backward layers of a chunk whose weight gradients run after the chunk's gradient is sent; -1 means all, auto
-    what makes the step shortest."""
+    """How many layers of a chunk, the last ones of its backward, compute their weight gradients after the chunk's
+    gradient is sent; -1 means all, auto what makes the step shortest."""
     defer_parts: Literal["auto", "attn", "all"] = "auto"
-    """Parts whose weight gradients are deferred past the send: attention only, or MLP and experts too."""
+    """Of which parts: attention only, or MLP and experts too."""
     defer_head: int | Literal["auto"] = "auto"
-    """Last microbatches whose weight gradient of the head (the vocabulary's projection) waits until its rank has
-    nothing else to compute and others still do; -1 means all, auto as many as make the step shorter and fit."""
+    """For how many microbatches, the last ones, the head's weight gradient (of the vocabulary's projection) waits until
+    its rank has nothing else to compute; -1 means all, auto as many as make the step shorter and fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +192,10 @@ class ExpertOverlap:
     """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
     splits: Literal["auto", "host", "device"] = "auto"
     """Who knows how many rows travel to which experts: the host, which waits for it in every layer, or the device
-    alone, which needs room of a fixed size."""
+    alone, which needs room of a fixed size. auto: the device in replayed steps."""
     room: float = 2.0
     """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
-    alone; routers begin with values that may send one rank 1.5 times as many. A step that needs more is made again with
-    splits that the host knows, and from then on there is more."""
+    alone. A step that needs more is made again with splits that the host knows, and from then on there is more."""
     copies: Literal["auto", "per_expert", "per_rank"] = "auto"
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
     them; then that rank sums their outputs. auto sends fewer bytes where compute does not hide them."""
@@ -209,8 +210,8 @@ class TensorOverlap:
 
     method: TensorMethod = "auto"
     """How products and communication are put beside each other, where a layer can: ring gathers piece by piece,
-    pipeline sums piece by piece, bulk puts backward's second gather beside what follows. auto
-    leaves it to the roles below, and these to the shapes of their layers."""
+    pipeline sums piece by piece, bulk puts backward's second gather beside what follows. auto leaves it to the roles
+    below, and these to the shapes of their layers."""
     pieces: int = 0
     """Pieces of a product, a divisor of mesh.tp; 0 picks the number by the layer's shape."""
     qkv_forward: TensorMethod = "auto"
@@ -248,8 +249,8 @@ class OverlapConfig:
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, where the layer order puts them."""
     env: Policy = "set"
-    """Environment variables that decide whether communication overlaps, where they are not set: set them for all
-    workers, check says what is missing, ignore says nothing. A value that was set is never changed."""
+    """Environment variables that decide whether communication overlaps, and that are not set: set them for all workers,
+    check and say what is missing, or ignore. A value that was set is never changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +357,7 @@ class RunConfig:
     """Name and place of a run."""
 
     name: str = "run"
-    """Name of the run; `hocket train` sets it to the recipe's."""
+    """Name of the run; that of its file or recipe unless it is given."""
     folder: str = ""
     """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
     resume: str = "auto"

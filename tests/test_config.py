@@ -192,6 +192,25 @@ def test_resolving_is_pure_and_can_be_repeated():
     assert all(leaf(again, name) == leaf(once, name) for name in types())
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "others", "host"),
+    [
+        ("model.ffn", 96, {"model__dense_layers": ()}, Host()),
+        ("model.bias_rate", 0.1, {"model__routing": "even"}, Host()),
+        ("train.lane_seed", 3, {}, Host(gpus=8)),
+    ],
+)
+def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(setting, value, others, host):
+    config = replaced(changed(TINY, **others), {setting: value})
+    for origins in ({setting: "run.toml:3"}, {}):
+        (remark,) = [d for d in resolve(config, host, origins).decisions if d.setting == setting]
+        assert remark.reason.startswith("no effect")
+        assert remark.fix
+        assert not remark.unmet
+    fine = resolve(replaced(TINY, {setting: value}), Host())
+    assert not [d for d in fine.decisions if d.setting == setting]
+
+
 def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error():
     alone = changed(TINY, mesh__pp=1, defer_layers=1)
     assert any(d.setting == "overlap.pp.defer_layers" and "no effect" in d.reason for d in resolve(alone).decisions)
@@ -212,6 +231,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1,
     }.items()),
+    (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
     (TINY, {"mesh__dp": 3}, "mesh.dp", "does not divide mesh.dp = 3"),
     (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
     (changed(DENSE, mesh__tp=2), {"model__vocab": 257}, "model.vocab", "257 of them cannot be spread"),

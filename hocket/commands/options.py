@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -15,6 +17,7 @@ from hocket.machine import host_for_plan
 from hocket.resolve import resolve, stop_if
 from hocket.settings.leaves import changed, leaf, problem
 from hocket.settings.overrides import given, split
+from hocket.settings.reference import field_docstrings
 from hocket.settings.sources import begin
 
 
@@ -24,12 +27,11 @@ class RecipeOptions:
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     gpus: int = 0
-    """Number of ranks: sets mesh.dp to what is left of gpus beside the other axes. 0 leaves the mesh alone."""
+    """Number of ranks: sets mesh.dp to what the other axes leave of them; 0 leaves the mesh alone."""
     recipe: str = ""
     """Recipe that a file builds on, or module:function of your own."""
     preset: str = ""
-    """Settings of several switches at once, weaker than all that a recipe, a file or a flag says: throughput, memory or
-    debug."""
+    """Several settings at once, weaker than what a recipe, a file or a flag says: throughput, memory or debug."""
 
 
 Options = TypeVar("Options", bound=RecipeOptions)
@@ -55,12 +57,32 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     if found := [*start.problems, *problems]:
         sound = [flag for flag in split(flags, []) if not _misread(flag, start.config, own)]
         legible = [word for flag in sound for word in _joined(flag)]
-        options = tyro.cli(kind, args=legible, default=kind(config=start.config), prog=prog, use_underscores=True)
+        options = _read(kind, legible, start.config, prog)
         stop_if([*found, *_also_wrong(options.config, {**start.origins, **origins})])
-    options = tyro.cli(kind, args=flags, default=kind(config=start.config), prog=prog, use_underscores=True)
+    options = _read(kind, flags, start.config, prog)
     if options.gpus:
         options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
     return options, {**start.origins, **origins}
+
+
+def _read(kind: type[Options], words: Sequence[str], config: Config, prog: str = "") -> Options:
+    """What words set, on top of a configuration; words for help print it, and exit."""
+    if {"-h", "--help"} & set(words):
+        _unbreak(kind)
+    pairs_off = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(
+        kind, args=words, default=kind(config=config), prog=prog or None, use_underscores=True, config=pairs_off
+    )
+
+
+def _unbreak(kind: type[Any]) -> None:
+    """Let help break lines by its own width alone: tyro also ends one wherever a docstring does, unless told a text."""
+    texts, hints = field_docstrings(kind), get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in texts:
+            field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+        if dataclasses.is_dataclass(hints[field.name]):
+            _unbreak(hints[field.name])
 
 
 def _joined(flag: tuple[str, list[str]]) -> list[str]:
@@ -87,7 +109,7 @@ def said(words: Sequence[str], config: Config) -> dict[str, Any]:
     """What words set, by dotted name, on top of a configuration. Raises ValueError for those that set nothing."""
     origins, problems = given(words, config, {})
     stop_if(problems)
-    options = tyro.cli(RecipeOptions, args=words, default=RecipeOptions(config=config), use_underscores=True)
+    options = _read(RecipeOptions, words, config)
     return {setting: leaf(options.config, setting) for setting in origins}
 
 

@@ -7,35 +7,41 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hocket import config as config_module
 from hocket.config import Config
 from hocket.presets import PRESETS
-from hocket.settings.leaves import BOUNDS, describe, leaf, show, types, written
+from hocket.settings.leaves import ANY, BOUNDS, describe, leaf, show, types, written
 from hocket.settings.origins import DEFAULTS
 
 
 @cache
 def docstrings() -> dict[str, str]:
     """Dotted name of every section and setting -> its docstring, as one line."""
-    fields: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(config_module)).body:
-        if isinstance(node, ast.ClassDef):
-            for field, after in zip(node.body, node.body[1:], strict=False):
-                named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                    fields[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
-    return dict(_documented(Config, "", fields))
+    return dict(_documented(Config, ""))
 
 
-def _documented(section: type[Any], prefix: str, fields: dict[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
-    hints = get_type_hints(section)
+def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
+    hints, texts = get_type_hints(section), field_docstrings(section)
     for field in dataclasses.fields(section):
         name = f"{prefix}{field.name}"
-        yield name, fields[section.__name__, field.name]
+        yield name, texts[field.name]
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from _documented(hints[field.name], f"{name}.", fields)
+            yield from _documented(hints[field.name], f"{name}.")
+
+
+def field_docstrings(kind: type[Any]) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass and of those that it extends, each as one line."""
+    found: dict[str, str] = {}
+    for each in reversed([c for c in kind.__mro__ if dataclasses.is_dataclass(c)]):
+        (node,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, after in pairwise(node.body):
+            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
+    return found
 
 
 def table(section: str) -> str:
@@ -64,7 +70,7 @@ def _code(value: Any) -> str:
 def _values(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
-    low, high = BOUNDS.get(name, (float("-inf"), float("inf")))
-    bounds = f", {written(low)} or more" if low > float("-inf") else ""
-    bounds += f", {written(high)} at most" if high < 1e18 else ""
-    return describe(hint) + bounds
+    low, high = BOUNDS.get(name, (-ANY, ANY))
+    if low == -ANY:
+        return describe(hint)
+    return describe(hint) + (f", {written(low)} to {written(high)}" if high < 1e18 else f", {written(low)} or more")

@@ -86,6 +86,27 @@ RULES: tuple[Rule, ...] = (
             "model.bias_rate",
         )
     ),
+    Rule(
+        ("model.dense_layers", "model.experts"),
+        lambda c, h: c.model.experts == 0 and bool(c.model.dense_layers),
+        "no effect: without experts every layer is dense",
+        "set model.experts, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.ffn", "model.dense_layers"),
+        lambda c, h: "dense" not in c.model.kinds(),
+        "no effect: every layer is a MoE layer",
+        "name dense ones in model.dense_layers, or leave it out",
+        remark=True,
+    ),
+    Rule(
+        ("model.bias_rate", "model.routing"),
+        lambda c, h: c.model.routing == "even" and has_experts(c),
+        "no effect: an even spread asks neither scores nor biases",
+        "model.routing = learnt, or leave it out",
+        remark=True,
+    ),
     # Mesh
     Rule(
         ("mesh.ep", "mesh.dp"),
@@ -111,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: 0 < h.workers != c.mesh.world,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks, "
         "but {host.workers} processes were started",
-        "start {world} processes, or change mesh.pp or mesh.dp",
+        "start {world} processes, or another mesh",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.tp"),
@@ -129,7 +150,7 @@ RULES: tuple[Rule, ...] = (
         ("mesh.dp", "mesh.pp", "train.device"),
         lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.world),
         "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
-        "lower mesh.dp or mesh.pp, start fewer processes here, or train.device = cpu",
+        "a smaller mesh, fewer processes on each host, or train.device = cpu",
     ),
     *PLAN_RULES,
     *OVERLAP_RULES,
@@ -177,6 +198,13 @@ RULES: tuple[Rule, ...] = (
         "no effect: train.eval_batches = 0 means no validation",
         "train.eval_batches above 0, or leave train.eval_every out",
         only_if_set=True,
+    ),
+    Rule(
+        ("train.lane_seed", "train.device"),
+        lambda c, h: c.train.lane_seed != 0 and c.train.device == "cuda",
+        "no effect: on GPUs lanes run side by side, and nobody orders them",
+        "train.device = cpu, or leave it out",
+        remark=True,
     ),
     *TRANSPORT_RULES,
     *GRAPH_RULES,
