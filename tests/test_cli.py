@@ -74,8 +74,9 @@ def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_reci
     assert "Merge the forward of one microbatch" in out
     assert "(default: 150)" in out  # steps of the recipe
     assert "--no_" not in out  # there are no such flags
-    ended = [line for line in out.splitlines() if line.startswith("│       ") and line.strip("│ ").endswith((",", "or"))]
-    assert all(len(line.strip("│ ")) > 40 for line in ended)  # lines end where the box does, not where docstrings do
+    inside = [line.strip("│ ") for line in out.splitlines() if line.startswith("│       ")]
+    ended = [len(line) for line in inside if line.endswith((",", "or"))]
+    assert min(ended) > 40  # lines end where the box does, not where docstrings do
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
