@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.model.layers import swiglu
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.tensor import Arriving, Method, Tensors, Way, column_linear, row_linear
+from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl
 from hocket.runtime.weights import WgradQueue, collecting, manage
-from hocket.settings.tensor_choice import COLUMNS, ROLES, possible
+from hocket.settings.tensor_choice import possible
+from hocket.settings.tensor_times import COLUMNS, ROLES, Method
 
 Call = Callable[[], Any]
 
@@ -34,8 +35,6 @@ class Case:
     way: Way
     group: Literal["nccl", "ours", "nobody"] = "ours"
     """NCCL with its own settings, hocket's, or none: then only products are left."""
-    twin: bool = True
-    """Whether pieces take turns on two queues, where there are any."""
 
 
 PLAIN, ALONE = Case("plain", Way(), "nccl"), Case("products alone", Way(), "nobody")
@@ -54,10 +53,8 @@ def tried(role: str, direction: str, size: int) -> list[Case]:
     found = [Case("off", Way())]
     if "bulk" in possible(role, direction):
         found.append(Case("bulk", way("bulk")))
-    for splits in [n for n in range(size, fewest - 1, -1) if size % n == 0]:
-        found.append(Case(f"{method}/{splits}", way(method, splits)))
-        found.append(Case(f"{method}/{splits} on one queue", way(method, splits), twin=False))
-    return found
+    counts = [n for n in range(size, fewest - 1, -1) if size % n == 0]
+    return found + [Case(f"{method}/{splits}", way(method, splits)) for splits in counts]
 
 
 @dataclass(frozen=True)
@@ -93,13 +90,13 @@ class Bench:
         assert own is not None
         ranks = tuple(range(world))
         plain = Group("plain", ranks, rank, Nccl(own, ranks, device))
-        self.one_queue = replace(self.ours, twin=None)
-        self.plain, self.alone = Tensors(plain, self.ours.side), Alone(plain, self.ours.side)
+        self.plain = Tensors(plain, self.ours.side, self.ours.twin)
+        self.alone = Alone(plain, self.ours.side, self.ours.twin)
 
     def use(self, case: Case) -> Tensors:
         """The group of a case."""
         if case.group == "ours":
-            return self.ours if case.twin else self.one_queue
+            return self.ours
         return self.plain if case.group == "nccl" else self.alone
 
     def new(self, *shape: int) -> Tensor:

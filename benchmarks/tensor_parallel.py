@@ -13,6 +13,7 @@ ratios of neighbouring blocks. Then whole layers, with attention and norms. A mi
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, sha
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
 from hocket.parallel.tensor import Way, ways_of
-from hocket.resolve import resolve
+from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
-from hocket.settings.tensor_choice import ROLES
+from hocket.settings.tensor_times import ROLES
 
 MODELS = {
     "llama3_8b": llama3_8b(),
@@ -70,15 +71,15 @@ def fastest(found: dict[str, Any], role: str, size: int) -> Way:
     """Of what was tried, the way that was fastest in each direction."""
     best = {}
     for direction in ("forward", "backward"):
-        by_name = {case.name: case for case in (PLAIN, *tried(role, direction, size)) if case.twin}
+        by_name = {case.name: case for case in (PLAIN, *tried(role, direction, size))}
         name = min(by_name, key=lambda name: found[direction][name]["seconds"])
         best[direction] = by_name[name].way
     forward, backward = best["forward"], best["backward"]
     return Way(forward.forward, backward.backward, (forward.splits[0], backward.splits[1]))
 
 
-def chosen(model: ModelConfig, size: int, tokens: int) -> dict[str, Way]:
-    """The way that the rule chooses for every role."""
+def settings(model: ModelConfig, size: int, tokens: int) -> Settings:
+    """What the rule is asked."""
     config = Config(
         model=model,
         mesh=MeshConfig(tp=size),
@@ -86,17 +87,18 @@ def chosen(model: ModelConfig, size: int, tokens: int) -> dict[str, Way]:
         train=TrainConfig(microbatches=1, transport="nccl", device="cuda"),
         precision=PrecisionConfig(compute="bf16"),
     )
-    return ways_of(resolve(config, Host(gpus=size)))
+    return resolve(config, Host(gpus=size))
 
 
-def narrowed(model: ModelConfig, times: int) -> ModelConfig:
-    """A model of which one rank has what one of so many times as many ranks would have."""
+def model_of(name: str, asked: Mapping[str, Any]) -> ModelConfig:
+    """A model of which one of `tp` ranks has what one of so many ranks as are asked for would have."""
+    model, times = MODELS[name], max(1, asked["as_of"] // asked["tp"])
     return replace(model, heads=model.heads // times, kv_heads=max(1, model.kv_heads // times), ffn=model.ffn // times)
 
 
 def measure_model(bench: Bench, model: ModelConfig) -> dict[str, Any]:
     """All roles and both directions of a model's layer, then the layer."""
-    auto = chosen(model, bench.size, bench.tokens)
+    auto = ways_of(settings(model, bench.size, bench.tokens))
     found: dict[str, Any] = {"transport": transports(bench, model.hidden), "roles": {}}
     ways: dict[str, Way] = {}
     for role in ROLES:
@@ -144,7 +146,7 @@ def main() -> None:
         bench = Bench(rank, device, options.tokens, widest, options.rounds)
         result: dict[str, Any] = {"tp": world, "as_of": options.as_of, "tokens": options.tokens, "models": {}}
         for name in options.models:
-            result["models"][name] = measure_model(bench, narrowed(MODELS[name], max(1, options.as_of // world)))
+            result["models"][name] = measure_model(bench, model_of(name, result))
             if rank == 0:
                 show(name, result["models"][name])
     if rank == 0:

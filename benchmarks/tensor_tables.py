@@ -1,4 +1,4 @@
-"""Tables of tensor-parallel layers, from benchmarks/results/tensor_parallel.json."""
+"""Tables of tensor-parallel layers, from benchmarks/results/tensor_parallel*.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.markdown import Result, table
+from benchmarks.tensor_parallel import model_of, settings
+from hocket.parallel.tensor import ways_of
 
 WAYS = ("ring", "pipeline", "bulk")
 """What layers can do; a result may have ways that were tried and given up."""
@@ -27,20 +29,30 @@ def layers(result: Result) -> str:
 
 
 def chosen(*results: Result) -> str:
-    """What the rule chose, against plain and against products alone; the last column is plain against itself."""
+    """What the rule chose, against plain and products alone, and what it chooses now; `noise` is plain against itself.
+
+    What was chosen at the time was measured as a contender; what is chosen now is one of those that were tried.
+    """
     rows = []
     for result in results:
         ranks = result.get("as_of") or result["tp"]
         of = f"of {ranks} ranks, on {result['tp']}" if ranks != result["tp"] else f"on {ranks} ranks"
         for model, found in result["models"].items():
-            if "auto" not in found:
-                continue  # of a time when the rule was no contender
+            now = ways_of(settings(model_of(model, result), result["tp"], result["tokens"]))
             for role, directions in found["roles"].items():
                 for direction, ways in directions.items():
-                    way = found["auto"][role][direction == "backward"]
-                    rows.append([f"{model} {role}, {direction}, {of}", way, *_against(ways)])
-            rows.append([f"{model}, whole layer, {of}", "these", *_against(found["layer"])])
-    return table(["layer", "auto", "plain", "takes", "speed-up", "at most", "noise"], rows)
+                    backward = direction == "backward"
+                    then = _name(found["auto"][role][backward], found["auto"][role][2][backward])
+                    today = _name((now[role].forward, now[role].backward)[backward], now[role].splits[backward])
+                    gain = f"{ways[today]['speedup']:.2f}x"
+                    rows.append([f"{model} {role}, {direction}, {of}", then, *_against(ways), today, gain])
+            rows.append([f"{model}, whole layer, {of}", "these", *_against(found["layer"]), "", ""])
+    heads = ["layer", "auto, measured", "plain", "takes", "speed-up", "at most", "noise", "auto, now", "its speed-up"]
+    return table(heads, rows)
+
+
+def _name(method: str, splits: int) -> str:
+    return f"{method}/{splits}" if method in ("ring", "pipeline") else method
 
 
 def _against(ways: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from dataclasses import replace
 from hocket.config import Config, ModelConfig
 from hocket.plan.cost import CostTable, Hardware, Link, OpCost
 from hocket.plan.schedule import CostKey
-from hocket.settings.tensor_choice import Direction, Role, product_of, time_of
+from hocket.settings.tensor_choice import cell_of, time_of
+from hocket.settings.tensor_times import Direction, Role
 
 _UNITS = ("gather", "reduce", "add", "step", "update")
 """Verbs whose costs go by the size of units."""
@@ -65,7 +66,7 @@ def _inside(c: Config, key: CostKey, hardware: Hardware) -> tuple[float, int]:
     if verb not in ("fwd", "bwd", "recompute"):
         return 0.0, 0
     direction: Direction = "backward" if verb == "bwd" else "forward"
-    moved = product_of(c, "fc1", "forward").moved * (c.mesh.tp - 1) // c.mesh.tp
+    moved = cell_of(c, "fc1", "forward").moved * (c.mesh.tp - 1) // c.mesh.tp
     if part == "embed":
         return hardware.links["tp"].seconds(moved), moved
     roles: dict[str, tuple[Role, ...]] = {"attn": ("qkv", "proj"), "mlp": ("fc1", "fc2"), "head": ("fc1",)}

@@ -17,7 +17,8 @@ from hocket.plan.shard import ALIGN
 from hocket.resolve import Settings
 from hocket.settings.leaves import leaf
 from hocket.settings.rules import has_experts
-from hocket.settings.tensor_choice import DIRECTIONS, ROLES, setting_of
+from hocket.settings.tensor_choice import setting_of
+from hocket.settings.tensor_times import DIRECTIONS, ROLES
 from hocket.tensor_costs import model_of_rank
 
 LANES: dict[str, tuple[str, ...]] = {

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +48,8 @@ from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
-from hocket.settings.tensor_choice import DIRECTIONS, ROLES, splits_of
-
-Method = Literal["off", "bulk", "ring", "pipeline"]
+from hocket.settings.tensor_choice import splits_of
+from hocket.settings.tensor_times import DIRECTIONS, ROLES, Method, pieces
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,17 @@ class Tensors:
     group: Group
     side: Side
     """Where communication runs that a product runs beside."""
+    twin: Side
+    """Where every other piece's product runs: see Note: [Pieces take turns on two queues]."""
     tokens: Tokens | None = None
     """How pieces are moved. Without it nothing can be done piece by piece."""
-    twin: Side | None = None
-    """Where every other piece's product runs: see Note: [Pieces take turns on two queues]."""
 
     @classmethod
     def of(cls, group: Group, device: torch.device) -> Tensors:
         """What a group can do."""
         tokens = group.tokens()
         side = tokens.side if isinstance(tokens, CopiedTokens) else Side(device)
-        return cls(group, side, tokens, Side(device, priority=0) if tokens is not None else None)
+        return cls(group, side, Side(device, priority=0), tokens)
 
     @property
     def size(self) -> int:
@@ -127,15 +126,11 @@ class Tensors:
     @contextmanager
     def turns(self) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
         """Inside, gives the queue of every piece, by number. See Note: [Pieces take turns on two queues]."""
-        twin = self.twin
-        if twin is None:
-            yield lambda number: nullcontext()
-            return
-        twin.fork()
+        self.twin.fork()
         try:
-            yield lambda number: twin.on() if number % 2 else nullcontext()
+            yield lambda number: self.twin.on() if number % 2 else nullcontext()
         finally:  # behind an error, too: memory that is read there is given back
-            twin.join()
+            self.twin.join()
 
     def gather(self, x_SD: Tensor) -> Tensor:
         """The tokens of all ranks: [T, D]."""
@@ -167,18 +162,6 @@ class Tensors:
         with self.side.behind():
             pending = self.group.sum_parts(partial_TD, out_SD)
         return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
-
-
-def pieces(rank: int, size: int, splits: int) -> list[tuple[int, int]]:
-    """The ranks, as ranges, in the order in which a rank multiplies their tokens as they arrive.
-
-    First its own; then the rest of its group of `size / splits` neighbours, and the other groups, from the next one on.
-    """
-    width = size // (splits or size)
-    start = rank // width * width
-    found = [(rank, rank + 1), (start, rank), (rank + 1, start + width)]
-    found += [((start + step) % size, (start + step) % size + width) for step in range(width, size, width)]
-    return [(low, high) for low, high in found if low < high]
 
 
 def column_linear(x_SD: Tensor, params: Sequence[Tensor], tensors: Tensors, way: Way) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ class Hardware:
     processors: int = 0
     """Tiles of a matmul that are computed at a time; 0 means that its time is in proportion to its size."""
     wave_flops: float = 0.0
-    """Rate of matmuls whose tiles keep all processors busy to the end."""
+    """Rate of the matmuls of tensor-parallel ranks, whose pieces keep all processors busy."""
     formulas: Formulas = STOCK
     """What computes beside matmuls: torch's operations, or kernels."""
 
@@ -87,16 +87,17 @@ H200 = Hardware(
     },
     host_gap=50e-6,
     memory=139 * 2**30,
-    copies=Link(12e-6, 300e9),
+    copies=Link(18e-6, 400e9),
     processors=132,
-    wave_flops=710e12,
+    wave_flops=730e12,
     formulas=FUSED,
 )
 """One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
 4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
 are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp, whose
-collectives follow each other closely, to 50 and 100 MB of four ranks, as `wave_flops` is. `peak_flops` is
-the data sheet's dense bf16 rate. `host_gap` is an estimate: about ten kernel launches."""
+collectives follow each other closely, to 50 and 100 MB of four ranks, and `copies` to pieces of 17 and 34 MB beside
+their products; `wave_flops` is the median of what products alone reach there. `peak_flops` is the data sheet's dense
+bf16 rate. `host_gap` is an estimate: about ten kernel launches."""
 
 LAPTOP = Hardware(
     name="laptop",

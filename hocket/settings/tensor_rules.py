@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.settings.rule import Rule
-from hocket.settings.tensor_choice import DIRECTIONS, ROLES, no_pieces, possible
+from hocket.settings.tensor_choice import no_pieces, possible
+from hocket.settings.tensor_times import DIRECTIONS, ROLES
 
 
 def _asked(c: Config, role: str, direction: str) -> str:

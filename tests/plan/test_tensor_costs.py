@@ -15,7 +15,8 @@ from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.settings.tensor_choice import apart, best, piecewise, product_of, seconds
+from hocket.settings.tensor_choice import WORTH, cell_of, possible, splits_of
+from hocket.settings.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
 
 LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)
 SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)
@@ -83,20 +84,24 @@ def test_little_layers_are_not_cut() -> None:
     assert recorded.fc1_backward == "bulk"  # whose host has issued everything
     slow = settings(LARGE, 4, train__transport="slow", train__slow_latency=(0.001,))
     assert (slow.overlap.tp.fc1_forward, slow.overlap.tp.fc1_backward) == ("off", "bulk")
-    assert "compute worse than they hide" in choices["overlap.tp.proj_forward"].reason
+    assert "the host might not issue pieces" in choices["overlap.tp.proj_forward"].reason
+    by_record = {d.setting: d for d in settings(SMALL, 4, plan__graphs="on").decisions}
+    assert "would hide too little" in by_record["overlap.tp.proj_forward"].reason
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_the_rule_takes_what_its_model_finds_fastest(tp: int) -> None:
     s = settings(LARGE, tp)
-    for role in ("qkv", "proj", "fc1", "fc2"):
-        for direction in ("forward", "backward"):
-            product = product_of(s, role, direction)
-            splits, gain = best(product, tp, H200)
-            chosen = piecewise(product, tp, splits, H200)
-            assert chosen == min(piecewise(product, tp, n, H200) for n in range(2, tp + 1) if tp % n == 0)
-            assert gain == pytest.approx(apart(product, tp, H200) / chosen)
-            assert chosen >= seconds(product, product.rows, H200)
+    for role in ROLES:
+        for direction in DIRECTIONS:
+            cell, cut = cell_of(s, role, direction), possible(role, direction)[-1]
+            whole = seconds(cell, "bulk" if cell.gathers_again else "off", 0, H200)
+            in_time = [n for n in (2, 4, 8) if tp % n == 0 and issued(cell, cut, n, H200) <= whole]
+            pieces = [takes for n in in_time if whole / (takes := seconds(cell, cut, n, H200)) >= WORTH]
+            method, splits = getattr(s.overlap.tp, f"{role}_{direction}"), splits_of(s, role, direction)
+            taken = seconds(cell, method, splits, H200)
+            assert taken >= products(cell, H200)
+            assert taken == pytest.approx(min([whole, *pieces]))
 
 
 def test_one_method_goes_to_those_that_can() -> None:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.parallel.mesh import Mesh
-from hocket.parallel.tensor import Method, Tensors, Way, column_linear, pieces, row_linear
+from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
-from hocket.settings.tensor_choice import DIRECTIONS, ROLES, possible
+from hocket.settings.tensor_choice import possible
+from hocket.settings.tensor_times import DIRECTIONS, ROLES, Method, pieces
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
