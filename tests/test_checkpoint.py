@@ -226,6 +226,15 @@ def test_settings_that_changed_without_changing_shapes_are_noted(tmp_path):
     assert any("model.norm_eps was 1e-06 and is 0.0001" in note for note in restored.notes)
 
 
+def test_another_text_is_noted(tmp_path):
+    checkpoint.save(settings_in(tmp_path), 1, 1, groups(1), "3 documents")
+    for text in ("3 documents", "4 documents"):
+        restored = checkpoint.restore(settings_in(tmp_path), groups(None), text)
+        assert restored is not None
+        assert [note for note in restored.notes if "the text was 3" in note] == list(restored.notes)
+        assert len(restored.notes) == (text == "4 documents")
+
+
 def test_settings_that_were_stored_under_former_names_are_compared_under_todays(tmp_path):
     save_steps(0, tmp_path, [1])
     (path,) = tmp_path.rglob("meta.json")

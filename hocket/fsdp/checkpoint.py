@@ -75,7 +75,12 @@ def save(
 
 
 def _write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
-    run_dcp(f"checkpoint {writer.final} can't be written", dcp.save, state, storage_writer=writer, process_group=group)
+    failed = f"checkpoint {writer.final} can't be written"
+    try:
+        run_dcp(failed, dcp.save, state, storage_writer=writer, process_group=group)
+    except (OSError, ValueError):  # raised on all ranks, when all have ended
+        writer.give_up()
+        raise
     return writer.final
 
 

@@ -4,7 +4,8 @@ Note: [A checkpoint is there or it is not]
 Ranks write into `<folder>.tmp`. When DCP has told its coordinator that all are done and their files are on disk, the
 coordinator checks that it sees all of them at their full size, writes `.metadata`, waits until the names are on disk
 too, and renames the folder. So a folder with its final name is complete, whenever processes or the machine stop. What
-is left of an interrupted save has the other name, and the next save to the same folder removes it.
+is left of an interrupted save has the other name, and the next save to the same folder removes it. An error leaves
+nothing: on a full disk no save to any other folder would find room.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self, folder: Path, others: Mapping[str, str] | None = None, *, per_thread_copy_ahead: int = 10_000_000
     ) -> None:
         self.final, self.others = folder, dict(others or {})
+        self._begun = False
         super().__init__(
             folder.with_name(f"{folder.name}.tmp"), sync_files=True, per_thread_copy_ahead=per_thread_copy_ahead
         )
@@ -66,6 +68,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.path)
         Path(self.path).mkdir(parents=True)
+        self._begun = True
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -79,6 +82,11 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
         self.publish()
+
+    def give_up(self) -> None:
+        """After an error of some rank: the coordinator removes what has been written, for the disk may be full."""
+        if self._begun:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self) -> None:
         """Give the folder its name."""

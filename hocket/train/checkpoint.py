@@ -69,10 +69,11 @@ def checkpoints_of(settings: Settings) -> Path:
     return Path(settings.run.folder) / "checkpoints"
 
 
-def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
+def save(settings: Settings, step: int, position: int, groups: Groups, text: str = "") -> Path:
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
-    Raises ValueError if the folder cannot be written or the ranks' hosts do not share it.
+    `text` says what the stream is of: `position` means another place in another text. Raises ValueError if the folder
+    cannot be written or the ranks' hosts do not share it.
     """
     folder = checkpoints_of(settings)
     final = folder / f"step-{step:08d}"
@@ -86,7 +87,8 @@ def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     _together(lambda: mine.update(_checksums(temporary)), settings)
     sums = {name: entry for part in _gather(mine) for name, entry in part.items()}
     meta = {
-        "format": FORMAT, "step": step, "position": position, "world": settings.world, "digest": digest(settings),
+        "format": FORMAT, "step": step, "position": position, "text": text,
+        "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "network": LABELS.get(settings.train.transport, "real"), "config": _config(settings), "files": sums,
     }  # fmt: skip
@@ -94,7 +96,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups) -> Path:
     return final
 
 
-def restore(settings: Settings, groups: Groups) -> Restored | None:
+def restore(settings: Settings, groups: Groups, text: str = "") -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
     `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
@@ -102,12 +104,12 @@ def restore(settings: Settings, groups: Groups) -> Restored | None:
     damaged, or belongs to another model.
     """
     _together(lambda: _remove_unfinished(checkpoints_of(settings)) if _rank() == 0 else None)
-    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups)
+    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text)
     _together(lambda: _set_others_aside(settings, restored) if _rank() == 0 else None)
     return restored
 
 
-def _find_and_load(settings: Settings, groups: Groups) -> Restored | None:
+def _find_and_load(settings: Settings, groups: Groups, text: str) -> Restored | None:
     resume, notes = settings.run.resume, list[str]()
     if resume == "auto":
         candidates = _gather(_newest_first(checkpoints_of(settings)))[0]
@@ -116,7 +118,7 @@ def _find_and_load(settings: Settings, groups: Groups) -> Restored | None:
     for path in candidates:
         damage = damage_of(path)
         if not damage:
-            return _load(path, settings, groups, notes)
+            return _load(path, settings, groups, text, notes)
         if resume != "auto":
             fix = "name a complete checkpoint, such as runs/<name>/checkpoints/latest"
             raise ValueError(problem("run.resume", resume, settings.origins, damage, fix))
@@ -188,7 +190,7 @@ def set_aside(path: Path) -> Path | None:
     return target
 
 
-def _load(path: Path, settings: Settings, groups: Groups, notes: list[str]) -> Restored:
+def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list[str]) -> Restored:
     meta = json.loads((path / "meta.json").read_text())
     changed = _changed(meta["config"], settings)
     reader = dcp.FileSystemReader(path)
@@ -201,8 +203,10 @@ def _load(path: Path, settings: Settings, groups: Groups, notes: list[str]) -> R
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
     _together(lambda: _quietly(dcp.load, _state(groups), storage_reader=reader))
-    relevant = [text for text in changed if text.startswith(("model.", "data."))]
-    notes += [f"since the checkpoint was written, {text}" for text in relevant]
+    relevant = [change for change in changed if change.startswith(("model.", "data."))]
+    if meta.get("text", text) != text:
+        relevant.append(f"the text was {meta['text']}, and is {text}: some of it will be read again, some never")
+    notes += [f"since the checkpoint was written, {change}" for change in relevant]
     return Restored(path, meta["step"], meta["position"], tuple(notes))
 
 

@@ -58,7 +58,7 @@ class Trainer:
         """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
-        restored = None if self.pretends else restore(settings, self._state())
+        restored = None if self.pretends else restore(settings, self._state(), str(self.corpus))
         if restored is not None:
             self.step, self.position = restored.step, restored.position
             engine.optimizer.steps = restored.step
@@ -171,7 +171,7 @@ class Trainer:
         }
 
     def _save(self) -> Path:
-        return save(self.settings, self.step, self.position, self._state())
+        return save(self.settings, self.step, self.position, self._state(), str(self.corpus))
 
     def _report(self) -> str:
         return self.engine.report(self.rank)

@@ -196,7 +196,7 @@ def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str
 )
 def test_one_ranks_error_is_raised_on_all(tmp_path: Path, where: str, kind: type[Exception], words: str) -> None:
     assert run_ranks(error_of, 2, tmp_path / "saved", where, kind, words) == [True, True]
-    assert not (tmp_path / "saved").exists()
+    assert not os.listdir(tmp_path), "what was written takes no room any more"
 
 
 def error_of(rank: int, folder: Path, where: str, kind: type[Exception], words: str) -> bool:
