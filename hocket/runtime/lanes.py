@@ -237,11 +237,13 @@ class CudaLanes:
         self._current.wait_event(self._events[position])
 
     def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
-        if awaited:
-            event = self._events.get(position)
-            if event is None:
-                event = self._events[position] = torch.cuda.Event()
-            event.record(self._streams[lane])
+        if not awaited:  # an event of that position is another program's
+            self._events.pop(position, None)
+            return
+        event = self._events.get(position)
+        if event is None:
+            event = self._events[position] = torch.cuda.Event()
+        event.record(self._streams[lane])
 
     def settle(self) -> None:
         self._current.synchronize()

@@ -109,6 +109,16 @@ def test_what_a_recording_holds_is_not_known_to_be_done(current: list[Stream], m
     assert not lanes.completed("compute", 3)
 
 
+def test_what_another_program_has_done_says_nothing_of_this_one(current: list[Stream]) -> None:
+    lanes = CudaLanes(GPU)
+    for awaited in (True, False):
+        lanes.begin()
+        lanes.use("compute")
+        lanes.issued("compute", 3, None, awaited)
+        assert lanes.completed("compute", 3) == awaited
+        lanes.end()
+
+
 def test_without_streams_the_host_waits_for_what_an_interrupted_step_has_issued() -> None:
     lanes, ended = CpuLanes(), list[int]()
 
