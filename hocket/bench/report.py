@@ -138,7 +138,7 @@ def table(measured: Measured) -> str:
         row += [str(measured.over(name, bound))] if bound else []
         row += [str(measured.over(name, best))] if best else []
         row += [f"{measured.noise(name):.2%}" if len(blocks) > 1 else "-", f"{1e3 * measured.host(name):.1f}"]
-        row += [f"{measured.peak(name) / 2**30:.1f}"]
+        row += [f"{peak / 2**30:.1f}" if (peak := measured.peak(name)) else "-"]  # of CPUs it is not known
         clocks = [block.clock_mhz for block in blocks]
         row += [_number(clocks) + "*" * any(off_clock(clocks)), _number([block.watts for block in blocks])]
         rows.append(row)
@@ -147,10 +147,10 @@ def table(measured: Measured) -> str:
         "  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(r)) for r in (head, *rows)
     ]
     count, steps = len(next(iter(measured.blocks.values()))), len(next(iter(measured.blocks.values()))[0].seconds)
-    notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are 95 % bootstrap; MFU = {MFU}"]
-    if count < FEW:
-        sure = 1.0 - 0.5 ** (count - 1)
-        notes.append(f"few blocks: an interval is the range of {count} rounds, and holds the median with {sure:.0%}")
+    sure = 1.0 - 0.5 ** (count - 1)
+    interval = f"the range of {count} rounds, too few for more, which holds the true median with {sure:.0%}"
+    interval = "95 % bootstrap" if count >= FEW else interval
+    notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are {interval}; MFU = {MFU}"]
     if not measured.complete:
         notes.append("interrupted: these are fewer rounds than were asked for")
     if any("*" in row[-2] for row in rows):
