@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.markdown import Result, block, table
 from hocket.bench import contender
+from hocket.bench.report import FEW
 
 
 def workloads(results: Sequence[Result]) -> list[Result]:
@@ -42,7 +43,10 @@ def contenders(*results: Result) -> str:
             clocks = [block["clock_mhz"] for block in row["blocks"]]
             clock = "-" if None in clocks else f"{statistics.median(clocks):,.0f}{'*' * any(row['off_clock'])}"
             rows.append([*cells, f"{row['noise']:.1%}", clock, _gib(row)])
-    head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", "share of the bound"]
+    rounds = {len(row["blocks"]) for found in all_found for row in found["contenders"].values()}
+    count = " or ".join(map(str, sorted(rounds)))
+    meaning = "95 % interval" if min(rounds) >= FEW else f"range of {count} rounds"
+    head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", f"share of the bound ({meaning})"]
     return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
 
 
