@@ -187,6 +187,32 @@ def test_replays_under_random_delays_are_the_sequential_step(name: str) -> None:
     assert found == [([], 3 * SEEDS, True)] * WORLD
 
 
+def abandoned(rank: int) -> tuple[bool, bool]:
+    """Of a replayed step that fails: whether the caller stays on its stream, and whether the step can be made again."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = Engine(planned(CONFIG, graphs="on"), rank, device)
+    *batches, last = batches_of(engine, 6)
+    expected = train(engine, [*batches, last])
+    train(engine, batches)
+    caller, actions = torch.cuda.current_stream(), engine.executor.actions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actions, "on_step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.train_step(last, 1e-2)
+    engine.abort()
+    engine.assert_clean()
+    stays = torch.cuda.current_stream() == caller
+    again = engine.train_step(last, 1e-2)
+    found = [again.loss, again.grad_norm, *(unit.group.main for unit in engine.sharded.units.values())]
+    return stays, all(map(torch.equal, expected[-len(found) :], found))
+
+
+def test_a_replayed_step_that_fails_can_be_abandoned() -> None:
+    assert run_ranks(abandoned, WORLD, backend="nccl", timeout=100) == [(True, True)] * WORLD
+
+
 def kernels(rank: int) -> list[str]:
     """Names of what runs on the device in a replayed step on copy engines."""
     device = torch.device("cuda", rank)
