@@ -24,6 +24,7 @@ from hocket.probing import start
 from hocket.resolve import Settings
 from hocket.settings.leaves import changed
 from hocket.trace import load, report
+from hocket.trace.rebuild import other_ways
 from hocket.variables import passed, survey
 
 
@@ -85,7 +86,9 @@ def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], 
     """The explanation with what traces of the run show."""
     traces = load(trace_files(paths))
     same_work(settings, traces, origins)
-    return replace(found, measured=in_traces(report(traces), found.predicted))
+    measured = in_traces(report(traces), found.predicted)
+    note = "; ".join((measured.note, *other_ways(settings, traces[0])))
+    return replace(found, measured=replace(measured, note=note))
 
 
 def with_probe(found: Explanation, settings: Settings) -> Explanation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -119,10 +119,12 @@ def costs_from(
     from hocket.commands.trace import trace_files
     from hocket.trace import load
     from hocket.trace.calibrate import calibrate
+    from hocket.trace.rebuild import other_ways
 
     traces = load(trace_files(paths))
     same_work(settings, traces, origins)
-    return calibrate(traces, load(trace_files(null)) if null else ())
+    found = calibrate(traces, load(trace_files(null)) if null else ())
+    return replace(found, notes=(*found.notes, *other_ways(settings, traces[0])))
 
 
 def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from hocket.plan.cost import HARDWARE, Hardware
 from hocket.plan.schedule import KINDS, CostKey, Kind
 from hocket.probing.request import Measured, Product, Request
 from hocket.resolve import Settings
+from hocket.trace.columns import listed
 
 if TYPE_CHECKING:
     from hocket.trace.data import Report
@@ -23,26 +23,28 @@ FEWEST_RANKS = 2
 
 
 def in_traces(report: Report, predicted: Predicted) -> Predicted:
-    """Step, compute and times by kind as traces have them: means over ranks and steps."""
+    """The step of the slowest rank; compute and times by kind as means over ranks and steps of the traces.
 
-    def mean(values: Sequence[float]) -> float:
-        return fmean(values) if values else 0.0
-
+    Raises ValueError if they hold no whole step.
+    """
+    if not report.steps:
+        raise ValueError(f"{', '.join(report.sources)}: no whole step was recorded; fix: record at least one")
+    numbers = sorted({step.step for step in report.steps})
     kinds: dict[str, Times] = {}
     for kind in KINDS:
         shares = [step.kinds[kind] for step in report.steps if kind in step.kinds]
         if shares:
             exposed = [step.exposed_for.get(kind, 0.0) for step in report.steps]
             seconds = sum(share.seconds for share in shares) / len(report.steps)
-            kinds[kind] = Times(seconds=seconds, exposed=mean(exposed))
+            kinds[kind] = Times(seconds=seconds, exposed=fmean(exposed))
     return replace(
         predicted,
         hardware=report.device,
-        step=mean([step.seconds for step in report.steps]),
-        compute=mean([step.compute for step in report.steps]),
-        idle=mean([step.idle for step in report.steps]),
+        step=report.step_seconds,
+        compute=fmean(step.compute for step in report.steps),
+        idle=fmean(step.idle for step in report.steps),
         kinds=kinds,
-        note=f"{len(report.steps)} steps of {', '.join(report.sources)}",
+        note=f"{listed('step', numbers)} of {', '.join(report.sources)}",
     )
 
 

@@ -49,9 +49,12 @@ def compare(
     mine, other = middle_steps(real), middle_steps(null)
     parts = {name: _mean(mine, name) - _mean(other, name) for name in ("compute", "exposed", "host_bound", "idle")}
     parts["idle"] -= parts["host_bound"]  # it is a part of idle
-    ops = _slowdowns(_by_plan_op(real_traces, real), _by_plan_op(null_traces, null))
-    if not ops:
-        ops = _slowdowns(_by_name(real.ops), _by_name(null.ops))
+    by_op = _by_plan_op(real_traces, real), _by_plan_op(null_traces, null)
+    if any(by_op) and not all(by_op):
+        notes.append(
+            "one of the two names its ops and the other not, as in a replay: of the two only one has late hosts"
+        )
+    ops = _slowdowns(*by_op) if all(by_op) else _slowdowns(_by_name(real.ops), _by_name(null.ops))
     return Tax(
         seconds=_mean(mine, "seconds"),
         null=_mean(other, "seconds"),

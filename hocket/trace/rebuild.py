@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from hocket.config import Config
@@ -86,6 +86,13 @@ _WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence
 """Settings, or whole sections of them, that say what one op of a plan has to do."""
 
 
+_WAYS = (
+    "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits", "overlap.ep.room", "overlap.tp",
+    "precision.wire", "train.transport",
+)  # fmt: skip
+"""Settings, or whole sections of them, that say how an op of a plan does what it has to."""
+
+
 def assert_same_work(real: RankTrace, null: RankTrace) -> None:
     """Raise ValueError unless `null` is of a run with the null transport whose ops do the same as those of `real`."""
     if null.run.get("transport") != "null":
@@ -99,10 +106,19 @@ def assert_same_work(real: RankTrace, null: RankTrace) -> None:
 
 def different_work(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
     """Name and both values of every setting by which the ops of two plans differ in what they have to do."""
-    names: list[str] = []
-    for setting in _WORK:
-        whole = "." not in setting
-        names += [f"{setting}.{f.name}" for f in dataclasses.fields(getattr(one, setting))] if whole else [setting]
+    return _different(_WORK, one, other)
+
+
+def other_ways(planned: Config, measured: RankTrace) -> list[str]:
+    """Notes on settings by which the ops of a plan do in another way what those of a traced run did."""
+    return [
+        f"{name} = {here}, measured with {there}: ops that this changes take other times than in the traces"
+        for name, here, there in _different(_WAYS, planned, settings_of(measured))
+    ]
+
+
+def _different(settings: Sequence[str], one: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    names = [name for name in types() if any(f"{name}.".startswith(f"{setting}.") for setting in settings)]
     pairs = [(name, leaf(one, name), leaf(other, name)) for name in names]
     return [(name, a, b) for name, a, b in pairs if a != b]
 

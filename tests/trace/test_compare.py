@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hocket.trace.align import load
@@ -78,6 +79,14 @@ def test_kernels_by_name_outside_hocket(tmp_path: Path) -> None:
     real, null = pair(tmp_path, hocket=False)
     tax = compare(report([real]), report([null]), [real], [null])
     assert {row.name: row.share for row in tax.ops} == pytest.approx({"nvjet_sm90": 0.2, "flash_fwd_kernel": 0.2})
+
+
+def test_a_replay_and_steps_op_by_op_are_compared_by_names_of_kernels(tmp_path: Path) -> None:
+    real, null = pair(tmp_path)
+    replayed = replace(null, op=np.full(len(null), null.words.index("")))
+    tax = compare(report([real]), report([replayed]), [real], [replayed])
+    assert {row.name: row.share for row in tax.ops} == pytest.approx({"nvjet_sm90": 0.2, "flash_fwd_kernel": 0.2})
+    assert any("as in a replay" in note for note in tax.notes)
 
 
 def test_the_median_of_the_slowest_ranks_steps_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hocket.planning import hardware_of, predict, program_of
 from hocket.probing.request import Measured, Request
 from hocket.recipes import recipe
 from hocket.settings.leaves import changed
-from tests.trace.simulated import traces_of
+from tests.trace.build import Trace
+from tests.trace.simulated import about, traces_of
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,29 @@ def test_the_table_names_its_traces_and_has_a_row_for_each_kind(folder: str, cap
     assert folder in printed
     for name in ("step", "a2a, exposed", "gather", "reduce, exposed", "pp"):
         assert f"\n  {name} " in printed, name
+
+
+def test_the_step_is_the_slowest_ranks_and_other_ways_of_working_are_told(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n, path in enumerate(sorted(Path(folder).iterdir())):
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        for event in document["traceEvents"] if n else ():
+            event |= {"ts": 2 * event["ts"] - 5e9, "dur": 2 * event["dur"]}
+        document["hocket"]["settings"]["train"]["transport"] = document["hocket"]["transport"] = "null"
+        (tmp_path / path.stem).write_text(json.dumps(document))
+    assert run(["tiny", "--from", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"]["step"] == pytest.approx(2 * found["predicted"]["step"], rel=0.02)
+    assert found["measured"]["note"].startswith("step 1 of ")
+    assert "train.transport = gloo, measured with null" in found["measured"]["note"]
+
+
+def test_traces_without_a_whole_step_are_refused(tmp_path: Path) -> None:
+    settings = resolve_for_plan(recipe("tiny"), {})
+    made = Trace().metadata(hocket=about(settings, 0, "gloo")).annotation("hocket step 1", 50, 60).kernel("k", 0, 10)
+    with pytest.raises(ValueError, match=r"no whole step was recorded; fix: "):
+        run(["tiny", "--from", str(made.write(tmp_path / "rank0.json"))])
 
 
 def test_traces_of_other_work_are_refused(folder: str, tmp_path: Path) -> None:

@@ -60,6 +60,15 @@ def test_a_search_begins_with_the_step_that_was_measured(traces: Any, capsys: py
     assert found["words"][0] == "tiny"
 
 
+def test_settings_that_change_how_ops_work_are_told(traces: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    real, *_ = traces
+    folder = str(Path(real[0]).parent)
+    for words, told in (([], False), (["--overlap.dp.strategy", "optim"], True)):
+        assert run(["tiny", *words, "--from", folder, "--ops", "0"]) == 0
+        said = "overlap.dp.strategy = optim, measured with optim_grads_params: ops that this changes take other times"
+        assert (said in capsys.readouterr().out) == told
+
+
 def test_other_plans_of_the_same_sizes_are_fine_and_other_sizes_are_refused(traces: Any, tmp_path: Path) -> None:
     real, null, _ = traces
     assert run(["tiny", "--train.microbatches", "6", "--plan.chunks", "1", "--from", *real, "--ops", "0"]) == 0
