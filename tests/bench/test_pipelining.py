@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,15 +9,15 @@ from hocket.bench.contender import load
 from hocket.bench.peers.pipelining import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, Order, layout
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, PrecisionConfig, TrainConfig
+from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks
 from tests.reference import Reference
 
 STEPS, LR = 4, 3e-2
 EPS = 1e-2
 """So large that the size of a gradient matters: AdamW would not notice one that is wrong by a factor."""
-SIZES: dict[str, Any] = dict(vocab=31, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16)
-DENSE = ModelConfig(**SIZES)
-MOE = ModelConfig(**SIZES, experts=4, top_k=2, shared_ffn=16, dense_layers=(0,), aux_loss=0.1)
+DENSE = small(layers=4, experts=0)
+MOE = small(layers=4, shared_ffn=16, dense_layers=(0,), aux_loss=0.1)
 
 
 def workload(model: ModelConfig, mesh: MeshConfig, microbatches: int = 4, chunks: int = 2) -> Workload:

@@ -13,8 +13,8 @@ from hocket.model.init import init_tensor
 from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from tests.gpu.test_parity import BASE, EXPERTS
+from tests.helpers.parity import adamw, whole
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import adamw, whole
 from tests.reference import Batch, Reference, random_batches
 
 SHAPE = changed(BASE, {"mesh.dp": 2}) if torch.cuda.device_count() >= 4 else EXPERTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.config import Config
+from hocket.config import Config, ModelConfig
 from hocket.plan.connect import known_done
 from hocket.plan.ops import LANES, Lane, Op
 from hocket.settings.leaves import changed, types
@@ -23,3 +23,11 @@ def known_of(ops: Sequence[Op]) -> dict[Lane, list[int]]:
     """For every lane and op of a rank, the latest position on that lane that is known to be done when the op runs."""
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     return {lane: known_done(lanes, deps, lane) for lane in LANES}
+
+
+def small(**changes: Any) -> ModelConfig:
+    """A model of which a step takes milliseconds: four experts in each layer that is not made dense."""
+    sizes: dict[str, Any] = dict(
+        vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2
+    )
+    return ModelConfig(**{**sizes, **changes})

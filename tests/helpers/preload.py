@@ -11,6 +11,8 @@ LIBRARIES = [
     "hypothesis",
     "pytest",
 ]
+SHARED = ["tests.fsdp.twin", "tests.helpers.parity"]
+"""What many tests' functions import."""
 
 
 def hocket_modules() -> list[str]:
@@ -20,7 +22,7 @@ def hocket_modules() -> list[str]:
     return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__") and ".peers." not in name]
 
 
-for name in [*LIBRARIES, *hocket_modules()]:
+for name in [*LIBRARIES, *hocket_modules(), *SHARED]:
     # A module that cannot be imported must fail the test that uses it, not the fork server.
     with contextlib.suppress(Exception):
         importlib.import_module(name)

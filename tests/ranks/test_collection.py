@@ -12,8 +12,8 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import EVERY, collect_after, no_collection
+from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config
 from tests.reference import random_batches
 
 

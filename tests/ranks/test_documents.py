@@ -18,12 +18,11 @@ from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from hocket.settings.leaves import changed
 from tests.helpers.chunks import init_chunk
-from tests.ranks.test_parity import STEPS, assert_parity, config
+from tests.helpers.parity import STEPS, assert_parity, config
+from tests.helpers.plans import small
 from tests.reference import awkward_batches
 
-MOE = ModelConfig(
-    vocab=31, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, dense_layers=(0,)
-)
+MOE = small(layers=2, dense_layers=(0,))
 LENGTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=7), min_size=1, max_size=3)
 """Lengths of the documents of some sequences; what is missing to the longest sequence is padding."""
 

@@ -18,10 +18,10 @@ from hocket.resolve import resolve
 from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from hocket.settings.rules import Host
+from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.plan.programs import with_op
-from tests.ranks.test_parity import config
 from tests.reference import random_batches
 
 MODEL = dict(layers=3, dense_layers=(0,))

@@ -17,9 +17,9 @@ from hocket.runtime import graphed
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.pretended import Null
 from hocket.settings.leaves import changed
+from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config
 from tests.reference import awkward_batches, microbatch, random_batches
 
 CONFIG = config(

@@ -13,8 +13,8 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime import recorder
 from hocket.runtime.recorder import Recorder
+from tests.helpers.parity import LR, batches_of
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import LR, batches_of
 from tests.ranks.test_tensor_parity import MIXED, of
 from tests.reference import microbatch
 

@@ -23,12 +23,12 @@ from hocket.runtime.island import Island
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
 from tests.helpers.chunks import init_chunk
+from tests.helpers.plans import small
 
 DTYPES = [torch.float32, torch.bfloat16]
-CONFIG = ModelConfig(
-    vocab=64, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=48, dense_layers=(1,),
-    experts=8, top_k=3, expert_ffn=16, shared_ffn=24, aux_loss=0.05, qk_norm=True, init_std=0.2,
-)  # fmt: skip
+CONFIG = small(
+    vocab=64, layers=3, dense_layers=(1,), experts=8, top_k=3, shared_ffn=24, aux_loss=0.05, qk_norm=True, init_std=0.2
+)
 
 CONFIGS = {
     "mixed_shared": CONFIG,

@@ -22,8 +22,8 @@ from hocket.plan.ops import Op
 from hocket.runtime import island
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Pending
+from tests.helpers.parity import assert_parity, config
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import assert_parity, config
 from tests.reference import random_batches
 
 SEEDS = 50

@@ -18,12 +18,10 @@ from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.runtime.norms import rotate
 from tests.helpers.chunks import init_chunk
+from tests.helpers.plans import small
 from tests.reference import Reference, random_batches
 
-CONFIG = ModelConfig(
-    vocab=64, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=48, dense_layers=(1,),
-    experts=8, top_k=2, expert_ffn=16, shared_ffn=24, qk_norm=True, init_std=0.2,
-)  # fmt: skip
+CONFIG = small(vocab=64, layers=4, dense_layers=(1,), experts=8, shared_ffn=24, qk_norm=True, init_std=0.2)
 
 PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),

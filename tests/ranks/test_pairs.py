@@ -28,6 +28,7 @@ from hocket.parallel.mesh import Mesh
 from hocket.parallel.routing import Routing, route
 from hocket.plan.copies import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups
+from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks
 from tests.reference import moe_layer
 
@@ -190,9 +191,7 @@ def test_no_group_has_no_pairs() -> None:
 
 # -- over real ranks -----------------------------------------------------------------------------------------
 
-LAYER = ModelConfig(
-    hidden=32, heads=4, kv_heads=2, head_dim=8, expert_ffn=16, experts=8, top_k=3, shared_ffn=16, aux_loss=0.1
-)
+LAYER = small(experts=8, top_k=3, shared_ffn=16, aux_loss=0.1)
 TOKENS = [5, 0, 3, 8]
 
 

@@ -2,141 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.engine import DTYPES, Engine
+from hocket.config import Config
 from hocket.plan.zero_bubble import ZERO_BUBBLE
 from hocket.settings.leaves import changed
 from tests.helpers.pairwise import drawn, pairwise
-from tests.helpers.plans import planned
-from tests.helpers.ranks import run_ranks
-from tests.reference import Batch, Reference, Result, awkward_batches, microbatch, random_batches
-
-STEPS = 3
-LR = 1e-2
-
-Piece = tuple[str, tuple[int, ...], int, int, Tensor]
-"""Name, whole shape, first and end element, values."""
-
-
-def config(
-    model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: Any, lane_seed: int = 0
-) -> Config:
-    sizes: dict[str, Any] = dict(
-        vocab=31, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, expert_ffn=16, experts=4, top_k=2
-    )
-    whole = Config(
-        model=ModelConfig(**{**sizes, **model}),
-        mesh=MeshConfig(**mesh),
-        precision=PrecisionConfig(compute=dtype),
-        data=DataConfig(sequence_length=8),
-        train=TrainConfig(
-            microbatches=microbatches, sequences=2, transport="gloo", lane_seed=lane_seed,
-            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5,
-        ),
-    )  # fmt: skip
-    return planned(whole, **plan)
-
-
-def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
-    """One rank of a planned run."""
-    torch.set_num_threads(1)
-    engine = Engine(config, rank, torch.device("cpu"))
-    engine.init_weights()
-    out: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "coordinates": engine.where}
-    units = engine.sharded.units.values()
-    finish = engine.optimizer.step
-
-    def step(lr: float | None = None, later: bool = False) -> Tensor:
-        out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()])
-        return finish(lr, later)
-
-    engine.optimizer.step = step  # type: ignore[method-assign]
-    for microbatches in steps:
-        result = engine.train_step([microbatch(batches[engine.where.dp]) for batches in microbatches], LR)
-        out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
-        out["norms"].append(float(result.grad_norm))
-        engine.assert_clean()
-    engine.catch_up()
-    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
-    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
-    out["stats"] = dataclasses.asdict(engine.sharded.stats())
-    engine.close()
-    return out
-
-
-def whole(pieces: list[Piece]) -> dict[str, Tensor]:
-    """Whole tensors from the pieces of all ranks; every element is kept by one of them, or alike by all who have it."""
-    out: dict[str, Tensor] = {}
-    held: dict[tuple[str, int, int], Tensor] = {}
-    for name, shape, lo, hi, values in pieces:
-        assert torch.equal(held.setdefault((name, lo, hi), values), values), name
-        out.setdefault(name, torch.full((math.prod(shape),), math.nan))[lo:hi] = values
-    seen: dict[str, int] = {}
-    for name, lo, hi in held:
-        seen[name] = seen.get(name, 0) + hi - lo
-    assert all(seen[name] == tensor.numel() for name, tensor in out.items())
-    shapes = {name: shape for name, shape, *_ in pieces}
-    return {name: tensor.view(shapes[name]) for name, tensor in out.items()}
-
-
-def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that the settings of `config` ask for: no weight decay for vectors."""
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
-
-
-def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:
-    batches = batches or batches_of(c)
-    dtype, strategy = DTYPES[c.precision.compute], c.overlap.dp.strategy
-    assert strategy != "auto"
-    per_rank = c.overlap.ep.copies == "per_rank"
-    wire = DTYPES.get(c.precision.wire)
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank, wire)
-    reference = plain.run(batches)
-    ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
-    compare(reference, ranks)
-
-
-def batches_of(c: Config, steps: int = STEPS) -> list[list[list[Batch]]]:
-    """What to train on: text, or all that there is where documents share sequences."""
-    if c.data.packing == "on":
-        return awkward_batches(c.model, steps, c.train.microbatches, c.mesh.dp)
-    return random_batches(c.model, steps, c.train.microbatches, c.mesh.dp, (2, 8))
-
-
-def compare(reference: Result, ranks: list[dict[str, Any]]) -> None:
-    last = [r for r in ranks if r["losses"][0]]
-    for step, expected in enumerate(reference.losses):
-        got = [[r["losses"][step][m] for r in last] for m in range(len(expected))]
-        assert sorted(map(tuple, got)) == sorted(map(tuple, expected)), f"losses of step {step}"
-        grads = whole([piece for r in ranks for piece in r["grads"][step]])
-        for name, grad in reference.grads[step].items():
-            assert torch.equal(grads[name], grad), f"gradient of {name}, step {step}: {worst(grads[name], grad)}"
-        assert all(abs(r["norms"][step] - reference.norms[step]) < 1e-12 for r in ranks)
-    weights = whole([piece for r in ranks for piece in r["weights"]])
-    assert weights.keys() == reference.weights.keys()
-    for name, weight in reference.weights.items():
-        assert torch.equal(weights[name], weight), f"{name} after {STEPS} steps: {worst(weights[name], weight)}"
-    for r in ranks:
-        for name, bias in r["biases"].items():
-            if bias is not None:
-                assert torch.equal(bias, reference.biases[name])
-
-
-def worst(a: Tensor, b: Tensor) -> str:
-    return f"largest difference {(a - b).abs().max().item():.3g} of {b.abs().max().item():.3g}"
-
+from tests.helpers.parity import assert_parity, config
 
 VALUES: dict[str, list[Any]] = {
     "dtype": ["fp32", "bf16"],
@@ -194,6 +68,11 @@ def legal(case: dict[str, Any]) -> bool:
     return case["merge"] == "off" or merges
 
 
+def cost(case: dict[str, Any]) -> float:
+    """What a case takes, about: processes, and layers that they and the plain step run."""
+    return 3 * case["pp"] * case["dp"] + 2 * case["pp"] * case["chunks"] * case["dp"] * case["microbatches"]
+
+
 def matrix_config(case: dict[str, Any]) -> Config:
     stages = case["pp"] * case["chunks"]
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
@@ -212,12 +91,14 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize("case", pairwise(VALUES, legal), ids=name_of)
-def test_every_pair_of_features(case: dict[str, Any]) -> None:
-    assert_parity(matrix_config(case))
+def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
+    assert_parity(matrix_config(pairwise_case))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Not in decorators, for ranks of other tests import this module."""
+    if "pairwise_case" in metafunc.fixturenames:
+        metafunc.parametrize("pairwise_case", pairwise(VALUES, legal, cost), ids=name_of)
     if "matrix_case" in metafunc.fixturenames:
         count = metafunc.config.getoption("--parity-cases")
         metafunc.parametrize("matrix_case", drawn(VALUES, legal, count), ids=name_of)

@@ -21,9 +21,9 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.pushed_rows import refuse
+from tests.helpers.parity import config, train
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config, train
 from tests.reference import random_batches
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hocket.parallel.stages import costs_of
 from hocket.plan.values import unit_moved, unit_written
 from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
+from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config
 from tests.reference import random_batches
 
 PADDING = 0.01

@@ -15,7 +15,7 @@ from hocket.parallel.stages import costs_of
 from hocket.plan.simulate import simulate
 from hocket.runtime.actions import Microbatch
 from tests.helpers.live import LiveBytes
-from tests.ranks.test_parity import config
+from tests.helpers.parity import config
 from tests.reference import random_batches
 
 LENGTH = 128

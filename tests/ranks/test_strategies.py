@@ -14,8 +14,8 @@ from hocket.engine import Engine
 from hocket.runtime.actions import Microbatch
 from hocket.train import checkpoint
 from hocket.train.pieces import Range
+from tests.helpers.parity import config, whole
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import config, whole
 from tests.reference import random_batches
 from tests.test_checkpoint import settings_in
 

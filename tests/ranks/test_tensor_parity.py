@@ -13,8 +13,8 @@ from hocket.config import Config
 from hocket.engine import DTYPES, Engine
 from hocket.settings.leaves import changed
 from tests.helpers.pairwise import pairwise
+from tests.helpers.parity import LR, STEPS, adamw, batches_of, config
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import LR, STEPS, adamw, batches_of, config
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -163,8 +163,15 @@ def legal(case: dict[str, Any]) -> bool:
     return case["order"] == "auto" or (case["pp"] == 2 and apart)
 
 
-@pytest.mark.parametrize("case", pairwise(VALUES, legal), ids=lambda case: "-".join(map(str, case.values())))
-def test_every_pair_of_features(case: dict[str, Any]) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Not in a decorator, for ranks of other tests import this module."""
+    if "pairwise_case" in metafunc.fixturenames:
+        cases = pairwise(VALUES, legal)
+        metafunc.parametrize("pairwise_case", cases, ids=lambda case: "-".join(map(str, case.values())))
+
+
+def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
+    case = pairwise_case
     chunks = 1 if case["order"] == "auto" else 2
     layers = max(2, case["pp"] * chunks)
     dense = {"dense": range(layers), "moe": (), "mixed": (1,)}[case["kinds"]]

@@ -1,0 +1,65 @@
+"""Pairwise coverage is complete, whatever is legal, and cheap."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.helpers.pairwise import drawn, legal_parts, pairwise
+
+VALUES: dict[str, list[Any]] = {
+    "a": [1, 2, 3], "b": [False, True], "c": ["x", "y", "z"], "d": [(), (1,)], "e": [0, 1, 2, 3], "f": [1, 2, 3],
+}  # fmt: skip
+
+
+def legal(case: dict[str, Any]) -> bool:
+    """Looks at `e` where `a` is 3 only, and makes what has d = (1,) rare."""
+    if case["a"] == 3:
+        return case["e"] > 1
+    return case["d"] == () or (case["b"] and case["c"] == "z" and case["a"] == 2)
+
+
+def pairs(cases: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    return {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+
+
+def every(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+
+
+def test_every_pair_of_any_legal_case_is_in_one() -> None:
+    wanted = pairs([case for case in every(VALUES) if legal(case)])
+    assert wanted < pairs(every(VALUES)), "some pairs are in no legal case"
+    for seed in range(20):
+        cases = pairwise(VALUES, legal, seed=seed)
+        assert all(map(legal, cases))
+        assert pairs(cases) == wanted
+        assert all(list(case) == list(VALUES) for case in cases)
+        for case in cases:
+            assert pairs([other for other in cases if other is not case]) < wanted, "none can be left out"
+
+
+def test_all_that_a_rule_looks_at_is_found() -> None:
+    parts = legal_parts(VALUES, legal)
+    assert [list(part) for part in parts] == [["a", "b", "c", "d", "e"]] * len(parts)
+    assert len(parts) * len(VALUES["f"]) == sum(map(legal, every(VALUES)))
+
+
+def test_without_rules_cases_are_few() -> None:
+    values = {str(n): [0, 1, 2] for n in range(13)}
+    assert len(pairwise(values, lambda case: True)) <= 24
+
+
+def test_dear_cases_are_few() -> None:
+    values = {"ranks": [1, 4], **{str(n): [0, 1, 2] for n in range(6)}}
+    dear, any_cost = (
+        sum(case["ranks"] for case in pairwise(values, lambda case: case["ranks"] > 0, cost))
+        for cost in (lambda case: case["ranks"], lambda case: 1.0)
+    )
+    assert dear < any_cost
+
+
+def test_drawn_cases_are_legal_and_differ() -> None:
+    cases = drawn(VALUES, legal, 50)
+    assert all(map(legal, cases))
+    assert len({repr(case) for case in cases}) == 50
