@@ -67,7 +67,8 @@ def test_no_words_are_an_error(capsys):
 
 
 @pytest.mark.parametrize("words", [("train", "--help"), ("train", "tiny", "--help"), ("plan", "tiny", "-h")])
-def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_recipe(capsys, words):
+def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_recipe(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = command(capsys, *words)
     assert code == 0
     assert "--overlap.ep.merge {auto,on,off}" in out
@@ -75,7 +76,7 @@ def test_help_of_a_command_lists_settings_with_docs_and_the_defaults_of_the_reci
     assert "(default: 150)" in out  # steps of the recipe
     assert "--no_" not in out  # there are no such flags
     ended = [len(line) for line in (row.strip("│| ") for row in out.splitlines()) if line.endswith((",", " or"))]
-    assert min(ended) > 30  # lines end where the box does, not where docstrings do
+    assert min(ended) > 70  # lines end where the box does, not where docstrings do
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
