@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
-from hocket.settings.rules import Host
+from hocket.settings.problems import stop_if
+from hocket.settings.rule import Host
 from hocket.train.tokenizer import tokenizer_vocab
 from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
 
@@ -130,8 +131,7 @@ def prepare(
     `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
     NVLink multicast has been switched on.
     """
-    if stops := stopping(env, survey(env, policy, passed)):
-        raise ValueError("\n".join(stops))
+    stop_if(stopping(env, survey(env, policy, passed)), "variables")
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
     return apply(env, policy, passed)
 

@@ -24,6 +24,7 @@ from hocket.config import (
 )
 from hocket.model import families
 from hocket.settings.leaves import ill_typed
+from hocket.settings.problems import stop_if
 
 
 def tiny() -> Config:
@@ -152,8 +153,7 @@ def _from_function(name: str, origin: str) -> Config:
         refuse(f"it fails: {said(error)}", "a function without arguments that returns a hocket.config.Config")
     if not isinstance(config, Config):
         refuse(f"it returns {type(config).__name__}", "a function that returns a hocket.config.Config")
-    if wrong := ill_typed(config, {"": f"recipe {name}"}):
-        raise ValueError("\n".join(wrong))
+    stop_if(ill_typed(config, {"": f"recipe {name}"}))
     named = config.run.name != RunConfig().name
     return config if named else replace(config, run=replace(config.run, name=function))
 

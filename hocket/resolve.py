@@ -23,6 +23,7 @@ from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.predicted import Price, Trials, model_costs
+from hocket.settings.problems import stop_if
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Rule
 from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
@@ -196,14 +197,6 @@ def _lost(config: Config, setting: str, origin: Implied) -> Iterator[Decision]:
         value, fix = leaf(config, setting), f"{setting} = {show(origin.lost)} in a file or on the command line"
         reasons = (f"{origin} sets it, and comes before a preset",)
         yield Decision(setting=setting, value=value, asked=origin.lost, source=origin.by, reasons=reasons, fix=fix)
-
-
-def stop_if(problems: list[str]) -> None:
-    """Raise all problems as one ValueError."""
-    if len(problems) == 1:
-        raise ValueError(problems[0])
-    if problems:
-        raise ValueError(f"{len(problems)} settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def choose_device(c: Config, h: Host) -> tuple[str, str]:

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hocket.settings.problems import stop_if
+
 Moment = Literal["threads start", "CUDA starts", "groups are made"]
 Policy = Literal["set", "check", "ignore"]
 """What to do about variables that are not set: set them, only say so, or nothing."""
@@ -168,8 +170,7 @@ def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Mome
     Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
     """
     findings = survey(env, policy, passed)
-    if stops := refusals(findings):
-        raise ValueError("\n".join(stops))
+    stop_if(refusals(findings), "variables")
     for finding in findings:
         if finding.state == "set":
             env[finding.name] = finding.wanted

@@ -13,7 +13,8 @@ from hocket.config import Config
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.origins import Implied
-from hocket.settings.rules import Host
+from hocket.settings.problems import stop_if
+from hocket.settings.rule import Host
 
 HOW = ("overlap.", "plan.", "precision.", "train.transport")
 """Settings that say how a step is made. The others say which one, and that is the same for all contenders."""
@@ -49,8 +50,7 @@ def read(texts: Sequence[str]) -> list[Variant]:
         if reason:
             problems.append(f"variant = {text or '(empty)'} (command line, --variant): {reason}; fix: {fix}")
         found.append(Variant(name, tuple(words)))
-    if problems:
-        raise ValueError("\n".join(problems))
+    stop_if(problems, "variants")
     return found
 
 

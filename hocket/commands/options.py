@@ -14,9 +14,10 @@ import tyro
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.resolve import resolve, stop_if
+from hocket.resolve import resolve
 from hocket.settings.leaves import changed, leaf, problem
 from hocket.settings.overrides import given, split
+from hocket.settings.problems import problems_of, stop_if
 from hocket.settings.reference import field_docstrings
 from hocket.settings.sources import begin
 
@@ -100,8 +101,7 @@ def _also_wrong(config: Config, origins: Mapping[str, str]) -> list[str]:
     try:
         resolve(config, host_for_plan(config), origins)
     except ValueError as error:
-        lines = str(error).splitlines()
-        return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
+        return problems_of(error)
     return []
 
 

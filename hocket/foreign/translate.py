@@ -10,6 +10,7 @@ from typing import Any
 from hocket.foreign.entry import Answer, Entry, Given, State
 from hocket.foreign.read import Pairs
 from hocket.settings.leaves import beyond, describe, is_a, types
+from hocket.settings.problems import stop_if
 from hocket.settings.tomlfile import MOST_KEYS
 
 Default = tuple[str, Callable[[Given], Answer | None]]
@@ -98,8 +99,7 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
         if row is not None:
             problems += _wrong(system, row, name, value)
             values[system.spelled(name)] = value
-    if problems:
-        raise ValueError("\n".join(problems))
+    stop_if(problems)
     given = Given(values, gpus or system.started(Given(values)))
     rows: list[Row] = []
     for name, value in pairs:
@@ -119,8 +119,7 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
                     f"{settings[setting]}; fix: leave one of them out"
                 )
             settings[setting], sources[setting] = value, one.written
-    if problems:
-        raise ValueError("\n".join(problems))
+    stop_if(problems)
     return Translation(system.name, tuple(rows), settings, sources)
 
 
@@ -132,7 +131,13 @@ def _assumed(system: System, given: Given, rows: Sequence[Row]) -> list[Row]:
     return [Row("(not given)", None, Answer("becomes", open_, words), given=False)] if open_ else []
 
 
-_WANTED: Mapping[type, str] = {bool: "no value", int: "a whole number", float: "a number", str: "a word", list: "words"}
+_WANTED: Mapping[type, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    list: "words",
+}
 
 
 def _wrong(system: System, row: Entry, name: str, value: Any) -> list[str]:
@@ -147,8 +152,9 @@ def _wrong(system: System, row: Entry, name: str, value: Any) -> list[str]:
         fits = isinstance(value, (int, float) if row.takes is float else int) and not isinstance(value, bool)
     if fits:
         return []
-    shown = "(nothing)" if value is True else value
-    wanted = "True or False" if row.takes is bool and not name.startswith("--") else _WANTED[row.takes]
+    if row.takes is bool and name.startswith("--"):
+        return [f"{name} = {value} ({system.name}): takes no value; fix: leave out {value}"]
+    shown, wanted = "(nothing)" if value is True else value, _WANTED[row.takes]
     return [f"{name} = {shown} ({system.name}): not {wanted}; fix: give {wanted}"]
 
 

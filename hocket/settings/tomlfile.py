@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hocket.settings.problems import stop_if
+
 MOST_KEYS = 1000
 """Of a file; there are not as many settings, and a suggestion for every misspelt one takes time."""
 _WORD = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -48,10 +50,8 @@ def read(path: str) -> list[Entry]:
     lines = list(islice(keys(text), MOST_KEYS + 1))
     if len(lines) > MOST_KEYS:
         raise ValueError(f"{path} (command line): more than {MOST_KEYS} keys; fix: a file of settings")
-    if odd := _no_names(path, lines):
-        raise ValueError("\n".join(odd))
-    if double := _double(path, lines):
-        raise ValueError("\n".join(double))
+    stop_if(_no_names(path, lines))
+    stop_if(_double(path, lines))
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

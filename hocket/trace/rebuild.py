@@ -13,7 +13,8 @@ from hocket.resolve import Settings
 from hocket.settings.former import flat, put, renamed
 from hocket.settings.leaves import leaf, out_of_bounds, types
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.rules import Host, broken_rules
+from hocket.settings.rule import Host
+from hocket.settings.rules import broken_rules
 from hocket.trace.data import RankTrace
 
 VERSION = 1

@@ -1,0 +1,19 @@
+"""Several problems as one error, so that a user sees all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def stop_if(problems: Sequence[str], what: str = "settings") -> None:
+    """Raise one ValueError for all problems, each a line about one of `what`; nothing happens if there are none."""
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError(f"{len(problems)} {what} cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def problems_of(error: ValueError) -> list[str]:
+    """The problems of which `stop_if` has made an error."""
+    lines = str(error).splitlines()
+    return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
