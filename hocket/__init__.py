@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hocket.fsdp.api import clip_grad_norm_, fully_shard, param_groups, unit_of
-    from hocket.fsdp.checkpoint import load as load_checkpoint
-    from hocket.fsdp.checkpoint import save as save_checkpoint
     from hocket.fsdp.connect import Placement
-    from hocket.fsdp.optimizer_state import load_optimizer_state, optimizer_state
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
-    from hocket.fsdp.state import load_model_state, model_state
+    from hocket.fsdp.saving.checkpoint import load as load_checkpoint
+    from hocket.fsdp.saving.checkpoint import save as save_checkpoint
+    from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
+    from hocket.fsdp.saving.state import load_model_state, model_state
     from hocket.fsdp.update import step_and_gather
 
 __all__ = [
@@ -42,13 +42,13 @@ _HOMES = {
     "ShardOptions": "options:ShardOptions",
     "clip_grad_norm_": "api:clip_grad_norm_",
     "fully_shard": "api:fully_shard",
-    "load_checkpoint": "checkpoint:load",
-    "load_model_state": "state:load_model_state",
-    "load_optimizer_state": "optimizer_state:load_optimizer_state",
-    "model_state": "state:model_state",
-    "optimizer_state": "optimizer_state:optimizer_state",
+    "load_checkpoint": "saving.checkpoint:load",
+    "load_model_state": "saving.state:load_model_state",
+    "load_optimizer_state": "saving.optimizer_state:load_optimizer_state",
+    "model_state": "saving.state:model_state",
+    "optimizer_state": "saving.optimizer_state:optimizer_state",
     "param_groups": "api:param_groups",
-    "save_checkpoint": "checkpoint:save",
+    "save_checkpoint": "saving.checkpoint:save",
     "step_and_gather": "update:step_and_gather",
     "unit_of": "api:unit_of",
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hocket.fsdp.flat_tensor import Part
+from hocket.fsdp.saving.flat_tensor import Part
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, Config
 from hocket.explain.explanation import digest
-from hocket.fsdp.dcp import sync_names
-from hocket.fsdp.flat_tensor import FlatTensor
+from hocket.fsdp.saving.dcp import sync_names
+from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.resolve import Settings
 from hocket.settings.former import flat, renamed
 from hocket.settings.leaves import problem

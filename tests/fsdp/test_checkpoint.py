@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hocket
-from hocket.fsdp import checkpoint
-from hocket.fsdp.checkpoint import load, on_host, save
-from hocket.fsdp.dcp import CheckpointWriter
+from hocket.fsdp.saving import checkpoint
+from hocket.fsdp.saving.checkpoint import load, on_host, save
+from hocket.fsdp.saving.dcp import CheckpointWriter
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
 from tests.helpers.ranks import RankDied, run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
 from hocket.fsdp.options import Outer
-from hocket.fsdp.state import model_state
+from hocket.fsdp.saving.state import model_state
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hocket
-from hocket.fsdp.checkpoint import load, save
-from hocket.fsdp.flat_tensor import FlatTensor
-from hocket.fsdp.optimizer_state import load_optimizer_state, optimizer_state, optimizer_state_like
-from hocket.fsdp.state import load_model_state, model_state
+from hocket.fsdp.saving.checkpoint import load, save
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, optimizer_state_like
+from hocket.fsdp.saving.state import load_model_state, model_state
 from tests.fsdp.models import Block, Odd, OddBlock, Stack
 from tests.fsdp.saved import IDS, Everything, Way, adamw, check, fill, parts, shard, step, truth
 from tests.helpers.ranks import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hocket
-from hocket.fsdp.checkpoint import load, save
+from hocket.fsdp.saving.checkpoint import load, save
 from tests.fsdp.models import Block, Stack
 from tests.helpers.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hocket.fsdp.kept import Inventory
+from hocket.fsdp.saving.kept import Inventory
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hocket.fsdp.flat_tensor import FlatTensor
-from hocket.fsdp.kept import Inventory, Kept
-from hocket.fsdp.state import listed
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.kept import Inventory, Kept
+from hocket.fsdp.saving.state import listed
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext

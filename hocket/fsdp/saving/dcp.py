@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from hocket.fsdp.kept import Inventory
-from hocket.fsdp.optimizer_state import optimizer_state_like, put, room_for, split
-from hocket.fsdp.state import EXTRA, differences, entries, listed
+from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
+from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext

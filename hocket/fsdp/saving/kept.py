@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hocket.fsdp.checks import refuse_newcomers
-from hocket.fsdp.flat_tensor import FlatTensor
+from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hocket.fsdp.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, FittingPlanner, run_dcp
-from hocket.fsdp.flat_tensor import FlatTensor
-from hocket.fsdp.kept import Inventory
-from hocket.fsdp.optimizer_state import load_optimizer_state, optimizer_state
-from hocket.fsdp.state import entries, load_model_state
+from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, FittingPlanner, run_dcp
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
+from hocket.fsdp.saving.state import entries, load_model_state
 from hocket.runtime.comm import host_group
 
 if TYPE_CHECKING:
