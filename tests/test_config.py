@@ -192,25 +192,6 @@ def test_resolving_is_pure_and_can_be_repeated():
     assert all(leaf(again, name) == leaf(once, name) for name in types())
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "others", "host"),
-    [
-        ("model.ffn", 96, {"model__dense_layers": ()}, Host()),
-        ("model.bias_rate", 0.1, {"model__routing": "even"}, Host()),
-        ("train.lane_seed", 3, {}, Host(gpus=8)),
-    ],
-)
-def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(setting, value, others, host):
-    config = replaced(changed(TINY, **others), {setting: value})
-    for origins in ({setting: "run.toml:3"}, {}):
-        (remark,) = [d for d in resolve(config, host, origins).decisions if d.setting == setting]
-        assert remark.reason.startswith("no effect")
-        assert remark.fix
-        assert not remark.unmet
-    fine = resolve(replaced(TINY, {setting: value}), Host())
-    assert not [d for d in fine.decisions if d.setting == setting]
-
-
 def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error():
     alone = changed(TINY, mesh__pp=1, defer_layers=1)
     assert any(d.setting == "overlap.pp.defer_layers" and "no effect" in d.reason for d in resolve(alone).decisions)

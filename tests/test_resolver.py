@@ -219,3 +219,22 @@ def test_a_thousand_gpus_take_no_second() -> None:
     host = Host(gpus=8, workers=1024, local_workers=8)
     assert resolve(config, host).world == 1024
     assert cpu_seconds(lambda: resolve(config, host)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "others", "host"),
+    [
+        ("model.ffn", 96, {"model.dense_layers": ()}, Host()),
+        ("model.bias_rate", 0.1, {"model.routing": "even"}, Host()),
+        ("train.lane_seed", 3, {}, Host(gpus=8)),
+    ],
+)
+def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
+    setting: str, value: Any, others: dict[str, Any], host: Host
+) -> None:
+    for origins in ({setting: "run.toml:3"}, {}):
+        remark = decided(resolve(changed(TINY, {**others, setting: value}), host, origins), setting)
+        assert remark.reason.startswith("no effect")
+        assert remark.fix
+        assert not remark.unmet
+    assert not [d for d in resolve(changed(TINY, {setting: value})).decisions if d.setting == setting]
