@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 from hocket.trace.data import COMMUNICATION, Floats, Kind, RankTrace
 from hocket.trace.intervals import Spans, covered, intersect, length, union
 from hocket.trace.parse import parse
-from hocket.trace.read import read
+from hocket.trace.read import understood
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class Overlap:
         return {kind: count for kind, count in found.items() if count}
 
     def _take(self, path: Path) -> None:
-        trace, events = read(path), parse(path)
+        events = parse(path)
+        trace = understood(events)
         marks = events.host.take(events.host.link == 1)
         order = np.argsort(marks.name, kind="stable")
         names, first = np.unique(marks.name[order], return_index=True)

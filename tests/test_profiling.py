@@ -22,7 +22,7 @@ from hocket.engine import Engine
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.trace import load
-from hocket.train.exposed import TraceReader
+from hocket.train.exposed import Reading, TraceReader
 from hocket.train.metrics import Metrics
 from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe
@@ -30,6 +30,7 @@ from hocket.train.signals import StopRequest
 from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
 from tests.ranks.test_lane_orders import microbatches_of
+from tests.trace.build import Trace
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,12 @@ def one_rank() -> tuple[Engine, Config]:
     config = resolve(planned(replace(config, model=small), chunks=1, merge="off", defer_wgrad="off"))
     cpu = torch.device("cpu")
     return Engine(config, 0, cpu), config
+
+
+def test_a_trace_without_a_whole_step_is_read(tmp_path):
+    path = Trace().annotation("hocket step 1", 50, 60).kernel("k", 0, 10).write(tmp_path / "rank0.json")
+    reading = TraceReader([path]).poll(50)
+    assert reading == Reading(headline="The traces contain no step.")
 
 
 def test_ops_are_named_inside_the_window_only(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hocket.commands.options import write
+from hocket.explain.record import FILE as EXPLANATION
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.compare import compare
@@ -145,7 +146,8 @@ def _files(name: str) -> list[Path]:
     if path.is_dir():
         if inside := _inside(path / "traces") or _inside(path):
             return inside
-        raise _problem(name, "no traces in this folder", "a folder with .json or .json.gz files")
+        fix = "a folder with .json or .json.gz files; of a run, hocket train --profile records them"
+        raise _problem(name, "no traces in this folder", fix)
     if not path.exists():
         raise _problem(name, "no such file", "the name of a trace or of a folder of traces")
     return [path]
@@ -155,7 +157,8 @@ def _inside(folder: Path) -> list[Path]:
     """The traces right in a folder, by name."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
+    found = (path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
+    return sorted(path for path in found if path.name != EXPLANATION)
 
 
 def only(trace: RankTrace, number: int) -> RankTrace:

@@ -6,8 +6,9 @@ Ranks of one host share a clock, and their traces say when it stood at zero. Bet
 milliseconds. What is known is that a collective ends on no rank before it started on all, and that it ends on all at
 nearly the same time; so does a send with its receive, though a small one may end before anybody receives it. So the
 clock of another host is moved by the median difference of the ends of all that two ranks share, no further than the
-first fact allows. Ranks that share nothing with the first one are reached over others, those with most in common first.
-What is left, some microseconds, is error in `waiting` alone: no other figure compares two ranks' clocks.
+first fact allows. A send of gloo says nothing: it is shown until its host waits for it. Ranks that share nothing with
+the first one are reached over others, those with most in common first. What is left, some microseconds, is error in
+`waiting` and in when sends of gloo end: no other figure compares two ranks' clocks.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
         notes += clock
         traces = [_moved(trace, move, traces[0].origin) for trace, move in zip(traces, moves, strict=True)]
         notes += _impossible(traces, np.array([matched.series[3] in MUTUAL for matched in found], bool))
+        traces = _sent(traces, found)
     return (replace(traces[0], notes=(*traces[0].notes, *notes)), *traces[1:])
 
 
@@ -119,8 +121,9 @@ def _one_host(a: RankTrace, b: RankTrace) -> bool:
 def _shared(traces: Sequence[RankTrace], found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
     """Ordered pair of traces of two hosts -> the transfers of both that end on both at nearly the same time."""
     shared: dict[tuple[int, int], list[Matched]] = {}
+    telling = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
     for matched in found:
-        if matched.series[3] in (*MUTUAL, "send"):
+        if matched.series[3] in telling:
             for a in matched.rows:
                 for b in matched.rows:
                     if a != b and not _one_host(traces[a], traces[b]):
@@ -160,3 +163,15 @@ def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[
         return []
     said = f"{len(wrong)} of {int(mutual.sum())} collectives end on a rank before they start on another"
     return [f"{said}, by up to {1e3 * wrong.max():.3f} ms: a clock drifts or jumped, so waiting for peers is rough"]
+
+
+def _sent(traces: Sequence[RankTrace], found: Sequence[Matched]) -> list[RankTrace]:
+    """The traces with sends of gloo, which are shown until their host waits for them, as far as their receives."""
+    ends = [trace.end.copy() for trace in traces]
+    place = {trace.rank: i for i, trace in enumerate(traces) if trace.device == "cpu"}
+    for matched in found:
+        if matched.series[3] == "send" and set(matched.rows) <= set(place.values()):
+            sender, receiver = (place[rank] for rank in matched.series[2])
+            rows, arrived = matched.rows[sender], traces[receiver].end[matched.rows[receiver]].max()
+            ends[sender][rows] = np.clip(arrived, traces[sender].start[rows], traces[sender].end[rows])
+    return [replace(trace, end=end) for trace, end in zip(traces, ends, strict=True)]

@@ -41,15 +41,19 @@ def read(path: Path | str) -> RankTrace:
 
     Raises TraceError.
     """
-    events = parse(Path(path))
+    return understood(parse(Path(path)))
+
+
+def understood(events: Events) -> RankTrace:
+    """What a trace file means. Raises TraceError."""
     gpu = len(events.device) > 0
     if not gpu and _used_a_gpu(events):
         raise TraceError(
-            f"{path}: no GPU activity, though the program used a GPU; fix: record it with ProfilerActivity.CUDA"
+            f"{events.source}: no GPU activity, though it used a GPU; fix: record it with ProfilerActivity.CUDA"
         )
     found = gpu_activities(events) if gpu else cpu_activities(events)
     if not len(found.start):
-        raise TraceError(f"{path}: no kernels and no torch ops; fix: record it while the program computes")
+        raise TraceError(f"{events.source}: no kernels and no torch ops; fix: record it while the program computes")
     return _labelled(events, found, gpu)
 
 

@@ -62,7 +62,7 @@ def main(paths: Sequence[str]) -> None:
 
     try:
         figures = to_json(report(load([Path(path) for path in paths])))
-        lines, exposed = [*warnings(figures), headline(figures)], figures["step"]["exposed_share"]
+        lines, exposed = [*warnings(figures), headline(figures)], figures["step"].get("exposed_share")
         lines += [UNSEEN] if UNSEEN in figures["notes"] else []
         reading = Reading("\n".join(lines), exposed)
     except TraceError as error:

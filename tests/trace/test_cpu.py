@@ -120,6 +120,22 @@ def test_sends_that_overlap_ops_of_their_thread_do_not_hide_them(tmp_path: Path)
     assert close(report([trace]).steps[0].kinds["pp"].exposed, 89 - 20 - 5)
 
 
+def test_a_send_ends_with_its_receive_however_late_its_host_waits_for_it(tmp_path: Path) -> None:
+    def trace(rank: int) -> Trace:
+        verb, end = ("recv", 40) if rank else ("send", 100)
+        made = cpu(rank).annotation(f"{verb} act m0 c0", 0, 20).op("aten::mm", 0, 5)
+        made.gloo(verb, f"c10d::{verb}_" if rank else "c10d::send", 11, end, launched=10, thread=MAIN)
+        return made.op("aten::mm", 120, 130)
+
+    traces = load([trace(rank).write(tmp_path / f"{rank}.json") for rank in (0, 1)])
+    sender, receiver = report(traces).steps
+    assert close(sender.kinds["pp"].seconds, 29)
+    assert close(receiver.kinds["pp"].seconds, 29)
+    assert close(report(traces[:1]).steps[0].kinds["pp"].seconds, 29)
+    alone = load([tmp_path / "0.json"])
+    assert close(report(alone).steps[0].kinds["pp"].seconds, 89)  # who knows
+
+
 def test_a_transfer_from_before_the_trace_has_no_call(tmp_path: Path) -> None:
     made = (
         cpu()

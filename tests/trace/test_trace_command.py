@@ -185,6 +185,7 @@ def test_mistakes_are_one_clear_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     (folder / "empty").mkdir()
+    (folder / "empty" / "explanation.json").write_text("{}")  # as a run without --profile leaves it
     code, out, err = command(capsys, *(word.format(run=folder) for word in words))
     assert code == 2
     assert said in err
