@@ -205,8 +205,25 @@ def test_memory_of_gradients_is_made_by_a_wgrad_and_given_back_by_the_step(strat
         )
 
 
+def fail_at(engine: Engine, batch: list[Microbatch], share: float) -> None:
+    """A step that fails when so much of it has been issued, and is abandoned."""
+    recorder = engine.executor.recorder
+    issue, ops = recorder.issue, iter(range(round(share * len(engine.program.ranks[0]))))
+
+    def noting(position: int) -> None:
+        next(ops)
+        issue(position)
+
+    recorder.issue = noting  # type: ignore[method-assign]
+    with pytest.raises(StopIteration):
+        engine.train_step(batch, 1e-2)
+    recorder.issue = issue  # type: ignore[method-assign]
+    engine.abort()
+    engine.assert_clean()
+
+
 def interrupted(rank: int, c: Config) -> bool:
-    """A step that fails half-way, then a step that must equal that of an undisturbed engine."""
+    """Steps that fail half-way, then a step that must equal that of an undisturbed engine."""
     engine = Engine(c, rank, torch.device("cpu"))
     batch = microbatches_of(engine, c)
     engine.init_weights()
@@ -225,6 +242,8 @@ def interrupted(rank: int, c: Config) -> bool:
             executor.run(batch[:1])  # the plan asks for the second microbatch, and there is none
         engine.abort()
         engine.assert_clean()
+    for share in (0.2, 0.45, 0.7, 0.95):
+        fail_at(engine, batch, share)
     result = engine.train_step(batch, 1e-2)
     engine.assert_clean()
     assert {n: load.tolist() for n, load in result.loads.items()} == loads
@@ -233,8 +252,8 @@ def interrupted(rank: int, c: Config) -> bool:
 
 
 def test_a_failed_step_can_be_abandoned() -> None:
-    c = config(dict(layers=3), {}, dict(merge="on"), 2, "fp32")
-    assert run_ranks(interrupted, 1, c) == [True]
+    c = config(dict(layers=3), dict(dp=2, ep=2), dict(merge="on", defer_wgrad="on"), 2, "fp32")
+    assert run_ranks(interrupted, 2, c) == [True, True]
 
 
 def closed_one_after_the_other(rank: int, c: Config) -> list[Tensor]:
