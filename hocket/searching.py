@@ -18,7 +18,7 @@ from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.timeline import duration
 from hocket.planning import costs_of, predict, program_of
 from hocket.resolve import Settings
-from hocket.settings.leaves import changed, leaf, show
+from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
 from hocket.settings.predicted import model_costs
 from hocket.settings.sizes import parse_bytes
@@ -167,8 +167,9 @@ class Pricer:
 
 
 def _long(settings: Settings) -> bool:
-    """Whether an estimate takes half of the time that the whole step takes, or less."""
-    return sum(steady(settings)) <= settings.train.microbatches // 2
+    """Whether there is an estimate that takes half of the time that the whole step takes, or less."""
+    bounded = settings.overlap.pp.defer_head != -1
+    return bounded and sum(steady(settings)) <= settings.train.microbatches // 2
 
 
 def steady(settings: Settings) -> tuple[int, int]:
@@ -250,7 +251,7 @@ def words(task: Task, changes: Changes) -> list[str]:
     Also what `auto` would choose otherwise there, since it does not know the costs that the search knows.
     """
     settings, there = task.settled(changes), task.settled(changes, model_costs)
-    otherwise = (name for name in _BY_SIMULATION if leaf(settings, name) != leaf(there, name))
+    otherwise = (name for name in types() if leaf(settings, name) != leaf(there, name))
     return command_words(settings, task.origins, {*changes, *otherwise})
 
 

@@ -11,8 +11,9 @@ table have as their best.
 
 Note: [Long steps are priced by their period]
 In the steady state of a pipeline every group of microbatches takes the same time. So the time of a step with many is
-that of one with a few, just enough to reach the steady state, and so many periods more; what a rank holds at most is
-reached there too. Trials of long steps are priced so, and what is shown in the end is simulated in full.
+that of one with a few, just enough to reach the steady state, and so many periods more. What a rank holds at most is
+reached there too, unless all of the head's weight gradients wait for the end. Other trials of long steps are priced so,
+and what is shown in the end is simulated in full.
 """
 
 from __future__ import annotations

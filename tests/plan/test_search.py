@@ -262,6 +262,17 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
     assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("late", [2, -1])
+def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
+    """All of its weight gradients, at the end, hold more with every microbatch: such a step has no period."""
+    changes = {"train.microbatches": 64, "overlap.pp.defer_head": late}
+    price = searching.Pricer(replace(task("tiny"), config=changed(task("tiny", *SMALL).config, changes)))
+    short, whole = price({}, whole=False), price({}, whole=True)
+    assert short is not None
+    assert whole is not None
+    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
 def test_measured_costs_are_what_plans_are_priced_with() -> None:
     wanted = task("tiny", *SMALL)
     slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, friction=Friction())
@@ -271,11 +282,18 @@ def test_measured_costs_are_what_plans_are_priced_with() -> None:
     assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
 
 
-def test_the_words_say_what_auto_would_not_choose_without_the_traces() -> None:
-    """With a hop that takes long, `auto` puts more weight gradients behind the send; `hocket train` cannot know."""
+HOPS = (("recv", "act", ""), ("recv", "grad", ""))
+EXCHANGES = (("fwd", "dispatch", "moe"), ("bwd", "combine", "moe"))
+
+
+@pytest.mark.parametrize("late", [HOPS, EXCHANGES])
+def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Sequence[CostKey]) -> None:
+    """With a hop that takes long, `auto` puts more weight gradients behind the send, with long all-to-alls it sends
+    fewer copies; `hocket train` cannot know.
+    """
     wanted = task("tiny", *SMALL)
-    hop = dict.fromkeys((("recv", "act", ""), ("recv", "grad", "")), 0.02)
-    slow = replace(wanted, measured=Measurement(source="a trace", seconds=hop, friction=Friction()))
+    measured = Measurement(source="a trace", seconds=dict.fromkeys(late, 0.02), friction=Friction())
+    slow = replace(wanted, measured=measured)
     assert searching.words(wanted, {}) == ["tiny", *SMALL]
     settings = slow.settled({})
     options, origins = parse(Plan, "plan", searching.words(slow, {}))
