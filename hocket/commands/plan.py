@@ -64,7 +64,8 @@ def run(words: list[str]) -> int:
     settings = resolve_for_plan(options.config, origins)
     hardware = planning.hardware_of(settings, options.hardware)
     measured = costs_from(settings, options.from_, options.null_from, origins)
-    settings = resolve_for_plan(options.config, origins, lambda c: planning.costs_of(c, hardware, measured))
+    if measured or hardware != planning.hardware_of(settings):
+        settings = resolve_for_plan(options.config, origins, lambda c: planning.costs_of(c, hardware, measured))
     assert_valid(planning.program_of(settings))
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:

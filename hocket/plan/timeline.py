@@ -46,7 +46,7 @@ def letter(op: Op) -> str:
 def duration(seconds: float) -> str:
     """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= scale:
+        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
@@ -323,7 +323,7 @@ def html_timeline(timeline: Timeline, program: Program, title: str = "Predicted 
     bars = svg.format(bottom + 10, chart, ' id="chart"', chart, _chart(timeline, program, chart, 2.0**_STRETCH))
     legend = svg.format(24, 1000, "", 1000, _legend(7))
     about = f"{duration(numbers['step_seconds'])} a step; {numbers['merged']:.0%} of the forwards run merged. "
-    about += "Point at an op for its name. The model knows no contention: a measured step is longer."
+    about += "Point at an op for its name. Where no traces say so, nothing is slower beside something else here."
     about += "".join(f"<br>{escape(note)}" for note in program.notes)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
