@@ -146,7 +146,10 @@ def _from_function(name: str, origin: str) -> Config:
     if not callable(make):
         known = [each for each, value in vars(loaded).items() if callable(value) and not each.startswith("_")]
         close = difflib.get_close_matches(function, known, n=1)
-        refuse(f"{module} has no function {function}", f"did you mean {close[0]}?" if close else "name one that it has")
+        refuse(
+            f"{module} has no function {function or '(empty)'}",
+            f"did you mean {close[0]}?" if close else "name one that it has",
+        )
     try:
         config = make()
     except (Exception, SystemExit) as error:

@@ -128,6 +128,9 @@ MISTAKES = [
     (["--config", "x"], "--config", "--help lists all settings"),
     (["--data.paths", "a", "--data.paths", "b"], "--data.paths", "given twice; fix: give it once"),
     (["stray"], "stray", "--train.steps 50"),
+    (["plan.order=1f1b"], "plan.order=1f1b", "fix: --plan.order=1f1b"),
+    (["-plan.order=1f1b"], "-plan.order=1f1b", "fix: --plan.order=1f1b"),
+    (["--overlap.ep", "on"], "--overlap.ep", "is a section; fix: one of its settings, such as --overlap.ep.merge"),
 ]
 
 

@@ -157,6 +157,17 @@ def test_fewer_gpus_by_the_users_own_wish_are_no_finding() -> None:
     chosen = replace(HEALTHY, env={"CUDA_VISIBLE_DEVICES": "0,1"}, torch=replace(HEALTHY.torch, gpus=2))
     assert not bad(chosen)
     assert any("CUDA_VISIBLE_DEVICES = 0,1" in check.found for check in examine(chosen))
+    busy = (H200, H200, replace(H200, used_mib=60000), H200)
+    assert not bad(replace(chosen, gpus=busy, links={**HEALTHY.links, (2, 3): "SYS"})), "of GPUs that no rank meets"
+    assert [check.name for check in bad(replace(HEALTHY, gpus=busy))] == ["GPU 2"]
+
+
+@pytest.mark.parametrize("visible", ["0,1,2,3", "GPU-8932f937,GPU-1", "1,0"])
+def test_gpus_that_were_asked_for_and_cannot_be_used_are_a_finding(visible: str) -> None:
+    none = replace(HEALTHY, env={"CUDA_VISIBLE_DEVICES": visible}, torch=replace(HEALTHY.torch, gpus=0))
+    assert "torch cannot start CUDA" in " ".join(check.cost for check in bad(none))
+    for hidden in ("", "-1", "NoDevFiles"):
+        assert not [c for c in bad(replace(none, env={"CUDA_VISIBLE_DEVICES": hidden})) if c.name == "GPUs"]
 
 
 def test_every_area_says_something_of_every_host() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 from hocket.doctor.found import Check, Found, Gpu, State
 from hocket.environment import is_number_of_threads
@@ -101,12 +103,27 @@ def gpus(f: Found) -> Checks:
         return
     else:
         yield _gpu("GPUs", "ok", f"{len(f.gpus)} x {f.gpus[0].name}, driver {f.driver or '?'}")
-    if len({gpu.name for gpu in f.gpus}) > 1:
-        names = ", ".join(sorted({gpu.name for gpu in f.gpus}))
-        yield _gpu("kinds", "costs", names, "all ranks wait for the slowest", "GPUs of one kind")
-    for number, gpu in enumerate(f.gpus):
-        for state, text, cost, fix in _of_gpu(gpu):
+    names = sorted({f.gpus[number].name for number in _shown(f)})
+    if len(names) > 1:
+        yield _gpu("kinds", "costs", ", ".join(names), "all ranks wait for the slowest", "GPUs of one kind")
+    for number in _shown(f):
+        for state, text, cost, fix in _of_gpu(f.gpus[number]):
             yield _gpu(f"GPU {number}", state, text, cost, fix)
+
+
+def _visible(f: Found) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names, up to the first word that names nothing; None if it is not set."""
+    text = f.env.get("CUDA_VISIBLE_DEVICES")
+    words = () if text is None else (word.strip() for word in text.split(","))
+    return None if text is None else list(takewhile(lambda word: re.match(r"\d|GPU-|MIG-", word), words))
+
+
+def _shown(f: Found) -> list[int]:
+    """Numbers of the driver's GPUs but for those that CUDA_VISIBLE_DEVICES hides by number: no rank meets these."""
+    named = _visible(f)
+    if named is None or not all(word.isdecimal() for word in named):
+        return list(range(len(f.gpus)))
+    return [number for number in map(int, named) if number < len(f.gpus)]
 
 
 def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
@@ -138,9 +155,9 @@ def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
 
 
 def _unused(f: Found) -> Checks:
-    visible = f.env.get("CUDA_VISIBLE_DEVICES")
+    named, visible = _visible(f), f.env.get("CUDA_VISIBLE_DEVICES")
     found = f"{f.torch.gpus} of {len(f.gpus)} can be used"
-    if visible is not None:
+    if named is not None and f.torch.gpus >= min(len(named), len(f.gpus)):
         yield _gpu("GPUs", "ok", f"{found}: CUDA_VISIBLE_DEVICES = {visible or '(empty)'}")
     elif not f.torch.cuda:
         fix = "a torch with CUDA, as from PyPI"
@@ -162,16 +179,17 @@ def links(f: Found) -> Checks:
         yield _link("P2P", "costs", f"not from GPU {pairs}", cost, "train.transport = nccl; see the host's IOMMU")
     else:
         yield _link("P2P", "ok", "every GPU reaches every other")
-    slow = {pair: how for pair, how in f.links.items() if not how.startswith("NV")}
-    if not f.links:
+    joined = {pair: how for pair, how in f.links.items() if not f.gpus or set(pair) <= set(_shown(f))}
+    slow = {pair: how for pair, how in joined.items() if not how.startswith("NV")}
+    if not joined:
         yield _link("NVLink", "unknown", "no nvidia-smi", "how GPUs are joined is not known")
     elif slow:
         (a, b), how = next(iter(sorted(slow.items())))
         cost = "over PCIe a gather takes several times as long, and needs as much more compute to hide under"
-        found = f"{len(slow)} of {len(f.links)} pairs have none (GPU {a} and {b}: {how})"
+        found = f"{len(slow)} of {len(joined)} pairs have none (GPU {a} and {b}: {how})"
         yield _link("NVLink", "costs", found, cost, "fewer, larger messages: more train.sequences; or such a host")
     else:
-        yield _link("NVLink", "ok", f"all {len(f.links)} pairs: {', '.join(sorted(set(f.links.values())))}")
+        yield _link("NVLink", "ok", f"all {len(joined)} pairs: {', '.join(sorted(set(joined.values())))}")
     yield from _copy_engine(f)
 
 

@@ -60,13 +60,17 @@ def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list
                 fix = f"{cut[-1][0]}={show(word)} if it is a value"
                 problems.append(f"{show(word)} (command line): begins like a flag; fix: {fix}")
         else:
-            problems.append(f"{show(word)} (command line): not a setting; fix: settings look like --train.steps 50")
+            meant = word.lstrip("-")
+            fix = f"--{meant}" if meant.partition("=")[0] in types() else "settings look like --train.steps 50"
+            problems.append(f"{show(word)} (command line): not a setting; fix: {fix}")
     return cut
 
 
 def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
     if name in FORMER:
         return f"{flag} (command line): {name} is {FORMER[name]} now; fix: --{FORMER[name]}"
+    if inside := next((each for each in known if each.startswith(f"{name}.")), ""):
+        return f"{flag} (command line): is a section; fix: one of its settings, such as --{inside}"
     close = meant_setting(name, known)
     hint = f"did you mean --{close}?" if close else "hocket train RECIPE --help lists all settings"
     return f"{show(flag)} (command line): there is no such setting; fix: {hint}"
