@@ -139,7 +139,9 @@ def words(name: str, gpus: int, more: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("preset", nargs="?", choices=list(PRESETS))
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--list", action="store_true")

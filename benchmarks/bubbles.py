@@ -11,12 +11,11 @@ layers on H200s, hops and gathers included, with a vocabulary small enough for t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
@@ -117,9 +116,7 @@ def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     units = [row for size in SIZES for row in in_units(*size)]
     hardware = [row for microbatches in (8, 16) for row in on_hardware(microbatches)]

@@ -15,7 +15,6 @@ what it has. Estimated for four H200: 150 s in all; `dense` 25 s, `pipeline` 35 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import faulthandler
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import arguments
 from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
@@ -314,12 +314,10 @@ def join() -> tuple[int, torch.device]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["dense", "pipeline", "moe"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-traces", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     temporary = tempfile.mkdtemp(prefix="calibration-") if rank == 0 and not options.keep_traces else ""

@@ -10,17 +10,16 @@ twice and reduced once, as fast as they can; the tax is by how much longer the p
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.kernels.sums import PROGRAMS, launch
@@ -226,10 +225,8 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="rows of every product")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     world = dist.get_world_size()

@@ -8,16 +8,15 @@ GPU host with CUDA lanes, elsewhere with CPU lanes. The target is 20 microsecond
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.lower import build_program
@@ -44,11 +43,9 @@ class Idle:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--recipe", default="moe_8gpu")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     config = recipe(options.recipe)
     program = build_program(layout_of(config), config.train.microbatches, config, sharding_of(config))

@@ -17,15 +17,14 @@ that everything works.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels import seconds
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.runtime.transports import local_sum
 
@@ -100,13 +99,11 @@ def tiles_of(which: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[32768, 65536], help="rows of a rank, over all experts")
     parser.add_argument("--tiles", choices=["chosen", "all"], default="chosen")
     parser.add_argument("--only", default="", help="one of the models")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     device, shrink = torch.device("cuda" if gpu else "cpu"), 1 if gpu else 64

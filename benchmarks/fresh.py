@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import arguments
+
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600.0
 """Seconds that one measurement may take."""
@@ -25,10 +27,8 @@ def peak_mib() -> float:
 
 def options(about: str | None) -> argparse.Namespace:
     """What a benchmark of such measurements can be told; `one` is what the fresh process is given to measure."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(about)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -10,7 +10,6 @@ GPUs beside each other. Outcomes are written as they come, each with its commit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import arguments
 from benchmarks.outcomes import counted
 from benchmarks.record import RESULTS, ROOT
 from hocket.bench.record import origins, provenance, save
@@ -52,16 +52,14 @@ def begin(path: Path, commit: str, resume: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--name", default="gpu_tests", help="of the result")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--commit", default="", help="name of this version, where there is no repository")
     parser.add_argument("--seconds", type=float, default=None, help="after which tests are interrupted")
     parser.add_argument(
         "--resume", action="store_true", help="keep what the file has, and leave out what has passed at this commit"
     )
     options, words = parser.parse_known_args()
-    path = (options.out / f"{options.name}.json").absolute()
+    path = ((options.out or RESULTS) / f"{options.name}.json").absolute()
     result = begin(path, options.commit, options.resume)
     off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
     kept = ["-p", "benchmarks.outcomes", "--outcomes", str(path), "--commit", result["commit"]]

@@ -12,20 +12,19 @@ About 40 s on one H200. Without a GPU the sizes are tiny and formulas run twice:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
@@ -333,12 +332,10 @@ def show_layer(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", default="", help="names of pieces, with commas between them; the layer is `layer`")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     device, model = torch.device("cuda" if gpu else "cpu"), qwen3_30b_a3b()

@@ -9,12 +9,11 @@ recipes as they are, in groups of the smallest size and of twice as many microba
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, MeshConfig, Switch
 from hocket.plan.cost import H200
@@ -69,9 +68,7 @@ def row(name: str, config: Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     rows = [row(*case) for case in cases()]
     for one in rows:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.baselines import PRESETS, words
+from benchmarks.options import arguments
 from benchmarks.ranks import batch, for_world, join, timed_block
 from benchmarks.record import write
 from hocket.commands.bench import Bench, for_bench
@@ -135,13 +136,11 @@ def keep(traces: Mapping[str, Sequence[Path]], dp: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = arguments(__doc__)
     parser.add_argument("--recipe", default="moe_8gpu")
     parser.add_argument("--preset", default="", choices=["", *PRESETS])
     parser.add_argument("--transport", default="nccl", choices=["nccl", "copy_engine"])
     parser.add_argument("--name", default="", help="of the result; empty makes one of the preset")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options, more = parser.parse_known_args()
     rank, device = join()
     world = dist.get_world_size()

@@ -9,12 +9,12 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import arguments as common
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.bench.measure import Timer, slowest
@@ -38,14 +38,12 @@ SMALL = ModelConfig(hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=256, vocab=
 
 def arguments(doc: str | None, microbatches: int) -> argparse.ArgumentParser:
     """The options of such a benchmark."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common(doc)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--microbatches", type=int, default=microbatches)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     return parser
 
 

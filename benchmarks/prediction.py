@@ -10,12 +10,12 @@ days, in the version of hocket, and in where the tokens went.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.calibration import predictions
+from benchmarks.options import arguments
 from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
 from hocket.bench.record import origins
@@ -60,10 +60,8 @@ def predicted(folder: Path, results: Path = RESULTS) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     found = predicted(options.traces)
     for name, shape in found["shapes"].items():

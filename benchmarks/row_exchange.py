@@ -10,15 +10,14 @@ longer the products take. Half a minute.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.copy_engine import ROUNDS, Call, Clock, Products
+from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.parallel.mesh import Mesh
@@ -69,10 +68,8 @@ class Exchange:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     world = dist.get_world_size()

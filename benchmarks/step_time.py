@@ -13,11 +13,11 @@ import argparse
 import dataclasses
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.options import arguments
 from benchmarks.ranks import for_world, join
 from benchmarks.record import write
 from hocket.bench.gate import curve
@@ -44,14 +44,12 @@ def contenders(config: Config) -> dict[str, Config]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--recipe", default="moe_8gpu")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     config = for_world(recipe(options.recipe), dist.get_world_size())

@@ -12,15 +12,14 @@ ratios of neighbouring blocks. Then whole layers, with attention and norms. A mi
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, shapes, tried
@@ -131,13 +130,11 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=["llama3_8b", "llama3_70b"], choices=MODELS)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--as-of", type=int, default=0, help="weights as narrow as those of so many ranks")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     rank, device = join()
     world = dist.get_world_size()

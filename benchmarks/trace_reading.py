@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, peak_mib
+from benchmarks.options import arguments
 from hocket.trace import load, report
 
 SIZES = (10, 25, 50, 100, 200)
@@ -116,10 +117,8 @@ def measure(path: Path, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result, default benchmarks/results")
-    parser.add_argument("--commit", default="")
     parser.add_argument("--one", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

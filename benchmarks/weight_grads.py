@@ -12,16 +12,15 @@ About 15 s on one H200. Without a GPU the shapes are tiny and show only that eve
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.linear import linear_forward, set_sink, write_product
@@ -146,11 +145,9 @@ def layers(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = LLAMA if device.type == "cuda" else {name: (a // 64, b // 64) for name, (a, b) in LLAMA.items()}
