@@ -43,6 +43,8 @@ def test_what_follows_a_preset_wins():
     options, _ = parse(Bench, "bench", words("fsdp", 4, []))
     assert options.lengths == (2048, 4096)
     assert options.out.endswith("benchmarks/results/fsdp.json")
+    options, _ = parse(Bench, "bench", words("fsdp", 4, ["--seconds", "540", "--resume", "--commit", "abc"]))
+    assert (options.seconds, options.resume, options.commit) == (540, True, "abc")
 
 
 def test_a_result_becomes_a_table():
