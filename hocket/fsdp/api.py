@@ -232,6 +232,11 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
             "clip_grad_norm_ is called inside of a backward, before all gradients are there: call it afterwards; after "
             "a backward that ended with an exception, call abort() of the ShardContext on all ranks"
         )
+    if context.arriving:
+        raise ValueError(
+            "clip_grad_norm_ is called inside of step_and_gather, as by a hook of the optimizer's step, before all "
+            "gradients are there: call it before"
+        )
     context.finish_step()
     groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)

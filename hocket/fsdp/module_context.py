@@ -77,6 +77,8 @@ class ShardContext:
         """Invocations in the middle of their backward, oldest first."""
         self.reductions_open = False
         """Whether gradients were staged that nobody has waited for."""
+        self.arriving = False
+        """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
         self._depth = 0
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
@@ -186,7 +188,11 @@ class ShardContext:
         if not self._depth and not recomputing:
             self.begin_forward()
         self._depth += 1
-        lease = unit.acquire()
+        try:
+            lease = unit.acquire()
+        except BaseException:
+            self._depth -= 1  # nobody leaves a forward that has not begun
+            raise
         if not recomputing:
             self._forward_order.reach(unit)
             self._look_ahead(self._forward_order)
@@ -249,12 +255,13 @@ class ShardContext:
 
         Yields whether any is under way.
         """
-        under_way = self.reductions_open
+        under_way = self.arriving = self.reductions_open
         if under_way:
             self._send_deferred()
         try:
             yield under_way
         finally:
+            self.arriving = False
             if under_way:
                 self._join_reductions()
 

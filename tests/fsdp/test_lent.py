@@ -114,9 +114,13 @@ def conflict(rank: int) -> None:
     """Fixed slots must have room for what is lent."""
     alone(rank)
     model = Model("slice")
-    hocket.fully_shard(model, units=(Table, nn.Linear), options=hocket.ShardOptions(slots=2))
-    with pytest.raises(ValueError, match="which unit 'table' is using"):
+    ctx = hocket.fully_shard(model, units=(Table, nn.Linear), options=hocket.ShardOptions(slots=2))
+    with torch.no_grad(), pytest.raises(ValueError, match="which unit 'table' is using"):
         model(torch.randn(3, WIDTH))
+    for count in (2, 3):  # without an abort: the forward that failed is over
+        model.layers[1](torch.randn(3, WIDTH))
+        assert ctx.forwards == count
+    assert not any(unit.leases for unit in ctx.units)
 
 
 def test_how_long_weights_are_lent() -> None:

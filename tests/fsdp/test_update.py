@@ -159,6 +159,16 @@ def bad(rank: int) -> None:
     with pytest.raises(ValueError, match="was built before"):
         hocket.step_and_gather(late, both)
     assert all(torch.equal(a, b) for a, b in zip(before, late.parameters(), strict=True)), "nothing has been updated"
+    pair.microbatch()
+
+    def clip(*_: object) -> None:
+        hocket.clip_grad_norm_(pair.ctx, 1.0)
+
+    hook = pair.optimizer.register_step_pre_hook(clip)
+    with pytest.raises(ValueError, match="clip_grad_norm_ is called inside of step_and_gather"):
+        hocket.step_and_gather(pair.module, pair.optimizer)
+    hook.remove()
+    assert hocket.clip_grad_norm_(pair.ctx, 1.0) > 0, "all have come behind it"
     pair.ctx.begin_backward()
     with pytest.raises(ValueError, match="inside of a backward"):
         hocket.step_and_gather(pair.module, pair.optimizer)
