@@ -8,7 +8,7 @@ is not known is null. Means are over steps and ranks unless a name says otherwis
 - `step`: `step_seconds` (median over steps of the slowest rank), and means: `rank_seconds` (S), `compute_seconds`
   (|K|), `communication_seconds` (|C|), `exposed_seconds` (|C \ K|), `absent_seconds` (S - |K|), `idle_seconds` (nothing
   ran), `host_bound_seconds` (of idle: the next kernel was not launched yet), `waiting_seconds` (of communication:
-  some of it waited for late peers, as far as known), `exposed_waiting_seconds` (of exposed: all that ran waited),
+  all that ran waited for late peers, as far as known), `exposed_waiting_seconds` (the same of exposed),
   `beside_seconds` (|C n K|) and `alone_seconds` (|K \ C|), these with a `_share` of `rank_seconds`; and
   `hidden_fraction` = |C n K| / |C|. `alone + beside + exposed + idle = rank_seconds`.
 - `by_rank`: the same per rank. `by_rank_and_step`: the same of one step of one rank, not averaged.

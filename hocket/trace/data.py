@@ -128,8 +128,8 @@ class Share:
     seconds: float
     """Union of its intervals."""
     waiting: float
-    """Of these, seconds before the last rank of its group had started: a late peer, no transfer. nan if the traces of
-    the group's other ranks were not given."""
+    """Of these, seconds in which all of it that ran waited for the last rank of its group to start: a late peer, no
+    transfer. nan if the traces of the group's other ranks were not given."""
     exposed: float
     """Of `seconds`, those in which no compute kernel ran."""
     bytes: float
@@ -175,11 +175,10 @@ class StepReport:
     classes: Mapping[str, float]
     """Kernel class -> summed kernel seconds (no union)."""
     waiting: float = float("nan")
-    """Of communication, seconds in which any of it is known to have waited for a late peer; nan if the traces of the
-    other ranks were not given. A rank that waits in one group may move data in another meanwhile."""
+    """Of communication, seconds in which all of it that ran is known to have waited for late peers; nan if the traces
+    of the other ranks were not given."""
     exposed_waiting: float = float("nan")
-    """Of exposed, seconds in which all communication that ran is known to have waited for late peers: no transfer
-    would make them shorter. nan as above."""
+    """The same of exposed: no transfer would make these seconds fewer."""
 
     @property
     def absent(self) -> float:

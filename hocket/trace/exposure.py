@@ -128,18 +128,25 @@ class _Shares:
         last = self._last[rows]
         if not len(last) or np.isnan(last).any():
             return float("nan")
-        start, end = self._trace.start[rows], self._trace.end[rows]
-        return length(intersect(union(start, np.clip(last, start, end)), self._window))
+        return length(intersect(waits(self._trace.start[rows], self._trace.end[rows], last), self._window))
+
+
+def waits(start: Floats, end: Floats, last: Floats) -> Spans:
+    """Stretches in which all that runs of some communication waits for late peers.
+
+    `last` is when the last rank of each started; where that is nan, data moves from `start` on.
+    """
+    moves = np.where(np.isnan(last), start, np.clip(last, start, end))
+    return subtract(union(start, moves), union(moves, end))
 
 
 def _waits(trace: RankTrace, rows: Rows, last: Floats, exposed: Spans, window: Spans) -> tuple[float, float]:
     """Seconds of waiting in a step, and of its exposed time in which nothing but waiting went on; 0 without rows."""
     start, end, last = trace.start[rows], trace.end[rows], last[rows]
-    known = ~np.isnan(last)
-    if len(start) and not known.any():
+    if len(start) and np.isnan(last).all():
         return float("nan"), float("nan")
-    moves = np.where(known, np.clip(last, start, end), start)
-    return length(intersect(union(start, moves), window)), length(subtract(exposed, union(moves, end)))
+    found = waits(start, end, last)
+    return length(intersect(found, window)), length(intersect(found, exposed))
 
 
 def _calls(trace: RankTrace, rows: Rows) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.schedule import stops_host
 from hocket.trace.data import COMMUNICATION, Floats, Ints, RankTrace
-from hocket.trace.exposure import last_starts
-from hocket.trace.intervals import covered, subtract, union
+from hocket.trace.exposure import last_starts, waits
+from hocket.trace.intervals import covered
 from hocket.trace.rebuild import ops_by_name, pipeline_rank
 
 
@@ -95,7 +95,7 @@ def _plan_ops(trace: RankTrace, waiting: Floats, known: dict[str, Op], layout: L
     start, end, launched = trace.start[rows], trace.end[rows], trace.launched[rows]
     ops = tuple(op for op in (of_word[word] for word in trace.op[rows[first]].tolist()) if op is not None)
     begin, stop = start[first], _by_group(np.maximum, end, first)
-    waits = _waits(start, end, waiting[rows], first)
+    awaited = _waiting(start, end, waiting[rows], first)
     late = _by_group(np.add, _late(start, end, launched, group), first)
     own = np.array([stops_host(op, layout) for op in ops], dtype=bool)
     late = np.where(own, 0.0, late)
@@ -106,9 +106,9 @@ def _plan_ops(trace: RankTrace, waiting: Floats, known: dict[str, Op], layout: L
         step=trace.step[rows[first]],
         start=begin,
         end=stop,
-        waiting=waits,
+        waiting=awaited,
         late=late,
-        seconds=np.maximum(stop - begin - np.nan_to_num(waits) - late, 0.0),
+        seconds=np.maximum(stop - begin - np.nan_to_num(awaited) - late, 0.0),
         first_launch=_by_group(np.fmin, launched, first),
         earlier_launch=_earlier(launched, group, first),
     )
@@ -119,16 +119,14 @@ def _by_group(join: np.ufunc, values: Floats, first: Ints) -> Floats:
     return join.reduceat(values, first) if len(values) else values
 
 
-def _waits(start: Floats, end: Floats, waiting: Floats, first: Ints) -> Floats:
+def _waiting(start: Floats, end: Floats, waiting: Floats, first: Ints) -> Floats:
     """For every op: seconds in which nothing of it ran but what waited; nan if that is not known of all of it."""
     if not len(start):
         return start
     count = np.diff([*first, len(start)])
     apart = np.repeat((end.max() - start.min() + 1.0) * np.arange(len(first)), count)  # ops one after the other
     start, end = start + apart, end + apart
-    moves = start + np.nan_to_num(waiting)
-    waits = subtract(union(start, moves), union(moves, end))
-    seconds = covered(start[first], _by_group(np.maximum, end, first), waits)
+    seconds = covered(start[first], _by_group(np.maximum, end, first), waits(start, end, start + waiting))
     return np.where(_by_group(np.maximum, np.isnan(waiting), first), np.nan, seconds)
 
 

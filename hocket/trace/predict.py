@@ -29,8 +29,8 @@ from hocket.planning import hardware_of
 from hocket.planning import predict as predict_step
 from hocket.trace.compare import middle_steps
 from hocket.trace.data import COMMUNICATION, Floats, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
-from hocket.trace.exposure import exposed, last_starts
-from hocket.trace.intervals import length, subtract, union
+from hocket.trace.exposure import exposed, last_starts, waits
+from hocket.trace.intervals import intersect, length
 from hocket.trace.planops import PlanOps, all_plan_ops
 from hocket.trace.rebuild import pipeline_rank, rebuilt
 
@@ -144,5 +144,5 @@ def _exposed_waiting(trace: RankTrace, last: Floats, step: StepReport) -> float:
     rows = trace.of_kind(*COMMUNICATION)
     start, end = trace.start[rows], trace.end[rows]
     alone = np.where(trace.of_kind("pp")[rows], end, start)  # of a receive whose sender is not known
-    moves = np.clip(np.where(np.isnan(last[rows]), alone, last[rows]), start, end)
-    return length(subtract(exposed(trace, window.start, window.end), union(moves, end)))
+    stretches = waits(start, end, np.where(np.isnan(last[rows]), alone, last[rows]))
+    return length(intersect(stretches, exposed(trace, window.start, window.end)))

@@ -328,6 +328,20 @@ def test_a_trace_without_compute(tmp_path: Path) -> None:
     assert np.isnan(step.kinds["a2a"].waiting)
 
 
+def test_waiting_beside_a_transfer_of_its_kind_is_no_time_without_one(tmp_path: Path) -> None:
+    """Rank 0 waits from 0 to 40 in one group, moves data from 10 to 30 in another and from 40 to 50 in the first."""
+
+    def trace(rank: int) -> Trace:
+        made = Trace(rank, 2).group("gather_dense", (0, 1)).group("gather_experts", (0, 1))
+        made.collective("_allgather_base", "gather_dense", 40 * rank, 50, sent=512, received=1024)
+        return made.collective("_allgather_base", "gather_experts", 10, 30, sent=512, received=1024)
+
+    gather = report(load([trace(rank).write(tmp_path / f"{rank}.json") for rank in (0, 1)])).steps[0].kinds["gather"]
+    assert close(gather.seconds, 50)
+    assert close(gather.waiting, 10 + 10)
+    assert gather.bandwidth == pytest.approx(2 * 1024 / (30 * US))
+
+
 def test_waiting_is_exposed_where_nothing_else_moves(tmp_path: Path) -> None:
     """Rank 1 starts the gather 30 us late; 10 of these lie beside compute, in 10 the a2a moves data meanwhile."""
 
@@ -338,7 +352,7 @@ def test_waiting_is_exposed_where_nothing_else_moves(tmp_path: Path) -> None:
 
     early, late = analysed(tmp_path, trace(0), trace(1)).steps
     assert close(early.exposed, 40)
-    assert close(early.waiting, 30)
+    assert close(early.waiting, 20)
     assert close(early.exposed_waiting, 10)
     assert (late.waiting, late.exposed_waiting) == (0, 0)
     alone = analysed(tmp_path, trace(0)).steps[0]
