@@ -23,6 +23,8 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import BOUNDS, leaf, types
 from hocket.settings.leaves import changed as replaced
 from hocket.settings.rules import RULES, Host
+from hocket.settings.tensor_choice import possible
+from hocket.settings.tensor_times import DIRECTIONS, ROLES
 from tests.helpers.plans import NAMES
 from tests.refused_orders import REFUSED_ORDERS
 
@@ -37,6 +39,7 @@ def full(name: str) -> str:
 
 
 TINY = recipe("tiny")
+PIECEWISE = [f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS]
 SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
 ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
@@ -319,47 +322,27 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
-    (
-        changed(DENSE, mesh__tp=2, train__device="cuda"),
-        Host(gpus=1, workers=2, local_workers=1),
-        {"overlap__tp__method": "ring"},
-        "overlap.tp.method",
-        "the GPUs of one host",
+    (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),
+     {"overlap__tp__method": "ring"}, "overlap.tp.method", "the GPUs of one host"),
+    *(
+        (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=2, no_peer_memory="GPU 0 is far"),
+         {f"overlap__tp__{name}": method}, f"overlap.tp.{name}", "GPU 0 is far, and pieces are copied there")
+        for name, method in (("method", "pipeline"), *((at, possible(*at.split("_"))[-1]) for at in PIECEWISE))
     ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
     (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),
-    (
-        TINY,
-        Host(gpus=2, workers=4, local_workers=2),
-        {"train__transport": "copy_engine"},
-        "train.transport",
-        "of one host",
-    ),
+    (TINY, Host(gpus=2, workers=4, local_workers=2), {"train__transport": "copy_engine"}, "train.transport",
+     "of one host"),
     (TINY, Host(gpus=4, no_peer_memory="GPU 0 is far"), {"splits": "device"}, "overlap.ep.splits", "is far"),
-    (
-        TINY,
-        Host(gpus=4, no_copy_engine="NCCL is old"),
-        {"train__transport": "copy_engine"},
-        "train.transport",
-        "is old",
-    ),
-    (
-        TINY,
-        Host(gpus=4),
-        {"precision__compute": "fp32", "splits": "device"},
-        "overlap.ep.splits",
-        "products of experts in fp32",
-    ),
-    (
-        changed(TINY, mesh__dp=4, mesh__ep=4),
-        Host(gpus=2, workers=8, local_workers=2),
-        {"splits": "device"},
-        "overlap.ep.splits",
-        "not all on one",
-    ),
+    (TINY, Host(gpus=4, no_copy_engine="NCCL is old"), {"train__transport": "copy_engine"}, "train.transport",
+     "is old"),
+    (TINY, Host(gpus=4), {"precision__compute": "fp32", "splits": "device"}, "overlap.ep.splits",
+     "products of experts in fp32"),
+    (changed(TINY, mesh__dp=4, mesh__ep=4), Host(gpus=2, workers=8, local_workers=2), {"splits": "device"},
+     "overlap.ep.splits", "not all on one"),
     (TINY, Host(tokenizer_vocab=300), {"model__vocab": 256}, "model.vocab", "has 300 tokens"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("base", "settings", "setting", "reason"), REFUSED)

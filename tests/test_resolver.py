@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.config import Config
+from hocket.config import Config, MeshConfig
 from hocket.explain.overlaps import overlaps
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
@@ -238,3 +238,15 @@ def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
         assert remark.fix
         assert not remark.unmet
     assert not [d for d in resolve(changed(TINY, {setting: value})).decisions if d.setting == setting]
+
+
+def test_a_method_of_one_role_that_the_host_cannot_serve_is_given_up_alone() -> None:
+    dense = Config(mesh=MeshConfig(tp=2))
+    host = Host(gpus=2, no_peer_memory="GPU 0 cannot reach the memory of GPU 1")
+    asked = {"overlap.tp.qkv_forward": "ring", "overlap.on_unmet": "warn"}
+    found = resolve(changed(dense, asked), host, flags(asked))
+    given_up = decided(found, "overlap.tp.qkv_forward")
+    assert (given_up.value, given_up.asked, given_up.unmet) == ("off", "ring", True)
+    assert "cannot reach" in given_up.reason
+    alone = resolve(dense, host)
+    assert {leaf(alone, name) for name in types() if name.startswith("overlap.tp.") and "_" in name} <= {"off", "bulk"}

@@ -45,6 +45,8 @@ def no_pieces(c: Config, h: Host) -> str:
         return "the slow transport imitates whole collectives on GPUs"
     if h.local_workers and (h.local_workers % c.mesh.tp or c.mesh.tp > h.local_workers):
         return f"pieces are copied between the GPUs of one host, and {h.local_workers} ranks are on each"
+    if h.no_peer_memory:
+        return f"{h.no_peer_memory}, and pieces are copied there"
     return ""
 
 

@@ -7,20 +7,17 @@ from hocket.settings.rule import Rule
 from hocket.settings.tensor_choice import no_pieces, possible
 from hocket.settings.tensor_times import DIRECTIONS, ROLES
 
+_METHODS = ("method", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
+"""The settings of `overlap.tp` that name a method."""
 
-def _asked(c: Config, role: str, direction: str) -> str:
-    """The method of a role and direction."""
-    return getattr(c.overlap.tp, f"{role}_{direction}")
+
+def _asked(c: Config, name: str) -> str:
+    """What one of them says."""
+    return getattr(c.overlap.tp, name)
 
 
 def _uneven(c: Config, number: int) -> bool:
     return number % c.mesh.tp != 0
-
-
-def _copied(c: Config) -> bool:
-    """Whether somebody asks for tokens to be moved piece by piece."""
-    asked = {c.overlap.tp.method, *(_asked(c, role, direction) for role in ROLES for direction in DIRECTIONS)}
-    return c.mesh.tp > 1 and bool(asked & {"ring", "pipeline"})
 
 
 TENSOR_RULES: tuple[Rule, ...] = (
@@ -63,16 +60,19 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "a piece is the tokens of neighbouring ranks, and {overlap.tp.pieces} does not divide mesh.tp = {mesh.tp}",
         "a divisor of mesh.tp, or 0",
     ),
-    Rule(
-        ("overlap.tp.method", "mesh.tp"),
-        lambda c, h: _copied(c) and bool(no_pieces(c, h)),
-        "tokens cannot be moved piece by piece: {no_pieces}",
-        "bulk or off, or tensor-parallel ranks of one host with train.transport = nccl",
+    *(
+        Rule(
+            (f"overlap.tp.{name}", "mesh.tp"),
+            lambda c, h, name=name: c.mesh.tp > 1 and _asked(c, name) in ("ring", "pipeline") and bool(no_pieces(c, h)),
+            "tokens cannot be moved piece by piece: {no_pieces}",
+            "bulk or off, or tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport",
+        )
+        for name in _METHODS
     ),
     *(
         Rule(
             (f"overlap.tp.{role}_{direction}",),
-            lambda c, h, r=role, d=direction: _asked(c, r, d) not in ("auto", *possible(r, d)),
+            lambda c, h, r=role, d=direction: _asked(c, f"{r}_{d}") not in ("auto", *possible(r, d)),
             f"these layers, {direction}, can be {' or '.join(possible(role, direction))}",
             "one of those, or auto",
         )
@@ -87,6 +87,6 @@ TENSOR_RULES: tuple[Rule, ...] = (
             "mesh.tp above 1, or leave it out",
             only_if_set=True,
         )
-        for name in ("method", "pieces", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
+        for name in ("pieces", *_METHODS)
     ),
 )
