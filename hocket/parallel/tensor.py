@@ -130,7 +130,7 @@ class Tensors:
         try:
             yield lambda number: self.twin.on() if number % 2 else nullcontext()
         finally:  # behind an error, too: memory that is read there is given back
-            self.twin.join()
+            self.twin.mark()()
 
     def gather(self, x_SD: Tensor) -> Tensor:
         """The tokens of all ranks: [T, D]."""

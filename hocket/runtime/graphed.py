@@ -50,7 +50,7 @@ def recorder_of(lanes: CudaLanes) -> Record:
     def record(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         graph, first = torch.cuda.CUDAGraph(), list[BaseException]()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with lanes.left_alone(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
                     result = run()
                 except BaseException as error:

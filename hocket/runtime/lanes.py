@@ -100,8 +100,13 @@ class Side:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self) -> None:
-        """Order the current queue behind all that is on the side."""
-        self.mark()()
+        """After an interrupted op: order the current queue behind all that is on the side, of one recording or outside."""
+        if self._stream is None:
+            return
+        with self.on():
+            recorded = torch.cuda.is_current_stream_capturing()
+        if recorded == torch.cuda.is_current_stream_capturing():
+            self.mark()()
 
 
 def _nothing() -> None:
@@ -261,6 +266,15 @@ class CudaLanes:
         outer = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
             outer.wait_stream(stream)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Behind this the current stream is the one that it was before, however what is inside ends."""
+        outer = torch.cuda.current_stream(self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(outer)
 
     def abort(self) -> None:
         if self._inside:  # else the caller may be on another stream by now, as behind a recording, and stays there

@@ -186,7 +186,7 @@ class _CopiedCollect:
                 tokens.push(side, self._turn, peer, source, self._nbytes)
 
     def sum(self, out_SD: Tensor) -> None:
-        self._tokens.side.join()  # what left is memory of the current queue
+        self._tokens.side.mark()()  # what left is memory of the current queue
         stream = self._tokens.side.current()
         for source in self._tokens.others:
             self._tokens.wait(stream, self._turn, source)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hocket.plan.ops import LANES
+from hocket.runtime.graphed import recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Side
 from hocket.runtime.transports import Pending
 
@@ -20,7 +21,7 @@ class Stream:
     """Notes what it was told to come behind."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream, self.behind = id(self), list[Stream]()
+        self.cuda_stream, self.behind, self.recorded = id(self), list[Stream](), False
 
     def wait_stream(self, other: Stream) -> None:
         self.behind.append(other)
@@ -52,8 +53,10 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     def inside(stream: Stream) -> Iterator[None]:
         before = now[0]
         choose(stream)
-        yield
-        choose(before)
+        try:
+            yield
+        finally:
+            choose(before)
 
     for name, stand_in in (
         ("Stream", Stream),
@@ -61,6 +64,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         ("current_stream", lambda device: now[0]),
         ("set_stream", choose),
         ("stream", inside),
+        ("is_current_stream_capturing", lambda: now[0].recorded),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     return now
@@ -78,6 +82,37 @@ def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current
     lanes.abort()  # nobody has waited for what is on the side
     assert current == [outer]
     assert set(outer.behind) == {*(lanes._streams[lane] for lane in LANES), beside}
+
+
+def test_a_recording_waits_for_no_side_that_takes_no_part_in_it(current: list[Stream]) -> None:
+    (outer,), side = list(current), Side(GPU)
+    lanes = CudaLanes(GPU, [side])
+    outer.recorded = True
+    lanes.begin()
+    lanes.abort()
+    with side.on():
+        (beside,) = current
+    assert beside not in outer.behind
+    beside.recorded = True
+    lanes.abort()
+    assert beside in outer.behind
+
+
+def test_a_recording_that_cannot_be_ended_leaves_the_caller_on_its_stream(
+    current: list[Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def capture(graph: object, **how: object) -> Iterator[None]:
+        current[0] = Stream()
+        yield
+        raise RuntimeError("work is left that was not joined")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    (outer,) = current
+    with pytest.raises(RuntimeError, match="not joined"):
+        recorder_of(CudaLanes(GPU))(list)
+    assert current == [outer]
 
 
 def test_a_caller_who_has_left_a_step_stays_on_its_stream(current: list[Stream]) -> None:
