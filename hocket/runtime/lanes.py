@@ -100,7 +100,7 @@ class Side:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self) -> None:
-        """After an interrupted op: order the current queue behind all that is on the side, of one recording or outside."""
+        """After an interrupted op: order the current queue behind the side, if one recording has both or none."""
         if self._stream is None:
             return
         with self.on():
