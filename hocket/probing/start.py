@@ -26,6 +26,8 @@ def run(request: Request, env: Mapping[str, str], limit: float = LIMIT) -> Measu
     variables.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     prepare(variables, request.world)
     port = find_port()
+    if not port:
+        raise ValueError("probe: there is no free port; fix: leave --probe out, or end what listens on this host")
     with tempfile.TemporaryDirectory(prefix="hocket-probe-") as folder:
         answer, ranks = Path(folder) / "answer.json", []
         try:
@@ -35,7 +37,7 @@ def run(request: Request, env: Mapping[str, str], limit: float = LIMIT) -> Measu
                 command = [sys.executable, "-m", "hocket.probing.rank", request.to_json(), str(answer)]
                 place = {**variables, **worker.variables()}
                 with log:
-                    ranks.append(subprocess.Popen(command, env=place, stdout=log, stderr=log))
+                    ranks.append(subprocess.Popen(command, env=place, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
             _wait(ranks, Path(folder), limit)
         finally:
             for process in ranks:
@@ -47,17 +49,17 @@ def run(request: Request, env: Mapping[str, str], limit: float = LIMIT) -> Measu
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, limit: float) -> None:
     """Return when all ranks have ended. Raises ValueError at the first that fails, or at the limit."""
     deadline = time.monotonic() + limit
-    while any(process.poll() is None for process in ranks):
-        failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
-        if failed is not None or time.monotonic() > deadline:
-            break
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            words = (folder / f"rank{failed}.log").read_text(errors="replace").strip().splitlines()
+            raise ValueError(
+                f"probe (rank {failed} of {len(ranks)}): {words[-1] if words else 'it ended without a word'}; fix: "
+                "leave --probe out, or mend what it says"
+            )
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            raise ValueError(f"probe: no end after {limit:g} s; fix: leave --probe out, or see why ranks wait")
         time.sleep(0.05)
-    failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
-    if failed is not None:
-        words = (folder / f"rank{failed}.log").read_text(errors="replace").strip().splitlines()
-        raise ValueError(
-            f"probe (rank {failed} of {len(ranks)}): {words[-1] if words else 'it ended without a word'}; fix: "
-            "leave --probe out, or mend what it says"
-        )
-    if any(process.poll() is None for process in ranks):
-        raise ValueError(f"probe: no end after {limit:g} s; fix: leave --probe out, or see why ranks wait")

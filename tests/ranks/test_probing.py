@@ -38,3 +38,11 @@ def test_a_rank_that_fails_says_why_and_nobody_waits_for_it() -> None:
     wrong = Request(world=1, device="cuda", products=((1, 1, 1),), transport="nccl")
     with pytest.raises(ValueError, match=r"probe \(rank 0 of 1\): .*; fix: "):
         run(wrong, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, limit=40.0)
+
+
+def test_a_host_without_a_free_port_and_ranks_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"probe: no end after 0\.01 s; fix: "):
+        run(REQUEST, os.environ, limit=0.01)
+    monkeypatch.setattr("hocket.probing.start.find_port", lambda: 0)
+    with pytest.raises(ValueError, match="probe: there is no free port; fix: "):
+        run(REQUEST, os.environ)
