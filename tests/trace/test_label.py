@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hocket.config import Config
@@ -179,6 +182,21 @@ def test_bus_bytes(collective: str, args: dict[str, object], size: float) -> Non
 )
 def test_kernel_classes(name: str, launcher: str, optimizer: bool, kind: str) -> None:
     assert label.kernel_class(name, launcher, optimizer) == kind
+
+
+def test_every_kernel_of_hocket_has_a_class() -> None:
+    launched = set()
+    for path in (Path(__file__).parents[2] / "hocket" / "kernels").glob("*.py"):
+        text = path.read_text()
+        kernels = re.findall(r"@triton\.jit.*?\ndef (\w+)", text, re.DOTALL)
+        launched |= {name for name in kernels if re.search(rf"\b{name}\[", text)}
+    assert len(launched) > 20
+    unknown = {
+        name
+        for name in launched
+        if not label.is_communication(name, "") and label.kernel_class(name, "", False) == "other"
+    }
+    assert unknown == set()
 
 
 @pytest.mark.parametrize(
