@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
+from hocket.plan.unswept import unswept
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Decision
 from hocket.settings.effects import effect_of
@@ -55,6 +56,7 @@ class Settings(Config):
         return self.mesh.dp * self.train.microbatches * self.train.sequences
 
 
+@unswept()
 def resolve(
     config: Config,
     host: Host | None = None,

@@ -18,6 +18,7 @@ from hocket.plan.cost import CostTable, Hardware
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
+from hocket.plan.unswept import unswept
 from hocket.planning import program_of
 from hocket.resolve import Settings
 from hocket.searching import steady
@@ -42,6 +43,7 @@ class Step:
     """The most bytes that each pipeline rank holds."""
 
 
+@unswept()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
     hardware = hardware_of(settings)

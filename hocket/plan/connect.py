@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,10 +57,13 @@ def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple
 
 def free(ranks: Sequence[Sequence[Op]], layout: Layout) -> tuple[tuple[Op, ...], ...]:
     """The connected ops of all ranks with `frees` filled in, and with what has to be known for that."""
-    found = [_rank(ops, meanings(layout, rank)) for rank, ops in enumerate(ranks)]
-    if layout.pp > 1:
-        _acknowledge(found, layout)
-    return tuple(_freed(rank) for rank in found)
+    arrivals = _Arrivals(ranks, layout)
+    return tuple(_freed(_rank(ops, layout, rank, arrivals)) for rank, ops in enumerate(ranks))
+
+
+def free_one(ranks: Sequence[Sequence[Op]], layout: Layout, rank: int) -> tuple[Op, ...]:
+    """The same of one rank."""
+    return _freed(_rank(ranks[rank], layout, rank, _Arrivals(ranks, layout)))
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,10 @@ class _Rank:
     deps: list[tuple[int, ...]]
     readers: dict[int, list[int]]
 
-    def wait(self, position: int, other: int) -> None:
-        """Have an op come after another one, too."""
-        self.deps[position] = _latest_per_lane(self.lanes, position, [*self.deps[position], other])
 
-
-def _rank(ops: Sequence[Op], known: Meanings) -> _Rank:
+def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> _Rank:
+    """With acknowledgments: see Note: [What comes back acknowledges what was sent]."""
+    known = meanings(layout, rank)
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
     readers: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
@@ -85,7 +86,11 @@ def _rank(ops: Sequence[Op], known: Meanings) -> _Rank:
         for name in known.of(op).reads:
             readers[there[name]].append(i)
         there[op.verb, op.part, op.chunk, op.layer] = i
-    return _Rank(ops, [op.lane for op in ops], [op.deps for op in ops], readers)
+    lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
+    for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
+        first = readers[received][0]
+        deps[first] = _latest_per_lane(lanes, first, [*deps[first], sent])
+    return _Rank(ops, lanes, deps, readers)
 
 
 def _freed(rank: _Rank) -> tuple[Op, ...]:
@@ -96,27 +101,50 @@ def _freed(rank: _Rank) -> tuple[Op, ...]:
     )
 
 
-def _acknowledge(ranks: list[_Rank], layout: Layout) -> None:
-    """Have the first reader of a received value wait for the latest send known to be done: see
-    Note: [What comes back acknowledges what was sent].
-    """
-    where = [{op.key: i for i, op in enumerate(rank.ops) if op.verb in ("send", "recv")} for rank in ranks]
-    known = [{lane: known_done(rank.lanes, rank.deps, lane) for lane in ("recv_act", "recv_grad")} for rank in ranks]
-    received: dict[tuple[int, Lane, int], list[int]] = defaultdict(list)  # (rank, lane, source) -> positions
-    for r, rank in enumerate(ranks):
-        for i, op in enumerate(rank.ops):
-            if op.verb == "recv":
-                received[r, op.lane, layout.peer(op, r)[0]].append(i)
-    for r, rank in enumerate(ranks):
-        for i, op in enumerate(rank.ops):
+class _Arrivals:
+    """What has come to each rank by the time that it sends something."""
+
+    def __init__(self, ranks: Sequence[Sequence[Op]], layout: Layout) -> None:
+        self._ranks, self._layout = ranks, layout
+        self._found: dict[tuple[int, Lane], list[int]] = {}
+        self._where: dict[int, dict[Key, int]] = {}
+        self._received: dict[int, dict[tuple[Lane, int], list[int]]] = {}
+
+    def acknowledged_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """(receive, send) of a rank, by position: what is received shows that this send, the latest so far, is done."""
+        for position, op in enumerate(self._ranks[rank]):
             if op.verb != "recv":
                 continue
-            peer, key = layout.peer(op, r)
+            peer, key = self._layout.peer(op, rank)
             lane: Lane = "recv_grad" if op.part == "act" else "recv_act"
-            arrived = bisect_right(received[peer, lane, r], known[peer][lane][where[peer][key]])
+            received = self._of(peer)[lane, rank]
+            arrived = bisect_right(received, self._known(peer, lane)[self._transfers(peer)[key]])
             if arrived:
-                _, sent = layout.peer(ranks[peer].ops[received[peer, lane, r][arrived - 1]], peer)
-                rank.wait(rank.readers[i][0], where[r][sent])
+                _, sent = self._layout.peer(self._ranks[peer][received[arrived - 1]], peer)
+                yield position, self._transfers(rank)[sent]
+
+    def _known(self, rank: int, lane: Lane) -> list[int]:
+        if (rank, lane) not in self._found:
+            ops = self._ranks[rank]
+            self._found[rank, lane] = known_done([op.lane for op in ops], [op.deps for op in ops], lane)
+        return self._found[rank, lane]
+
+    def _transfers(self, rank: int) -> dict[Key, int]:
+        """Positions of sends and receives."""
+        if rank not in self._where:
+            ops = enumerate(self._ranks[rank])
+            self._where[rank] = {op.key: i for i, op in ops if op.verb in ("send", "recv")}
+        return self._where[rank]
+
+    def _of(self, rank: int) -> dict[tuple[Lane, int], list[int]]:
+        """(lane, source) -> positions of a rank's receives."""
+        if rank not in self._received:
+            found = self._received[rank] = defaultdict(list)
+            for i in self._transfers(rank).values():
+                op = self._ranks[rank][i]
+                if op.verb == "recv":
+                    found[op.lane, self._layout.peer(op, rank)[0]].append(i)
+        return self._received[rank]
 
 
 def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import Config
-from hocket.plan.connect import connect, free
+from hocket.plan.connect import connect, free, free_one
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -67,9 +67,10 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
     return replace(program, notes=tuple(notes))
 
 
-def freed(program: Program) -> Program:
-    """The same as if it had been built with `frees`."""
-    return replace(program, ranks=free(program.ranks, program.layout))
+def freed(program: Program, rank: int) -> Program:
+    """The same, but for one rank as if it had been built with `frees`."""
+    ops = free_one(program.ranks, program.layout, rank)
+    return replace(program, ranks=(*program.ranks[:rank], ops, *program.ranks[rank + 1 :]))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:

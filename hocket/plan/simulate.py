@@ -87,32 +87,38 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
     Raises ValueError if the program cannot finish, naming the ops at which it stops.
     """
     starts, ends = schedule(program, _durations(program, costs), friction)
-    spans: list[tuple[Span, ...]] = []
-    first = 0
-    for rank, ops in enumerate(program.ranks):
-        spans.append(tuple(Span(rank, p, starts[first + p], ends[first + p]) for p in range(len(ops))))
-        first += len(ops)
+    spans = [spans_of(program, rank, starts, ends) for rank in range(len(program.ranks))]
     last = max(ends, default=0)
     ranks = tuple(
-        _usage(ops, row, last, costs.fixed_bytes(program, rank) + _peak_values(program, rank, row, costs))
+        _usage(ops, row, last, peak_bytes(program, rank, row, costs))
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
     return Timeline(tuple(spans), last, _with_inner(ranks, program, costs))
 
 
+def spans_of(program: Program, rank: int, starts: Sequence[Time], ends: Sequence[Time]) -> tuple[Span, ...]:
+    """The spans of one rank's ops, of times that are numbered through all ranks."""
+    first, count = sum(map(len, program.ranks[:rank])), len(program.ranks[rank])
+    return tuple(Span(rank, p, starts[first + p], ends[first + p]) for p in range(count))
+
+
 def makespan(program: Program, costs: Costs) -> Time:
     """The time of one step alone, which takes a third of the work."""
-    return max(schedule(program, _durations(program, costs), NO_FRICTION)[1], default=0)
+    return max(times(program, costs)[1], default=0)
 
 
-def quiet_end(program: Program, costs: Costs, rank: int) -> tuple[Time, Time]:
-    """The time of one step, and for how long at its end a rank has nothing left to compute while others have."""
-    ends = schedule(program, _durations(program, costs), NO_FRICTION)[1]
+def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
+    """Starts and ends of all ops, numbered through all ranks."""
+    return schedule(program, _durations(program, costs), NO_FRICTION)
+
+
+def quiet_end(program: Program, ends: Sequence[Time], rank: int) -> Time:
+    """For how long at the end of a step a rank has nothing left to compute while others have; ends as of `times`."""
     last: list[Time] = [0] * len(program.ranks)
     for number, (where, _, op) in enumerate(program):
         if op.lane == "compute" and op.verb != "step":
             last[where] = max(last[where], ends[number])
-    return max(ends, default=0), max(last) - last[rank]
+    return max(last) - last[rank]
 
 
 def _durations(program: Program, costs: Costs) -> list[Time]:
@@ -159,8 +165,8 @@ def _with_inner(ranks: tuple[Usage, ...], program: Program, costs: Costs) -> tup
     )
 
 
-def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:
-    """The most bytes of values, saved state and reduced gradients that a rank holds at one moment.
+def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:
+    """The most bytes that a rank holds at one moment: what it always holds, values, saved state, reduced gradients.
 
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
@@ -193,4 +199,4 @@ def _peak_values(program: Program, rank: int, spans: Sequence[Span], costs: Cost
     for _, change in changes:
         held += change
         peak = max(peak, held)
-    return peak
+    return costs.fixed_bytes(program, rank) + peak

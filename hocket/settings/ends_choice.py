@@ -15,7 +15,7 @@ from hocket.config import Config, Switch
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import group_of, has_pairs
-from hocket.settings.predicted import Trials, enough_microbatches, fits, gib, memory_of
+from hocket.settings.predicted import Trials, enough_microbatches, gib, memory_of
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
@@ -56,8 +56,8 @@ def _simulated(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if merged >= usual:
         return "off", f"{count} microbatches would take {after} instead of {before}"
     memory = memory_of(c, host)
-    if memory and not fits(held := trials.step(on).nbytes, memory):
-        return "off", f"one more activation in flight, {gib(held)} of {gib(memory)} in all, does not fit"
+    if memory and not (step := trials.step(on)).fits(memory):
+        return "off", f"one more activation in flight, {gib(step.nbytes)} of {gib(memory)} in all, does not fit"
     return (
         "on",
         f"hides the all-to-alls at the start and the end: {count} microbatches take {after} instead of {before}",

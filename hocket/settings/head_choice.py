@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.plan.cost import CostTable
-from hocket.plan.hops import activation
+from hocket.plan.held import at_most
 from hocket.plan.ops import Op, Program
-from hocket.plan.simulate import quiet_end
+from hocket.plan.simulate import makespan, quiet_end
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches
@@ -50,18 +49,19 @@ def _simulated(c: Config, host: Host, trials: Trials) -> tuple[int, str]:
     plain = trials.program(c, count)
     rank, _ = plain.layout.owner(plain.layout.stages - 1)
     one = float(costs.seconds(rank, Op("wgrad", "head")))
-    before, quiet = (float(value) for value in quiet_end(plain, costs, rank))
+    ends = trials.times(c, count)[1]
+    before, quiet = float(max(ends)), float(quiet_end(plain, ends, rank))
     if quiet <= 0 or not one:
         return 0, "the rank of the head computes until the end"
     wanted = min(count, math.ceil(quiet / one))
-    after = float(quiet_end(moved(plain, rank, wanted), costs, rank)[0])
+    after = float(makespan(moved(plain, rank, wanted), costs))
     if after > _WORTH * before:
         return 0, f"{count} microbatches would take {duration(after)} instead of {duration(before)}"
     fitting = _fitting(c, trials, plain, wanted, room(memory_of(c, host)))
     if not fitting:
         return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"
     if fitting < wanted:
-        after = float(quiet_end(moved(plain, rank, fitting), costs, rank)[0])
+        after = float(makespan(moved(plain, rank, fitting), costs))
     less = "" if fitting == wanted else f"; for {wanted}, for which there is time, there is no memory"
     return fitting, (
         f"its rank is done {duration(quiet)} before the last: {count} microbatches take {duration(after)} instead of "
@@ -88,17 +88,8 @@ def _fitting(c: Config, trials: Trials, plain: Program, wanted: int, memory: int
     costs, (rank, _) = trials.costs(c), plain.layout.owner(plain.layout.stages - 1)
     each = costs.saved_bytes(rank, Op("bwd", "head"))
     # What lies beside steps, as what a validation keeps, is less than what they hold themselves.
-    if not memory or not each or 2 * _at_most(costs, rank, plain) + wanted * each < memory:
+    if not memory or not each or 2 * at_most(plain, costs, rank, wanted) < memory:
         return wanted
     late = changed(c, {_HEAD: wanted})
-    missing = trials.peaks(late, plain.microbatches)[rank] + beside_steps(c, plain, costs) - memory
+    missing = trials.peak(late, plain.microbatches, rank) + beside_steps(c, plain, costs) - memory
     return wanted if missing <= 0 else max(0, wanted - math.ceil(missing / each))
-
-
-def _at_most(costs: CostTable, rank: int, program: Program) -> int:
-    """More bytes than a rank ever holds, without a simulation: all that is in flight at the largest chunk's size."""
-    layout = program.layout
-    chunk = max(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
-    grads = {(op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
-    held = sum(costs.grad_bytes(rank, op) for op in grads.values())
-    return costs.fixed_bytes(program, rank) + (program.in_flight[rank] + 1) * chunk + held

@@ -16,13 +16,15 @@ from hocket.machine import hardware_of
 from hocket.parallel.capacity import rows_allowed
 from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_forward, build_program, freed
+from hocket.plan.held import at_least, at_most
+from hocket.plan.lower import build_forward, build_program, choose_order, freed
 from hocket.plan.ops import Layout, Program
-from hocket.plan.schedule import cost_key
+from hocket.plan.pipeline import in_flight
+from hocket.plan.schedule import Time, cost_key
 from hocket.plan.shard import Sharding
-from hocket.plan.simulate import makespan, simulate
+from hocket.plan.simulate import peak_bytes, simulate, spans_of, times
 from hocket.settings.leaves import changed, leaf
-from hocket.settings.plan_rules import few_microbatches, group_of
+from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
 
 Price = Callable[[Config], CostTable]
@@ -68,8 +70,8 @@ class Trials:
         """Costs that differ."""
         self._table_of: dict[Config, int] = {}
         self._programs: dict[_Plan, Program] = {}
-        self._seconds: dict[tuple[_Plan, int], float] = {}
-        self._peaks: dict[tuple[_Plan, int], tuple[int, ...]] = {}
+        self._times: dict[tuple[_Plan, int], tuple[list[Time], list[Time]]] = {}
+        self._peaks: dict[tuple[_Plan, int, int], int] = {}
 
     def costs(self, c: Config) -> CostTable:
         """What ops cost."""
@@ -79,19 +81,24 @@ class Trials:
         """A step, without what is dropped where."""
         return self._built(_plan(c, microbatches))
 
+    def times(self, c: Config, microbatches: int) -> tuple[list[Time], list[Time]]:
+        """Starts and ends of a step's ops, numbered through all ranks."""
+        key = plan, table = _plan(c, microbatches), self._table(c)
+        if key not in self._times:
+            self._times[key] = times(self._built(plan), self._tables[table])
+        return self._times[key]
+
     def seconds(self, c: Config, microbatches: int) -> float:
         """How long a step takes."""
-        key = plan, table = _plan(c, microbatches), self._table(c)
-        if key not in self._seconds:
-            self._seconds[key] = float(makespan(self._built(plan), self._tables[table]))
-        return self._seconds[key]
+        return float(max(self.times(c, microbatches)[1]))
 
-    def peaks(self, c: Config, microbatches: int) -> tuple[int, ...]:
-        """The most bytes that each rank holds in a step, without what lies beside steps."""
-        key = plan, table = _plan(c, microbatches), self._table(c)
+    def peak(self, c: Config, microbatches: int, rank: int) -> int:
+        """The most bytes that a rank holds in a step, without what lies beside steps."""
+        key = plan, table, _ = _plan(c, microbatches), self._table(c), rank
         if key not in self._peaks:
-            timeline = simulate(freed(self._built(plan)), self._tables[table])
-            self._peaks[key] = tuple(use.peak_bytes for use in timeline.ranks)
+            program = freed(self._built(plan), rank)
+            spans = spans_of(program, rank, *self.times(c, microbatches))
+            self._peaks[key] = peak_bytes(program, rank, spans, self._tables[table])
         return self._peaks[key]
 
     def step(self, c: Config) -> Predicted:
@@ -146,9 +153,22 @@ class Predicted:
     @cached_property
     def nbytes(self) -> int:
         """Memory."""
-        peaks = self._trials.peaks(self._config, self.microbatches)
-        program, costs = self._trials.program(self._config, self.microbatches), self._trials.costs(self._config)
-        return max(peaks) + beside_steps(self._config, program, costs)
+        peak, bounds = 0, self._bounds
+        for rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
+            if bounds[rank] > peak or separate_wgrads(self._config):
+                peak = max(peak, self._trials.peak(self._config, self.microbatches, rank))
+        return peak + beside_steps(self._config, self._program, self._trials.costs(self._config))
+
+    def fits(self, memory: int) -> bool:
+        """Whether ranks of so much memory can hold it; without the simulation, where bounds suffice."""
+        c, costs = self._config, self._trials.costs(self._config)
+        order, _ = choose_order(layout_of(c), self.microbatches, c)
+        if at_least(layout_of(c), [in_flight(steps) for steps in order], costs) > room(memory):
+            return False
+        held = _arrivals(c) + max(self._bounds.values())
+        if c.plan.graphs == "on":  # what a validation keeps is less than what a step does
+            held += max(bound - costs.fixed_bytes(self._program, rank) for rank, bound in self._bounds.items())
+        return (held <= room(memory) and not separate_wgrads(c)) or fits(self.nbytes, memory)
 
     @cached_property
     def moved(self) -> int:
@@ -163,6 +183,13 @@ class Predicted:
     def ops(self) -> int:
         """What a host issues."""
         return max(map(len, self._program.ranks))
+
+    @cached_property
+    def _bounds(self) -> dict[int, int]:
+        """Rank -> more than it holds, if weight gradients have no steps of their own."""
+        late, costs = self._config.overlap.pp.defer_head, self._trials.costs(self._config)
+        late = 0 if late == "auto" else late if late >= 0 else self.microbatches
+        return {rank: at_most(self._program, costs, rank, late) for rank in range(self._config.mesh.pp)}
 
     @property
     def _program(self) -> Program:

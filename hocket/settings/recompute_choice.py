@@ -1,7 +1,8 @@
 """How `plan.recompute` is chosen where it is `auto`: as little as makes the step fit into memory.
 
 Forwards that run once more cost time and hide nothing but all-to-alls that would be exposed, so nothing is recomputed
-where everything fits. Else all sets of parts are simulated, and of those that fit the shortest step wins.
+where everything fits. Else sets of parts are simulated, and of those that fit the shortest step wins. More parts than
+those of a set that fits only take longer; all parts need the least memory.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ def choose_recompute(c: Config, host: Host, trials: Trials) -> Iterator[tuple[st
         yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
         return
     steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in _sets(c)}
-    fitting = [parts for parts, step in steps.items() if fits(step.nbytes, memory)]
-    best = min(fitting, key=lambda p: steps[p].seconds) if fitting else min(steps, key=lambda p: steps[p].nbytes)
+    fitting: list[tuple[Recomputable, ...]] = []
+    for parts, step in steps.items():
+        if not any(set(fewer) < set(parts) for fewer in fitting) and step.fits(memory):
+            fitting.append(parts)
+    best = min(fitting, key=lambda parts: steps[parts].seconds) if fitting else max(steps, key=len)
     longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
     short = "" if fitting else "; that is the least, and does not fit either"
     yield (

@@ -18,7 +18,7 @@ from hocket.parallel.stages import layout_of
 from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, show
-from hocket.settings.predicted import Predicted, Trials, fits, gib, memory_of
+from hocket.settings.predicted import Predicted, Trials, gib, memory_of
 from hocket.settings.rule import Host
 
 Split = tuple[int, ...]
@@ -60,7 +60,7 @@ def _chosen(c: Config, memory: int, trials: Trials, splits: list[Split]) -> tupl
             times += f", and {count} microbatches take {duration(step.seconds)} instead of {duration(usual)}"
             if step.seconds > (1 - _WORTH) * usual:
                 return (), f"uneven stages bring nothing: {times}{too_large}"
-        if not memory or fits(step.nbytes, memory) or step.nbytes <= _step(c, (), trials).nbytes:
+        if not memory or step.fits(memory) or step.nbytes <= _step(c, (), trials).nbytes:
             return split, f"embedding and head take as long as layers; so {times}{too_large}"
         too_large = too_large or f"; {show(split)} would need {gib(step.nbytes)} of {gib(memory)}"
     return (), f"no uneven stages fit into memory{too_large}"

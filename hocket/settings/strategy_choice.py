@@ -16,7 +16,7 @@ from hocket.machine import hardware_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import shares_units
-from hocket.settings.predicted import Predicted, Trials, fits, gib, memory_of
+from hocket.settings.predicted import Predicted, Trials, gib, memory_of
 from hocket.settings.rule import Host
 
 _SETTING = "overlap.dp.strategy"
@@ -39,12 +39,14 @@ def _chosen(c: Config, memory: int, trials: Trials) -> tuple[Strategy, str]:
         return _LEAST, f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
     steps: dict[Strategy, Predicted] = {s: trials.step(changed(c, {_SETTING: s})) for s in get_args(Strategy)}
     least = steps[_LEAST]
-    fitting = {name: step for name, step in steps.items() if fits(step.nbytes, memory)}
+    fitting = {name: step for name, step in steps.items() if step.fits(memory)}
     if not fitting:
         return _LEAST, f"{gib(least.nbytes)} of {gib(memory)} are needed, and the others need more"
     shortest = min(step.seconds for step in fitting.values())
     short = {name: step for name, step in fitting.items() if step.seconds <= (1 + _SAME) * shortest}
-    best = min(short, key=lambda name: (short[name].moved, short[name].nbytes))
+    fewest = min(step.moved for step in short.values())
+    sparing = [name for name, step in short.items() if step.moved == fewest]
+    best = min(sparing, key=lambda name: short[name].nbytes) if len(sparing) > 1 else sparing[0]
     return best, _reason(best, steps[best], least, memory)
 
 

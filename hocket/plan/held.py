@@ -1,0 +1,56 @@
+"""How much ranks hold in a step, without a simulation: two bounds of `simulate.peak_bytes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hocket.plan.cost import CostTable
+from hocket.plan.hops import activation
+from hocket.plan.ops import Layout, Op, Program
+
+
+def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
+    """Fewer bytes than some rank holds: its main weights, and chunks that have run forward and not backward.
+
+    `in_flight` is a program's, which need not be built.
+    """
+    held = 0
+    for rank, count in enumerate(in_flight):
+        smallest = min(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
+        state = costs.state_bytes[rank] if costs.state_bytes else 0
+        held = max(held, state + (count - 1) * smallest)
+    return held
+
+
+def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> int:
+    """More bytes than a rank holds, if weight gradients have no steps of their own; `late_heads` are those at the end.
+
+    All that is in flight and one chunk more, at the largest chunk's size, with all that a chunk gets from other ranks;
+    whatever two chunks have besides; and all gradients.
+    """
+    layout = program.layout
+    grads = {(op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
+    kept = rest = 0
+    for chunk in range(layout.chunks):
+        ops = _ops(layout, rank, chunk)
+        values = {op: costs.output_bytes(rank, op) for op in ops}
+        received = sum(values[op] for op in ops if op.verb == "recv" or op.part in ("dispatch", "combine", "embed"))
+        kept = max(kept, activation(layout, costs, rank, chunk) + received)
+        saved = (costs.saved_bytes(rank, op) for op in ops if op.verb == "bwd" or op.part == "head")
+        rest = max(rest, sum(saved) + sum(values.values()))
+    return (
+        costs.fixed_bytes(program, rank)
+        + (program.in_flight[rank] + 1) * kept
+        + 2 * rest
+        + late_heads * costs.saved_bytes(rank, Op("bwd", "head"))
+        + sum(costs.grad_bytes(rank, op) for op in grads.values())
+    )
+
+
+def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
+    """What runs forward and backward for a microbatch of a chunk."""
+    parts = [(part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)]
+    parts += [("embed", -1)] if layout.is_first(rank, chunk) else []
+    parts += [("head", -1)] if layout.is_last(rank, chunk) else []
+    both = [Op(verb, part, 0, chunk, layer) for part, layer in parts for verb in ("fwd", "bwd")]
+    return [*both, Op("recv", "act", 0, chunk), Op("recv", "grad", 0, chunk)]
