@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import activation
-from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.ops import Layout, Op, Part, Program
+
+_RECEIVED = ("act", "grad", "embed", "dispatch", "combine")
+"""What a chunk starts from, and what it gets from other ranks: these values may live until its backward."""
 
 
 def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
@@ -34,7 +37,7 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
     for chunk in range(layout.chunks):
         ops = _ops(layout, rank, chunk)
         values = {op: costs.output_bytes(rank, op) for op in ops}
-        received = sum(values[op] for op in ops if op.verb == "recv" or op.part in ("dispatch", "combine", "embed"))
+        received = sum(values[op] for op in ops if op.verb != "bwd" and op.part in _RECEIVED)
         kept = max(kept, activation(layout, costs, rank, chunk) + received)
         saved = (costs.saved_bytes(rank, op) for op in ops if op.verb == "bwd" or op.part == "head")
         rest = max(rest, sum(saved) + sum(values.values()))
@@ -49,7 +52,9 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
 
 def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
     """What runs forward and backward for a microbatch of a chunk."""
-    parts = [(part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)]
+    parts: list[tuple[Part, int]] = [
+        (part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)
+    ]
     parts += [("embed", -1)] if layout.is_first(rank, chunk) else []
     parts += [("head", -1)] if layout.is_last(rank, chunk) else []
     both = [Op(verb, part, 0, chunk, layer) for part, layer in parts for verb in ("fwd", "bwd")]

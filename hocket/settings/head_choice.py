@@ -19,8 +19,8 @@ from hocket.plan.ops import Op, Program
 from hocket.plan.simulate import makespan, quiet_end
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.plan_rules import few_microbatches
-from hocket.settings.predicted import Trials, beside_steps, memory_of, room
+from hocket.settings.plan_rules import few_microbatches, separate_wgrads
+from hocket.settings.predicted import Trials, memory_of, room
 from hocket.settings.rule import Host
 
 _HEAD = "overlap.pp.defer_head"
@@ -87,9 +87,10 @@ def _fitting(c: Config, trials: Trials, plain: Program, wanted: int, memory: int
     """How many of these weight gradients leave a step that fits into so many bytes, 0 for any; 0 if none does."""
     costs, (rank, _) = trials.costs(c), plain.layout.owner(plain.layout.stages - 1)
     each = costs.saved_bytes(rank, Op("bwd", "head"))
-    # What lies beside steps, as what a validation keeps, is less than what they hold themselves.
-    if not memory or not each or 2 * at_most(plain, costs, rank, wanted) < memory:
+    if not memory or not each:
         return wanted
-    late = changed(c, {_HEAD: wanted})
-    missing = trials.peak(late, plain.microbatches, rank) + beside_steps(c, plain, costs) - memory
+    beside = trials.beside(c, plain.microbatches)
+    if at_most(plain, costs, rank, wanted) + beside <= memory and not separate_wgrads(c):
+        return wanted
+    missing = trials.peak(changed(c, {_HEAD: wanted}), plain.microbatches, rank) + beside - memory
     return wanted if missing <= 0 else max(0, wanted - math.ceil(missing / each))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
+from typing import Any
 
 from hocket.config import Config
 from hocket.machine import hardware_of
@@ -72,6 +73,7 @@ class Trials:
         self._programs: dict[_Plan, Program] = {}
         self._times: dict[tuple[_Plan, int], tuple[list[Time], list[Time]]] = {}
         self._peaks: dict[tuple[_Plan, int, int], int] = {}
+        self._validations: dict[tuple[Any, ...], int] = {}
 
     def costs(self, c: Config) -> CostTable:
         """What ops cost."""
@@ -100,6 +102,22 @@ class Trials:
             spans = spans_of(program, rank, *self.times(c, microbatches))
             self._peaks[key] = peak_bytes(program, rank, spans, self._tables[table])
         return self._peaks[key]
+
+    def beside(self, c: Config, microbatches: int) -> int:
+        """Bytes that a rank holds beside what the simulator counts of a step."""
+        validates = c.plan.graphs == "on" and c.train.eval_batches
+        return _arrivals(c) + (self._validation(c, microbatches) if validates else 0)
+
+    def _validation(self, c: Config, microbatches: int) -> int:
+        """Bytes of values that a validation holds in the slots of a step."""
+        plan, table = _plan(c, microbatches), self._table(c)
+        program, costs = self._built(plan), self._tables[table]
+        key = (*plan[:3], table, c.overlap.dp.prefetch, *program.weight_slots.items())
+        if key not in self._validations:
+            forward = build_forward(program, c, sharding_of(c))
+            ranks = enumerate(simulate(forward, costs).ranks)
+            self._validations[key] = max(use.peak_bytes - costs.fixed_bytes(forward, rank) for rank, use in ranks)
+        return self._validations[key]
 
     def step(self, c: Config) -> Predicted:
         """A step of a few microbatches."""
@@ -157,7 +175,7 @@ class Predicted:
         for rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
             if bounds[rank] > peak or separate_wgrads(self._config):
                 peak = max(peak, self._trials.peak(self._config, self.microbatches, rank))
-        return peak + beside_steps(self._config, self._program, self._trials.costs(self._config))
+        return peak + self._trials.beside(self._config, self.microbatches)
 
     def fits(self, memory: int) -> bool:
         """Whether ranks of so much memory can hold it; without the simulation, where bounds suffice."""
@@ -165,9 +183,7 @@ class Predicted:
         order, _ = choose_order(layout_of(c), self.microbatches, c)
         if at_least(layout_of(c), [in_flight(steps) for steps in order], costs) > room(memory):
             return False
-        held = _arrivals(c) + max(self._bounds.values())
-        if c.plan.graphs == "on":  # what a validation keeps is less than what a step does
-            held += max(bound - costs.fixed_bytes(self._program, rank) for rank, bound in self._bounds.items())
+        held = max(self._bounds.values()) + self._trials.beside(c, self.microbatches)
         return (held <= room(memory) and not separate_wgrads(c)) or fits(self.nbytes, memory)
 
     @cached_property
@@ -196,11 +212,6 @@ class Predicted:
         return self._trials.program(self._config, self.microbatches)
 
 
-def beside_steps(c: Config, program: Program, costs: CostTable) -> int:
-    """Bytes that a rank holds beside what the simulator counts of a step."""
-    return _arrivals(c) + _beside_a_graph(c, program, costs)
-
-
 def enough_microbatches(c: Config) -> int:
     """Microbatches of a simulated step. After two groups a rank has held as much as it ever does."""
     return min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
@@ -210,15 +221,6 @@ def _arrivals(c: Config) -> int:
     """Bytes of the two buffers in which rows arrive that no host counts."""
     placed = c.overlap.ep.splits == "device" and c.mesh.ep > 1
     return 2 * rows_allowed(c) * c.model.hidden * c.element_bytes if placed else 0
-
-
-def _beside_a_graph(c: Config, program: Program, costs: CostTable) -> int:
-    """Bytes that cannot lie in a graph's memory."""
-    if c.plan.graphs != "on" or not c.train.eval_batches:
-        return 0
-    forward = build_forward(program, c, sharding_of(c))
-    ranks = enumerate(simulate(forward, costs).ranks)
-    return max(use.peak_bytes - costs.fixed_bytes(forward, rank) for rank, use in ranks)
 
 
 def memory_of(c: Config, host: Host) -> int:
