@@ -408,7 +408,10 @@ class Engine:
             self._graphed.drop()
 
     def abort(self) -> None:
-        """After an exception inside a step: forget what it left behind. Weights and optimizer state stay."""
+        """After an exception inside a step: forget what it left behind. Weights and optimizer state stay.
+
+        All ranks do this at the same point: what one has sent and another never asked for cannot be taken back.
+        """
         self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
         self.forget_graph()
         if self._room is not None:

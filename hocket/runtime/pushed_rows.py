@@ -56,7 +56,11 @@ class Pushes:
         self._exchanges = self._counted = 0
 
     def all_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's `counts` (P, ...), int64: (P, P, ...). Overwritten by the exchange of counts after the next."""
+        """Every rank's `counts` (P, ...), int64: (P, P, ...). Overwritten by the exchange of counts after the next.
+
+        At most two microbatches exchange rows at a time, in turns, and a microbatch comes to its next exchange of
+        counts behind its experts, on all ranks. So by then nobody reads them any more.
+        """
         from hocket.kernels.exchange import push_counts
 
         turn = self._counted % 2
