@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from hocket.fsdp.module_unit import Lease, Unit
 from hocket.fsdp.order import Order
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
+from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.comm import Window
 from hocket.runtime.queue import History, Queue, Ticket
@@ -38,24 +38,6 @@ def _queue(name: str, device: torch.device) -> Queue:
     if (name, device) not in _queues:
         _queues[name, device] = Queue(name, device)
     return _queues[name, device]
-
-
-@dataclass(frozen=True)
-class ShardStats:
-    """Counters since the start, and sizes in bytes."""
-
-    gathers: int
-    reduces: int
-    surprises: int
-    """How often a unit was needed that was not expected next; its gather is then exposed."""
-    exceeded: int
-    """How often more units were in use together than the prefetch allows for."""
-    shard_bytes: int
-    """Weights and gradients that this rank keeps."""
-    full_bytes: int
-    """Gathered weights at this moment, or the fixed slots."""
-    staging_bytes: int
-    """Gradients on their way, at most so far."""
 
 
 class ShardContext:
@@ -406,18 +388,9 @@ class ShardContext:
 
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
-        groups = [group for unit in self.units for group in unit.groups]
         orders = self._forward_order.surprises + self._backward_order.surprises
-        dynamic = sum(b.nbytes for unit in self.units for b in unit.full.values() if not b.is_fixed and b.allocated)
-        return ShardStats(
-            gathers=sum(unit.gathers for unit in self.units),
-            reduces=sum(unit.reduces for unit in self.units),
-            surprises=orders,
-            exceeded=self._residency.exceeded if isinstance(self._residency, Budget) else 0,
-            shard_bytes=sum(group.nbytes for group in groups),
-            full_bytes=dynamic + self._fixed_bytes,
-            staging_bytes=sum(ring.nbytes for ring in set(self._staging.values())),
-        )
+        exceeded = self._residency.exceeded if isinstance(self._residency, Budget) else 0
+        return stats_of(self.units, set(self._staging.values()), self._fixed_bytes, orders, exceeded)
 
     def _look_ahead(self, order: Order[Unit]) -> None:
         """Start the gathers of the units that come next, as far as there is room."""

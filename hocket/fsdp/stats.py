@@ -1,0 +1,43 @@
+"""What the units of a sharded model have done and what they take: `ShardContext.stats()`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hocket.fsdp.buffers import Staging
+from hocket.fsdp.module_unit import Unit
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """Counters since the start, and sizes in bytes."""
+
+    gathers: int
+    reduces: int
+    surprises: int
+    """How often a unit was needed that was not expected next; its gather is then exposed."""
+    exceeded: int
+    """How often more units were in use together than the prefetch allows for."""
+    shard_bytes: int
+    """Weights and gradients that this rank keeps."""
+    full_bytes: int
+    """Gathered weights at this moment, or the fixed slots."""
+    staging_bytes: int
+    """Gradients on their way, at most so far."""
+
+
+def stats_of(
+    units: Sequence[Unit], staging: Collection[Staging], fixed_bytes: int, surprises: int, exceeded: int
+) -> ShardStats:
+    """The statistics of some units. `fixed_bytes` are those of fixed slots."""
+    dynamic = sum(b.nbytes for unit in units for b in unit.full.values() if not b.is_fixed and b.allocated)
+    return ShardStats(
+        gathers=sum(unit.gathers for unit in units),
+        reduces=sum(unit.reduces for unit in units),
+        surprises=surprises,
+        exceeded=exceeded,
+        shard_bytes=sum(group.nbytes for unit in units for group in unit.groups),
+        full_bytes=dynamic + fixed_bytes,
+        staging_bytes=sum(one.nbytes for one in staging),
+    )
