@@ -112,7 +112,7 @@ def has_place(op: Op, layout: Layout) -> bool:
     """Whether an op's chunk and layer exist, and its unit if it works on one."""
     if op.verb in ("gather", "release", "add", "reduce", "update") and op.part not in UNITS:
         return False
-    return op.verb == "step" or (0 <= op.chunk < layout.chunks and op.layer < len(layout.kinds))
+    return op.verb == "step" or (0 <= op.chunk < layout.chunks and -1 <= op.layer < len(layout.kinds))
 
 
 def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Facts:

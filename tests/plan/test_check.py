@@ -348,7 +348,7 @@ EDITS: dict[str, tuple] = {
     "part": get_args(Part),
     "microbatch": (-1, 0, 1, 2, 9),
     "chunk": (-1, 0, 1, 7),
-    "layer": (-1, 0, 1, 2, 3, 99),
+    "layer": (-99, -1, 0, 1, 2, 3, 99),
     "lane": LANES,
     "slot": (-1, 0, 1, 2, 9),
 }
