@@ -27,11 +27,13 @@ PATIENCE = 20.0
 
 
 def run(command: list[str], seconds: float | None) -> int:
-    """Run pytest, interrupted after so many seconds. Returns its status."""
+    """Run pytest, interrupted after so many seconds, or when this process is asked to end. Returns its status."""
+    for asked in (signal.SIGTERM, signal.SIGINT):  # what a shell starts in the background ignores the latter
+        signal.signal(asked, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait(seconds)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.send_signal(signal.SIGINT)
     try:
         return process.wait(PATIENCE)

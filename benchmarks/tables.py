@@ -229,10 +229,16 @@ def trace_reading(result: Result) -> str:
 
 
 def gpu_tests(result: Result) -> str:
-    files: dict[str, list[str]] = {}
+    """Outcomes by file, and by commit where runs at several are in the result."""
+    files: dict[tuple[str, str], list[str]] = {}
     for name, test in result["tests"].items():
-        files.setdefault(name.split("::")[0].replace(".", "/") + ".py", []).append(test["outcome"])
-    rows = [[f"`{file}`", *(str(found.count(kind)) for kind in KINDS)] for file, found in sorted(files.items())]
+        file, commit = name.split("::")[0].replace(".", "/") + ".py", test.get("commit", result["commit"])
+        files.setdefault((file, commit), []).append(test["outcome"])
+    several = len({commit for _, commit in files}) > 1
+    rows = [
+        [f"`{file}`" + f" at `{commit}`" * several, *(str(found.count(kind)) for kind in KINDS)]
+        for (file, commit), found in sorted(files.items())
+    ]
     return table(["tests", *KINDS], rows)
 
 

@@ -10,7 +10,6 @@ and prints a table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -18,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fresh import answer, in_fresh_process, peak_mib
-from benchmarks.options import arguments
+from benchmarks.fresh import answer, in_fresh_process, options, peak_mib
 from hocket.trace import load, report
 
 SIZES = (10, 25, 50, 100, 200)
@@ -117,12 +115,9 @@ def measure(path: Path, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", type=Path, default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        answer(lambda: measure(options.one, options.repeats))
+    told = options(__doc__)
+    if told.one:
+        answer(lambda: measure(Path(told.one), told.repeats))
         return
     from benchmarks.record import write  # imports torch, which the measured processes don't
 
@@ -133,7 +128,7 @@ def main() -> None:
             path = Path(folder) / "trace.json"
             events = write_trace(path, size)
             megabytes = path.stat().st_size / 1e6
-            found = in_fresh_process("benchmarks.trace_reading", str(path), options.repeats)
+            found = in_fresh_process("benchmarks.trace_reading", str(path), told.repeats)
             rows.append({"size": size, "mb": megabytes, "events": events, **{k: round(v, 4) for k, v in found.items()}})
             row = rows[-1]
             print(
@@ -145,11 +140,11 @@ def main() -> None:
     print(f"{TARGET} MB: {seconds:.2f} s of 10 s, {target['peak_mib']:.0f} MiB of 2048 MiB")
     result = {
         "question": "How do time and memory of reading a trace and reporting on it grow with its size?",
-        "method": f"shortest of {options.repeats} CPU times on one core, one process per size; plain JSON",
+        "method": f"shortest of {told.repeats} CPU times on one core, one process per size; plain JSON",
         "target": {"mb": TARGET, "seconds": 10, "mib": 2048},
         "rows": rows,
     }
-    print(write("trace_reading", result, options.out, options.commit))
+    print(write("trace_reading", result, told.out, told.commit))
 
 
 if __name__ == "__main__":

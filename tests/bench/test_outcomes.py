@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu_tests import begin
 from benchmarks.outcomes import counted
 from benchmarks.record import ROOT
+from benchmarks.tables import gpu_tests
 
 FIRST = """
 import json, pathlib, pytest
@@ -66,6 +67,9 @@ def test_outcomes_stay_when_a_run_ends_early_and_the_next_one_continues(tmp_path
     assert [run["commit"] for run in found["origins"]] == ["one", "one", "two"]
     assert found["tests"]["test_some::test_passes"]["commit"] == "one"
     assert found["tests"]["test_some::test_skips"]["commit"] == "two"
+    shown = gpu_tests(found)
+    assert "| `test_some.py` at `one` | 4 | 0 | 0 |" in shown
+    assert "| `test_some.py` at `two` | 0 | 1 | 0 |" in shown
 
 
 def test_a_file_of_one_commit_can_be_continued_at_another(tmp_path: Path) -> None:
