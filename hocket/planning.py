@@ -10,7 +10,7 @@ from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import Hardware, Measurement
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
-from hocket.plan.schedule import NO_FRICTION
+from hocket.plan.schedule import NO_FRICTION, Friction
 from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
@@ -25,9 +25,14 @@ def program_of(settings: Settings) -> Program:
 
 
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
-    """When every op of the program would run on that hardware, with what was measured there where it is given."""
-    costs = costs_of(settings, hardware, measured)
-    return simulate(program, costs, measured.friction if measured is not None else NO_FRICTION)
+    """When every op of the program would run on that hardware, with what was measured there where it is given.
+
+    Recorded steps were issued op by op. In a replay no op waits for the host, so only contention is left of friction.
+    """
+    friction = measured.friction if measured is not None else NO_FRICTION
+    if settings.plan.graphs == "on":
+        friction = Friction(friction.contention)
+    return simulate(program, costs_of(settings, hardware, measured), friction)
 
 
 def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:

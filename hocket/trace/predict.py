@@ -27,6 +27,7 @@ from hocket.plan.schedule import CostKey, cost_key
 from hocket.plan.simulate import Timeline
 from hocket.planning import hardware_of
 from hocket.planning import predict as predict_step
+from hocket.settings.leaves import changed
 from hocket.trace.compare import middle_steps
 from hocket.trace.data import COMMUNICATION, Floats, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
 from hocket.trace.exposure import exposed, last_starts, waits
@@ -47,6 +48,7 @@ def predict(
     other reasons for longer compute. Raises ValueError if the traces don't say which run they are of.
     """
     settings, program = rebuilt(traces[0])
+    settings = changed(settings, {"plan.graphs": "off"})  # recorded ops have names, so they were issued one by one
     hardware = hardware_of(settings)
     timeline = predict_step(settings, program, hardware, costs)
     steps, ops = middle_steps(measured), all_plan_ops(traces, program)

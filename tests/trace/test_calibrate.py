@@ -15,10 +15,12 @@ from hocket.plan.schedule import Friction, Kind, Time, cost_key
 from hocket.plan.simulate import Timeline
 from hocket.planning import hardware_of, predict, program_of
 from hocket.resolve import Settings
+from hocket.settings.leaves import changed
 from hocket.trace.align import load
 from hocket.trace.calibrate import calibrate
 from hocket.trace.data import RankTrace
 from hocket.trace.exposure import report
+from hocket.trace.predict import predict as predict_trace
 from hocket.trace.rebuild import rebuilt
 from tests.trace.simulated import settings_for, traces_of
 
@@ -119,7 +121,7 @@ def test_the_host_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> None:
-    settings = settings_for(**PLANS[0], splits="device")
+    settings = settings_for(**PLANS[0], splits="device", graphs="off")
     friction = Friction(issue={("fwd", "attn", "moe"): 20e-6})
     program, timeline = simulated(settings, friction)
     measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
@@ -128,6 +130,22 @@ def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> N
     for costs in (measured, stops):
         again = predict(settings, program, hardware_of(settings), costs)
         assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_a_replay_does_not_wait_for_the_host_that_was_recorded(tmp_path: Path) -> None:
+    replayed = settings_for(**PLANS[0], splits="device", graphs="on")
+    op_by_op = changed(replayed, {"plan.graphs": "off"})
+    seconds = true_costs(replayed, Friction()).seconds
+    issue = {key: 1.2 * time for key, time in seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
+    late = Friction({"a2a": 0.2}, issue)
+    program, timeline = simulated(op_by_op, late)
+    traces = load(traces_of(replayed, timeline, tmp_path, late))
+    measured = calibrate(traces)
+    of_replay, of_ops = (predict(one, program, hardware_of(one), measured) for one in (replayed, op_by_op))
+    alone = replace(measured, friction=Friction(measured.friction.contention))
+    assert of_replay == predict(op_by_op, program, hardware_of(op_by_op), alone)
+    assert float(of_replay.makespan) < 0.95 * float(of_ops.makespan)
+    assert predict_trace(traces, report(traces), measured).ratio == pytest.approx(1, abs=0.02)  # which ran op by op
 
 
 def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Path) -> None:
