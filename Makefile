@@ -17,7 +17,7 @@ tool = if $(PY) -c "import $(1)" 2>/dev/null; then $(PY) -m $(1) $(2); else echo
 parallel = $$($(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint types test-gpu parity bench-plan docs-tables lock clean
+.PHONY: help setup train test lint types test-gpu parity docs-tables lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -51,9 +51,6 @@ test-gpu: $(READY) ## Run the tests that need GPUs
 
 parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 9000" draws more
 	@$(PY) -m pytest -m full $(parallel) $(ARGS)
-
-bench-plan: $(READY) ## Measure how long planning and checking take as plans grow
-	@$(PY) -m benchmarks.plan_scaling $(ARGS)
 
 docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README and docs
 	@$(PY) -m benchmarks.tables

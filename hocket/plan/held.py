@@ -55,7 +55,9 @@ def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
     parts: list[tuple[Part, int]] = [
         (part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)
     ]
-    parts += [("embed", -1)] if layout.is_first(rank, chunk) else []
-    parts += [("head", -1)] if layout.is_last(rank, chunk) else []
+    if layout.is_first(rank, chunk):
+        parts.append(("embed", -1))
+    if layout.is_last(rank, chunk):
+        parts.append(("head", -1))
     both = [Op(verb, part, 0, chunk, layer) for part, layer in parts for verb in ("fwd", "bwd")]
     return [*both, Op("recv", "act", 0, chunk), Op("recv", "grad", 0, chunk)]
