@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -16,6 +15,7 @@ from hocket.plan.shard import Sharding
 from hocket.plan.simulate import Time, Timeline, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
+from tests.helpers.seconds import cpu_seconds
 from tests.plan.programs import Case, cases
 
 HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
@@ -147,10 +147,8 @@ def test_compute_slows_by_the_time_that_it_met_communication() -> None:
 
 
 @pytest.mark.parametrize("friction", [Friction(), Friction(dict.fromkeys(KINDS, 0.1), counts=0.1)], ids=["no", "full"])
-def test_a_large_program_takes_seconds(friction: Friction) -> None:
+def test_a_large_program_takes_a_moment(friction: Friction) -> None:
     layout = Layout(kinds=("moe",) * 64, pp=8, chunks=4, ep=8)
     built = build_program(layout, 32, planned(chunks=4), Sharding(dense=8))
     costs = Table({key: float(value) for key, value in published(Fraction(1)).items()})
-    start = time.process_time()
-    simulate(built, costs, friction)
-    assert time.process_time() - start < 4  # about 0.3 s on one idle core
+    assert cpu_seconds(lambda: simulate(built, costs, friction)) < 0.5
