@@ -19,9 +19,11 @@ from hocket.foreign.entry import (
     to,
     when,
 )
+from hocket.settings.leaves import is_a
 
 Z, A = "zero_optimization.", "activation_checkpointing."
 MICRO, ACCUMULATION, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+TENSOR_RANKS = "tensor_parallel.autotp_size"
 
 STAGES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 UNITS = "what is gathered and reduced as one is a layer, and overlap.dp.prefetch says how far ahead"
@@ -39,12 +41,19 @@ def total(value: Any, given: Given) -> Answer:
     """The whole batch: microbatches, where these are not given and ranks are known."""
     if ACCUMULATION in given.values:
         return Answer("not needed", words=f"{MICRO} and {ACCUMULATION} say it")
-    size, ranks = given.number(MICRO), given.gpus
+    size, ranks = given.number(MICRO), given.gpus // max(1, given.number(TENSOR_RANKS))
     if not ranks:
         return Answer("not there", words="it needs --gpus to become train.microbatches")
-    if value % (size * ranks):
-        return Answer("not there", words=f"{value} is no multiple of {size} sequences on {ranks} ranks")
-    return Answer("becomes", {"train.microbatches": value // (size * ranks)}, f"{size} sequences on {ranks} ranks")
+    if size < 1 or value % (size * ranks):
+        return Answer("not there", words=f"{value} is no multiple of {size} sequences on {ranks} data ranks")
+    return Answer("becomes", {"train.microbatches": value // (size * ranks)}, f"{size} sequences on {ranks} data ranks")
+
+
+def betas(value: Any, given: Given) -> Answer:
+    """Whole numbers are numbers, too."""
+    if not isinstance(value, list) or not all(is_a(beta, float) for beta in value):
+        return Answer("not there", words="train.betas is two numbers")
+    return Answer("becomes", {"train.betas": tuple(map(float, value))})
 
 
 ZERO: tuple[Entry, ...] = (
@@ -119,7 +128,7 @@ REST: tuple[Entry, ...] = (
         f"{A}contiguous_memory_optimization {A}synchronize_checkpoint_boundary {A}profile", bool, no_use("no use here")
     ),
     entry(f"{A}number_checkpoints", int, no_use("plan.recompute names parts of all layers")),
-    entry("tensor_parallel.autotp_size", int, same("mesh.tp")),
+    entry(TENSOR_RANKS, int, same("mesh.tp")),
     entry("sequence_parallel_size", int, only(1, "no context parallelism", "there is none")),
     entry(
         "optimizer.type",
@@ -129,11 +138,7 @@ REST: tuple[Entry, ...] = (
     entry("optimizer.params.lr", float, floats("train.lr")),
     entry("optimizer.params.eps", float, floats("train.eps")),
     entry("optimizer.params.weight_decay", float, floats("train.weight_decay")),
-    entry(
-        "optimizer.params.betas",
-        list,
-        lambda value, given: Answer("becomes", {"train.betas": tuple(float(beta) for beta in value)}),
-    ),
+    entry("optimizer.params.betas", list, betas),
     entry("scheduler.*", object, no_use("train.lr, train.min_lr and train.warmup say it")),
     entry(
         "zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_force_ds_cpu_optimizer dump_state",

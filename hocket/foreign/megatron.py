@@ -39,7 +39,7 @@ OWN_LANES = "every kind of communication has a lane and groups of its own"
 def chunks_of(value: Any, given: Given) -> Answer:
     """Virtual stages per rank from the layers of one of them."""
     layers, pp = given.number(LAYERS, default=0), given.number(PIPELINE)
-    if not layers or layers % (pp * value):
+    if not layers or pp * value < 1 or layers % (pp * value):
         why = f"it needs {LAYERS}, a multiple of {PIPELINE} x {value}, to become plan.chunks"
         return Answer("not there", words=why)
     return Answer("becomes", {"plan.chunks": layers // (pp * value)}, f"{layers} layers over {pp} ranks")

@@ -58,7 +58,7 @@ def modules(value: Any, given: Given) -> Answer:
     words = "; ".join(f"{module}: {why.get(module, 'no such part')}" for module in rest)
     if parts:
         return Answer("becomes", {"plan.recompute": parts}, words)
-    return Answer("not needed" if rest == ["core_attn"] else "not there", words=words)
+    return Answer("not needed" if rest == ["core_attn"] else "not there", words=words or "it names no module")
 
 
 def head_dim(value: Any, given: Given) -> Answer:
@@ -71,7 +71,7 @@ def dense_layers(value: Any, given: Given) -> Answer:
     if isinstance(value, str):
         value = _pattern(value)
     if isinstance(value, int):
-        value = [int(layer % value == 0) for layer in range(layers)]
+        value = [int(layer % value == 0) for layer in range(layers)] if value else []
     if not layers or len(value) != layers:
         return Answer("not there", words="it needs --num-layers, and a number for each of them")
     return Answer("becomes", {"model.dense_layers": tuple(layer for layer in range(layers) if not value[layer])})
@@ -95,7 +95,7 @@ def microbatches(value: Any, given: Given) -> Answer:
     if not dp:
         words = "it needs --gpus, a multiple of the other axes, to become train.microbatches"
         return Answer("not there", words=words)
-    if value % (dp * size):
+    if size < 1 or value % (dp * size):
         return Answer(
             "not there", words=f"{value} sequences cannot be split over {dp} data ranks in microbatches of {size}"
         )
@@ -154,6 +154,8 @@ RECOMPUTATION: tuple[Entry, ...] = (
     entry("--cuda-graph-scope", list, no_use(GRAPH)),
 )
 
+POSITIONS = ("--position-embedding-type", "--use-rotary-position-embeddings")
+
 MODEL: tuple[Entry, ...] = (
     entry("--num-layers", int, same("model.layers")),
     entry("--hidden-size", int, same("model.hidden")),
@@ -170,7 +172,8 @@ MODEL: tuple[Entry, ...] = (
     entry("--init-method-std", float, floats("model.init_std")),
     entry("--swiglu", bool, always("MLPs are SwiGLU")),
     entry("--normalization", str, only("RMSNorm", "norms are RMSNorm", "as in hocket")),
-    entry("--position-embedding-type", str, only("rope", "positions are rotary", "as in hocket")),
+    entry(POSITIONS[0], str, only("rope", "positions are rotary", "as in hocket")),
+    entry(POSITIONS[1], bool, always("positions are rotary")),
     entry("--disable-bias-linear", bool, always("linear layers have no bias")),
     entry("--add-qkv-bias", bool, never("linear layers have no bias")),
     entry("--num-experts", int, same("model.experts")),

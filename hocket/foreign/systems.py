@@ -16,7 +16,7 @@ from hocket.foreign.megatron import (
     VIRTUAL_LAYERS,
     VIRTUAL_STAGES,
 )
-from hocket.foreign.megatron_model import REST
+from hocket.foreign.megatron_model import POSITIONS, REST
 from hocket.foreign.read import Pairs, file, flags, flags_or_file, keys
 from hocket.foreign.translate import Assumed, Default, System
 
@@ -90,6 +90,44 @@ def _tied(given: Given) -> Answer | None:
     return None if asked or "--num-layers" not in given.values else Answer("becomes", {"model.tied": True})
 
 
+def _described(given: Given) -> bool:
+    """Whether the sizes of a model are given, rather than a few settings of one."""
+    return {"--num-layers", "--hidden-size"} <= given.values.keys()
+
+
+def _ffn(given: Given) -> int:
+    """Width of a dense MLP in Megatron-LM; 0 if that is not known."""
+    if "--ffn-hidden-size" in given.values or not _described(given):
+        return given.number("--ffn-hidden-size", default=0)
+    hidden = given.number("--hidden-size", default=0)
+    return hidden * 8 // 3 // 64 * 64 if given.values.get("--swiglu") else 4 * hidden
+
+
+def _dense_width(given: Given) -> Answer | None:
+    there = "--ffn-hidden-size" in given.values or not _ffn(given)
+    return None if there else Answer("becomes", {"model.ffn": _ffn(given)})
+
+
+def _expert_width(given: Given) -> Answer | None:
+    experts, there = given.number("--num-experts", default=0), "--moe-ffn-hidden-size" in given.values
+    return None if there or not experts or not _ffn(given) else Answer("becomes", {"model.expert_ffn": _ffn(given)})
+
+
+def _epsilon(given: Given) -> Answer | None:
+    there = "--norm-epsilon" in given.values or not _described(given)
+    return None if there else Answer("becomes", {"model.norm_eps": 1e-5})
+
+
+def _unlike(flags: tuple[str, ...], words: str) -> Callable[[Given], Answer | None]:
+    """What a model is in Megatron-LM without these flags, and never here."""
+
+    def make(given: Given) -> Answer | None:
+        there = any(given.values.get(name) for name in flags) or not _described(given)
+        return None if there else Answer("not there", words=words)
+
+    return make
+
+
 def _expert_tensors(given: Given) -> Answer | None:
     experts, tp = given.number("--num-experts", default=0), given.number(TENSOR_RANKS)
     if not experts or tp == 1 or "--expert-tensor-parallel-size" in given.values:
@@ -124,7 +162,20 @@ _MEGATRON_DEFAULTS: tuple[Default, ...] = (
     ("(no --untie-embeddings-and-output-weights)", _tied),
 )
 
-MEGATRON = System("Megatron-LM", (*OVERLAP, *REST), _MEGATRON_DEFAULTS, assumed=_MESH, started=started)
+_MEGATRON_MODEL: tuple[Default, ...] = (
+    ("(no --ffn-hidden-size)", _dense_width),
+    ("(no --moe-ffn-hidden-size)", _expert_width),
+    ("(no --norm-epsilon)", _epsilon),
+    ("(no --swiglu)", _unlike(("--swiglu",), "MLPs are SwiGLU, not GELU")),
+    ("(no --normalization)", _unlike(("--normalization",), "norms are RMSNorm, not LayerNorm")),
+    ("(no --position-embedding-type)", _unlike(POSITIONS, "positions are rotary, not learnt")),
+    ("(no --disable-bias-linear)", _unlike(("--disable-bias-linear",), "linear layers have no bias")),
+)
+"""Not for Megatron Bridge, whose keys are said on top of a recipe that has a model."""
+
+MEGATRON = System(
+    "Megatron-LM", (*OVERLAP, *REST), (*_MEGATRON_DEFAULTS, *_MEGATRON_MODEL), assumed=_MESH, started=started
+)
 
 BRIDGE = System("Megatron Bridge", (*bridge.OWN, *MEGATRON.entries), _MEGATRON_DEFAULTS, bridge.spelled, _MESH)
 
@@ -149,11 +200,11 @@ DEEPSPEED = System(
     "DeepSpeed",
     deepspeed.ENTRIES,
     (
-        ("(--gpus)", lambda given: ranks(given, ("tensor_parallel.autotp_size",))),
+        ("(--gpus)", lambda given: ranks(given, (deepspeed.TENSOR_RANKS,))),
         ("(no zero_optimization.stage)", _stage_zero),
     ),
     deepspeed.spelled,
-    (("mesh.tp", ("tensor_parallel.autotp_size",)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
+    (("mesh.tp", (deepspeed.TENSOR_RANKS,)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
 )
 
 

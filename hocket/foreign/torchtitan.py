@@ -64,8 +64,8 @@ def shard(value: Any, given: Given) -> Answer:
 def batch(value: Any, given: Given) -> Answer:
     """Sequences and microbatches of a data rank: in a pipeline the local batch is cut, without one it is one piece."""
     size = given.number(MICRO) if given.number(PP) > 1 else value
-    if value % size:
-        return Answer("not there", words=f"{MICRO} = {size} does not divide it")
+    if size < 1 or value % size:
+        return Answer("not there", words=f"{size} sequences of a microbatch do not divide it")
     settings = {"train.sequences": size, "train.microbatches": value // size * _accumulated(given, value)}
     return Answer("becomes", settings)
 
@@ -112,7 +112,7 @@ def recomputed(value: Any, given: Given) -> Answer:
         experts = given.number(EP) > 1
         words = "attn, and of experts and mlp what the layers have"
         return Answer("becomes", {"plan.recompute": ("attn", "experts" if experts else "mlp")}, words)
-    return RECOMPUTATION.get(value, to(missing="none, or whole parts of all layers"))
+    return choice(RECOMPUTATION, "none, or whole parts of all layers")(value, given)
 
 
 PARALLEL: tuple[Entry, ...] = (
