@@ -81,13 +81,13 @@ def place_gradients(
     rings: dict[ParamGroup, StagingRing] = {}
     windows: list[Window] = []
     for alike in users.values():
-        unit, group = max(alike, key=lambda user: user[1].wire_numel)
+        unit, group = max(alike, key=lambda user: user[1].layout.total)
         number = len(alike) if unit.contains_units else count
         if not fixed:
             memory = StagingMemory(number, group.wire_dtype, group.device, caller)
             staging.update(dict.fromkeys((one for _, one in alike), memory))
             continue
-        ring = StagingRing(number, group.wire_numel, group.wire_dtype, group.device)
+        ring = StagingRing(number, group.layout.total, group.wire_dtype, group.device)
         rings.update(dict.fromkeys((one for _, one in alike), ring))
     for reduce in _distinct(group.groups.reduce for _, group in trainable):
         if reduce.has_windows:

@@ -258,7 +258,7 @@ class Unit:
             if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True): what is sent is dense
                 grad = grad.to_dense()
             if self.context.adds_up_locally(group):
-                group.add_local(index, grad)
+                group.local.add(index, grad)
                 self.context.reductions_open = True
             else:
                 self.staged(group).add(index, grad)
@@ -270,7 +270,7 @@ class Unit:
         group, index = self._place[param]
         if self.context.adds_up_locally(group):
             self.context.reductions_open = True
-            return group.local_target(index)
+            return group.local.target(index)
         return self.staged(group).target(index)
 
     @property
@@ -288,7 +288,7 @@ class Unit:
         # collective before it fills the next group's buffer. All groups send: other ranks may have gradients in those
         # in which this one has none.
         now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(g)]
-        if not any(group in self._staged or group.has_local for group in now):
+        if not any(group in self._staged or group.local for group in now):
             return
         sending = [group for group in now if group.trainable]
         for group in sending:
@@ -298,7 +298,7 @@ class Unit:
     def _send(self, group: ParamGroup) -> None:
         staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
         staged.fill_gaps()
-        group.merge_local(staged.views)
+        group.local.merge(staged.views)
         context = self.context
         group.make_grads()
         # What replicas exchanged last lies where this adds up.

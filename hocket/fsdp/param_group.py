@@ -112,7 +112,8 @@ class ParamGroup:
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
-        self._local = LocalSum(self.layout, self.formats.accumulate, device)
+        self.local = LocalSum(self.layout, self.formats.accumulate, device)
+        """Gradients that are added up whole, and that no reduction has included yet."""
         self._grad_views: dict[int, list[Tensor]] = {}
         self._reducing = self._outer = self._refreshing = Pending()
 
@@ -144,11 +145,6 @@ class ParamGroup:
         return self.layout.total * self.formats.compute.itemsize
 
     @property
-    def wire_numel(self) -> int:
-        """Elements that the group needs of a staging buffer."""
-        return self.layout.total
-
-    @property
     def whole(self) -> bool:
         """Whether this rank holds the weights whole: they lie in `weight`, and there is nothing to gather."""
         return self.layout.world == 1
@@ -162,7 +158,7 @@ class ParamGroup:
     def nbytes(self) -> int:
         """Bytes that this rank keeps: its shards, gradients while there are any, and those added up locally."""
         kept = {id(tensor): tensor.nbytes for tensor in (self.main, self.weight, self._partial) if tensor is not None}
-        return sum(kept.values()) + self.grads.nbytes + self._local.nbytes
+        return sum(kept.values()) + self.grads.nbytes + self.local.nbytes
 
     def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]:
         """Of a shard's parameter in the whole model: its shape, and which of its elements is the shard's first."""
@@ -253,26 +249,6 @@ class ParamGroup:
         for lo, hi in self.layout.gaps:
             flat[lo:hi].zero_()
 
-    @property
-    def has_local(self) -> bool:
-        """Whether gradients have been added up that no reduction has included yet."""
-        return bool(self._local)
-
-    def local_target(self, index: int) -> tuple[Tensor, bool]:
-        """Where a gradient is added up without communication; True if it must be added to what is there."""
-        return self._local.target(index)
-
-    def add_local(self, index: int, grad: Tensor) -> None:
-        """Add up a whole gradient without communication. Needs memory of the full size, made on first use."""
-        self._local.add(index, grad)
-
-    def merge_local(self, views: Sequence[Tensor]) -> None:
-        """Add what was added up without communication to `grad_views` that are complete and about to be reduced.
-
-        Part of the caller's work, as adding up is, so that both are in order.
-        """
-        self._local.merge(views)
-
     def reduce(self, flat: Tensor) -> Pending:
         """Add the scaled sum of all ranks' `flat[:total]` to `partial`; members that were forgotten are overwritten.
 
@@ -354,7 +330,7 @@ class ParamGroup:
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
-        self._local.forget(index)
+        self.local.forget(index)
         if not self.has_grad and self.grads.flat is not None:
             self.let_grads_go()
 
@@ -384,7 +360,7 @@ class ParamGroup:
         self._has = [False] * len(self.members)
         self._partial_has = [True] * len(self.members)
         self._summed = True
-        self._local.clear()
+        self.local.clear()
         if self._partial is not None:
             self._partial.zero_()
         if self.grads.flat is not None:

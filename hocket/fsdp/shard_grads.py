@@ -51,7 +51,10 @@ class LocalSum:
         put(grad, *self.target(index))
 
     def merge(self, into: Sequence[Tensor]) -> None:
-        """Add everything to `into`, views like the entries; rounded once. Nothing is left here."""
+        """Add everything to `into`, views like the entries, all of them written; rounded once. Nothing is left here.
+
+        Part of the caller's work, as adding up is, so that both are in order.
+        """
         for i, view in enumerate(into):
             if self._has[i]:
                 view.copy_(self._views[i].add_(view))

@@ -89,7 +89,7 @@ def staging_bytes(rank: int) -> None:
     for count in (1, 2, 3):
         pair = Pair(Case("deep", microbatches=3, options={"staging": count}), rank, 2)
         pair.train()
-        largest = max(group.wire_numel * 4 for unit in pair.ctx.units for group in unit.groups)
+        largest = max(group.layout.total * 4 for unit in pair.ctx.units for group in unit.groups)
         assert pair.ctx.stats().staging_bytes == count * largest
 
 

@@ -171,15 +171,15 @@ def _local(rank, case):
     for i in range(2):
         for k, name in enumerate(SHAPES):
             if (i, name) != (1, "odd"):
-                group.add_local(k, rounds[i][rank][name].to(group.compute_dtype))
-    assert group.has_local
+                group.local.add(k, rounds[i][rank][name].to(group.compute_dtype))
+    assert group.local
     expect_grads(group, {})
-    flat = torch.zeros(group.wire_numel, dtype=group.wire_dtype)
+    flat = torch.zeros(group.layout.total, dtype=group.wire_dtype)
     views = group.grad_views(flat, keep=False)
     for name, view in zip(SHAPES, views, strict=True):
         view.copy_(rounds[2][rank][name])
-    group.merge_local(views)
-    assert not group.has_local
+    group.local.merge(views)
+    assert not group.local
     group.make_grads()
     group.reduce(flat).wait()
     group.reduce_outer().wait()
@@ -187,12 +187,12 @@ def _local(rank, case):
     wanted = added(*total)
     wanted["odd"] = wanted["odd"] - total[1]["odd"]
     expect_grads(group, wanted)
-    target, already = group.local_target(0)
+    target, already = group.local.target(0)
     assert not already
     assert target.dtype == case.precision.accumulate
-    assert group.local_target(0)[1]
+    assert group.local.target(0)[1]
     group.forget_gradients()
-    assert not group.has_local
+    assert not group.local
 
 
 @pytest.mark.parametrize("case", [Case((2,)), Case((2, 2), outer="shard"), CASES[-1]], ids=str)
@@ -235,7 +235,7 @@ def _memory(rank):
         assert group.nbytes == group.layout.shard * each + group.kept.shard * 4
         group.forget_gradients()
         assert group.nbytes == group.layout.shard * each
-        assert group.layout.shard * 2 == group.layout.total == group.wire_numel
+        assert group.layout.shard * 2 == group.layout.total
         assert group.total_bytes == group.layout.total * group.compute_dtype.itemsize
         assert group.layout.total - sum(value.numel() for value in values(0).values()) < 64 * 8
 

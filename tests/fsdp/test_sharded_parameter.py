@@ -80,7 +80,7 @@ def test_wrong_gradients_are_refused():
     with pytest.raises(ValueError, match="w is frozen and has no gradient"):
         frozen.shards[0].grad = torch.zeros(407)
     with pytest.raises(AssertionError, match="is frozen"):
-        frozen.reduce(torch.zeros(frozen.wire_numel))
+        frozen.reduce(torch.zeros(frozen.layout.total))
 
 
 def test_bound_parameters_take_any_dtype_and_storage_and_keep_their_identity():
