@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isnan
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,10 @@ from hocket.explain.explanation import Predicted, Probed, Times
 from hocket.parallel.stages import costs_of, layout_of
 from hocket.plan.cost import HARDWARE, Hardware
 from hocket.plan.schedule import KINDS, CostKey, Kind
+from hocket.plan.timeline import duration
 from hocket.probing.request import Measured, Product, Request
 from hocket.resolve import Settings
-from hocket.trace.columns import listed
+from hocket.trace.columns import listed, several
 
 if TYPE_CHECKING:
     from hocket.trace.data import Report
@@ -44,8 +46,16 @@ def in_traces(report: Report, predicted: Predicted) -> Predicted:
         compute=fmean(step.compute for step in report.steps),
         idle=fmean(step.idle for step in report.steps),
         kinds=kinds,
-        note=f"{listed('step', numbers)} of {', '.join(report.sources)}",
+        note=f"{listed('step', numbers)} of {several(report.sources)}{_waits(report)}",
     )
+
+
+def _waits(report: Report) -> str:
+    """What of the exposed time a prediction has elsewhere; empty if none is known."""
+    waits = [step.exposed_waiting for step in report.steps if not isnan(step.exposed_waiting)]
+    if not any(waits):
+        return ""
+    return f"; of what is exposed, {duration(fmean(waits))} only waits for late peers: predicted as nothing at all"
 
 
 def request(settings: Settings, gpus: int) -> Request:

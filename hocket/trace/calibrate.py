@@ -24,6 +24,7 @@ import numpy as np
 from hocket.plan.cost import Measurement
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key, stops_host
+from hocket.trace.columns import several
 from hocket.trace.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.trace.data import Floats, RankTrace
 from hocket.trace.planops import PlanOps, all_plan_ops
@@ -63,7 +64,12 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
     issue, counts = _host(runs, program.layout) if on_gpu else ({}, None)
     friction = Friction(contention, issue, counts)
-    return Measurement(source=_source(traces), seconds=compute | communication, friction=friction, notes=tuple(notes))
+    return Measurement(
+        source=several([trace.source for trace in traces]),
+        seconds=compute | communication,
+        friction=friction,
+        notes=tuple(notes),
+    )
 
 
 def _compute(
@@ -140,8 +146,3 @@ def _host(runs: Sequence[PlanOps], layout: Layout) -> tuple[dict[CostKey, float]
                 counts.append(float(goes_on[n] - rows.start[n] - np.nan_to_num(rows.waiting[n])))
     medians = {key: float(np.median(values)) for key, values in issue.items()}
     return medians, float(np.median(counts)) if counts else None
-
-
-def _source(traces: Sequence[RankTrace]) -> str:
-    more = f" and {len(traces) - 1} more" if len(traces) > 1 else ""
-    return f"{traces[0].source}{more}"

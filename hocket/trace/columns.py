@@ -109,6 +109,11 @@ def listed(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
 
 
+def several(sources: Sequence[str]) -> str:
+    """The first of some files, and how many more there are."""
+    return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]
+
+
 def short_kernel(name: str) -> str:
     """A kernel's name without types, arguments and namespaces; of a generic kernel also what it is made to do."""
     if mangled := re.match(r"_ZN(?:\d+[a-z_]\w*?(?=\d))*?\d+(\w*?kernel\w*?)(?=[IE])", name):

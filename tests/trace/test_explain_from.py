@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from hocket.commands.explain import run
+from hocket.commands.explain import run, with_traces
 from hocket.commands.plan import resolve_for_plan
 from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
+from hocket.explain.build import explain
 from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
 from hocket.probing.request import Measured, Request
@@ -66,6 +67,17 @@ def test_the_step_is_the_slowest_ranks_and_other_ways_of_working_are_told(
     assert found["measured"]["step"] == pytest.approx(2 * found["predicted"]["step"], rel=0.02)
     assert found["measured"]["note"].startswith("step 1 of ")
     assert "train.transport = gloo, measured with null" in found["measured"]["note"]
+
+
+def test_waiting_is_told_since_predictions_have_it_as_bubble(tmp_path: Path) -> None:
+    settings = resolve_for_plan(recipe("tiny"), {})
+    for rank in (0, 1):
+        trace = Trace(rank, 2).group("gather_dense", (0, 1)).annotation("hocket step 1", 0, 90)
+        trace.metadata(hocket={**about(settings, 0, "gloo"), "rank": rank}).kernel("k", 0, 10, op="aten::mm")
+        trace.collective("_allgather_base", "gather_dense", 10 + 40 * rank, 60).write(tmp_path / f"rank{rank}.json")
+    found = with_traces(explain(settings, ()), settings, (str(tmp_path),), {})
+    assert found.measured is not None
+    assert "rank0.json and 1 more; of what is exposed, 20 µs only waits for late peers" in found.measured.note
 
 
 def test_traces_without_a_whole_step_are_refused(tmp_path: Path) -> None:
