@@ -72,7 +72,7 @@ def dense_layers(value: Any, given: Given) -> Answer:
         value = _pattern(value)
     if isinstance(value, int):
         value = [int(layer % value == 0) for layer in range(layers)] if value else []
-    if not layers or len(value) != layers:
+    if not layers or not isinstance(value, list) or len(value) != layers:
         return Answer("not there", words="it needs --num-layers, and a number for each of them")
     return Answer("becomes", {"model.dense_layers": tuple(layer for layer in range(layers) if not value[layer])})
 
