@@ -184,7 +184,7 @@ def test_a_second_signal_ends_even_workers_that_cannot_answer(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    ended = finish(process, timeout=10)
+    ended = finish(process)
     assert ended.code == 130
     assert ended.err.splitlines()[-1] == "hocket: ended without saving"
     assert not any(map(alive, workers))

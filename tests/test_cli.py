@@ -420,4 +420,4 @@ def test_no_worker_outlives_a_killed_parent(tmp_path):
     assert len(workers) == 4
     process.kill()
     process.communicate(timeout=20)
-    wait_for(lambda: not any(map(alive, workers)), "the end of all workers", 10)
+    wait_for(lambda: not any(map(alive, workers)), "the end of all workers")

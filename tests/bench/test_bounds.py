@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from hocket.bench.workload import Workload, batches
 from hocket.config import MeshConfig
 from hocket.runtime.pretended import Signal
 from tests.bench.setup import CPU, built, workload
+from tests.helpers.command import wait_for
 from tests.helpers.ranks import run_ranks
 
 LATE = 0.3
-"""Seconds by which the first rank starts its step late."""
+"""Seconds in which a step that waits for nobody is over, many times."""
 
 
 def in_pipeline(work: Workload) -> Workload:
@@ -27,30 +29,38 @@ def in_pipeline(work: Workload) -> Workload:
     return dataclasses.replace(work, config=sized)
 
 
-def waits_of(rank: int) -> tuple[list[float], dict[str, float]]:
-    """Losses of hocket before and after its bounds stepped, and seconds of their steps."""
+def waits_of(rank: int, folder: Path) -> tuple[list[float], dict[str, bool]]:
+    """Losses of hocket before and after its bounds stepped; and by bound, whether a step waited for the first rank,
+    which begins when the other has ended its own, or has had time to.
+    """
     work = in_pipeline(workload(1, optimizer=False, order="1f1b"))
     contenders = {name: built(name, rank, work) for name in ("hocket", "hocket_signal", "hocket_null")}
-    microbatches, ours, seconds = batches(work, rank, 0, CPU), contenders["hocket"], {}
+    microbatches, ours, waited = batches(work, rank, 0, CPU), contenders["hocket"], {}
     losses = [ours.step(microbatches).item()]
     for name in ("hocket_signal", "hocket_null"):
         bound = contenders[name]
         assert isinstance(bound, Muted)
         bound.step(microbatches)
-        time.sleep(LATE * (rank == 0))
-        start = time.perf_counter()
+        begun, ended = folder / f"{name} has begun", folder / f"{name} has ended"
+        if rank == 0:
+            wait_for(begun.exists, begun.name)
+            if name == "hocket_null":
+                wait_for(ended.exists, ended.name)
+            time.sleep(LATE)
+            waited[name] = not ended.exists()
+        begun.touch()
         bound.step(microbatches)
-        seconds[name] = time.perf_counter() - start
+        ended.touch()
     losses.append(ours.step(microbatches).item())
     assert isinstance(ours, Planned)
     ours.engine.assert_clean()
-    return losses, seconds
+    return losses, waited
 
 
-def test_with_signals_a_step_waits_for_the_pipeline_and_without_it_does_not():
-    _, (losses, seconds) = run_ranks(waits_of, 2)
+def test_with_signals_a_step_waits_for_the_pipeline_and_without_it_does_not(tmp_path):
+    (_, waited), (losses, _) = run_ranks(waits_of, 2, tmp_path)
     assert losses[0] == losses[1] > 0, "neither leaves anything behind"
-    assert seconds["hocket_signal"] > LATE / 2 > seconds["hocket_null"]
+    assert waited == {"hocket_signal": True, "hocket_null": False}
 
 
 def handed_on(rank: int) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,9 +206,16 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
 
 
 def test_torchrun_starts_a_benchmark(tmp_path: Path):
+    """By its variables, that is: `test_cli` starts one."""
     words = [*SMALL, "--mesh.pp", "1", "--plan.chunks", "1", "--mesh.dp", "2", "--mesh.ep", "1", *QUICK]
     words += LITTLE
-    launcher = ["--standalone", "--nproc-per-node", "2", "-m", "hocket", "bench"]
-    done = finish(start(tmp_path, *launcher, *words, "--against", "ddp", module="torch.distributed.run"))
-    assert done.code == 0, done.err
-    assert done.out.count("RESULT") == 1, "only rank 0 prints"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    ranks = [
+        start(tmp_path, "bench", *words, "--against", "ddp", RANK=str(rank), LOCAL_RANK=str(rank), **place)
+        for rank in range(2)
+    ]
+    for rank, done in enumerate([finish(process) for process in ranks]):
+        assert done.code == 0, done.err
+        assert done.out.count("RESULT") == (rank == 0), "only rank 0 prints"

@@ -57,7 +57,7 @@ def test_contenders_take_turns_and_the_slowest_rank_counts():
     assert seconds == others, "all ranks know the same figures"
     times = [t for blocks in seconds.values() for block in blocks for t in block]
     assert len(times) == 2 * 3 * 2
-    assert all(0.05 <= t < 0.15 for t in times), "the slow first step does not count"
+    assert all(0.05 <= t < 0.25 for t in times), "the slow first step, of 0.25 s at least, does not count"
     assert all(0.05 <= host < 0.15 for host in hosts)
 
 

@@ -158,15 +158,14 @@ def test_output_of_ranks_is_passed_on(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "[rank 1] about to wait on 1" in capsys.readouterr().out
 
 
-@pytest.mark.alone
-def test_four_ranks_start_in_half_a_second() -> None:
-    run_ranks(describe, 1)  # the fork server itself starts once
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run_ranks(add_up, 4, torch.ones(1))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5, f"seconds of five calls: {times}"
+def seconds_so_far(rank: int) -> float:
+    return time.process_time()
+
+
+def test_ranks_start_without_importing_torch_or_hocket() -> None:
+    """In about 0.02 s of CPU time each; torch alone takes more than a second."""
+    times = [seconds for _ in range(3) for seconds in run_ranks(seconds_so_far, 4)]
+    assert min(times) < 0.3, f"seconds of CPU time: {times}"
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from pathlib import Path
@@ -33,6 +34,15 @@ class Guest(threading.Thread):
         self.join(LIMIT)
 
 
+def somebody_is_at_the_door(folder: Path) -> bool:
+    with (folder / "door").open("w") as door:
+        try:
+            fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_ordinary_tests_are_inside_together(tmp_path: Path) -> None:
     guests = [Guest(tmp_path) for _ in range(3)]
     assert all(guest.enters() for guest in guests)
@@ -44,7 +54,8 @@ def test_who_wants_to_be_alone_waits_for_the_others_and_is_passed_by_none(tmp_pa
     before = Guest(tmp_path)
     assert before.enters()
     alone = Guest(tmp_path, alone=True)
-    time.sleep(0.1)  # it stands at the door by now
+    while not somebody_is_at_the_door(tmp_path):
+        time.sleep(0.01)
     behind = Guest(tmp_path)
     time.sleep(0.1)
     assert not alone.inside.is_set()

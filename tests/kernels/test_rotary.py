@@ -94,7 +94,7 @@ def test_second_derivatives() -> None:
     half=st.integers(1, 9) | st.sampled_from([32, 48]),
     programs=st.integers(1, 3),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_with_norm_against_float64(sizes, half: int, programs: int) -> None:
     """For a gradient as attention leaves it, and for programs that take several tiles."""
     table, eps = layers.rotary_table(sizes[1], 2 * half, 1e4, CPU), 1e-5

@@ -32,7 +32,7 @@ CONFIGS = st.builds(
     spread=st.sampled_from([0.0, 1.0, 50.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: float, seed: int) -> None:
     """The same experts and rows; weights, loss and gradients but for rounding."""
     experts, aux = config.experts, config.aux_loss
@@ -83,7 +83,7 @@ def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
         )
     )
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_regroup(counts: list[list[int]]) -> None:
     recv = [sum(of_rank) for of_rank in counts]
     splits = Splits(RowTable([[rows] + [0] * (len(recv) - 1) for rows in recv], 0), torch.tensor(counts))

@@ -52,7 +52,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 @given(**CASES, missing=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_spread(missing, **case) -> None:
     """Rows are copies, and their gradients are added in the order of choices: the same bits, both ways."""
     tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
@@ -72,7 +72,7 @@ def test_spread(missing, **case) -> None:
 
 
 @given(**CASES, missing=st.booleans(), has_shared=st.booleans(), has_residual=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_total(missing, has_shared, has_residual, **case) -> None:
     """The same bits, but for the gradients of weights, which are sums over columns."""
     tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)

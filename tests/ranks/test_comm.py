@@ -280,7 +280,7 @@ def _slow(rank):
 @pytest.mark.alone
 def test_slow_delivers_late_and_in_order():
     for issued, gathered, arrived in run_ranks(_slow, 2):
-        assert issued < 0.05
+        assert issued < gathered / 2
         assert 0.2 <= gathered < 0.9  # two operations of 0.1 s, one after the other; the slept time counts
         assert 0.1 <= arrived < 0.6
 
@@ -305,7 +305,7 @@ def _two_links(rank):
 @pytest.mark.alone
 def test_each_group_has_a_link_of_its_own():
     for fast, slow in run_ranks(_two_links, 2):
-        assert fast < 0.05
+        assert fast < slow / 2
         assert 0.1 <= slow < 0.5  # 0.05 s, and 0.05 s for the 200,000 bytes that come from the other rank
 
 

@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from hocket.engine import Engine
 from hocket.fsdp.planned.model import PlannedModel, unit_of
 from hocket.parallel.mesh import Mesh
 from hocket.plan.ops import Layout, Program
+from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import make_groups
+from hocket.runtime.weights import WgradQueue
+from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.units import CPU, PLACES, SHAPES, SLOTS, add_grads, build, build_module, give, local_of, tensors
+from tests.reference import random_batches
 
 MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=4), Mesh(dp=2, ep=2), Mesh(dp=4, ep=2), Mesh(pp=1, dp=3)]
 
@@ -67,6 +72,7 @@ def test_views_are_made_once_per_slot():
 
 
 def _reduce(rank, mesh, dtype):
+    torch.use_deterministic_algorithms(True)  # new memory holds nan
     model, _ = build(rank, mesh, dtype)
     rounds = 3
     for i in range(rounds):
@@ -100,6 +106,40 @@ def _reduce(rank, mesh, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_reduce_sums_in_rank_order_divides_and_accumulates(mesh, dtype):
     run_ranks(_reduce, mesh.world, mesh, dtype)
+
+
+def _missing(rank, dp):
+    """Gradients, by name, of a step of a whole engine in which one weight of each layer gets none."""
+    torch.use_deterministic_algorithms(True)  # new memory holds nan
+    engine = Engine(config(dict(layers=2, dense_layers=(0,)), dict(dp=dp), {}, 2, "fp32"), rank, CPU)
+    engine.init_weights()
+    found = {}
+    finish, push = engine.optimizer.step, WgradQueue.push
+
+    def step(*args, **how):
+        found.update((p.name, p.grad.clone()) for unit in engine.sharded.units.values() for p in unit.pieces())
+        return finish(*args, **how)
+
+    def pushed(self, weight, write):
+        if not weight.name.endswith("attn_norm"):
+            push(self, weight, write)
+
+    engine.optimizer.step, WgradQueue.push = step, pushed
+    for batches in random_batches(engine.config.model, 2, 2, dp, (2, 8)):
+        engine.train_step([Microbatch(*batch[rank]) for batch in batches], 1e-2)
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_weight_that_gets_no_gradient_in_a_step_has_zeros(dp):
+    """Whether its unit's gradients are reduced over ranks, or collected on one."""
+    ranks = run_ranks(_missing, dp, dp)
+    grads = [(name, grad) for found in ranks for name, grad in found.items()]
+    without = [grad for name, grad in grads if name.endswith("attn_norm")]
+    assert without
+    assert not any(grad.any() for grad in without)
+    assert all(grad.isfinite().all() for _, grad in grads)
+    assert sum(bool(grad.any()) for _, grad in grads) > 10
 
 
 def test_group_of_one_accumulates_exactly():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +14,18 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime import recorder
 from hocket.runtime.recorder import Recorder
+from tests.helpers.command import wait_for
 from tests.helpers.parity import LR, batches_of
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of
 from tests.reference import microbatch
 
-LATE = 0.6
-"""Seconds by which rank 1 is late, and after two thirds of which rank 0 is asked what it waits for."""
+A_MOMENT = 0.3
+"""Seconds after which rank 0, which waits for rank 1, is asked for what. Rank 1 is late until then."""
 PLACES = ("sum_shared_grads", "grad_norm", "agree")
 
 
-def steps(rank: int, config: Config) -> list[str]:
+def steps(rank: int, config: Config, folder: Path) -> list[str]:
     """By place: what rank 0 says while rank 1 is late there."""
     torch.set_num_threads(1)
     engine = Engine(config, rank, torch.device("cpu"))
@@ -34,18 +36,20 @@ def steps(rank: int, config: Config) -> list[str]:
     for holder, place in zip(holders, PLACES, strict=True):
         call, reached = getattr(holder, place), threading.Event()
 
-        def late(*args: Any, call: Any = call, reached: threading.Event = reached) -> Any:
+        def late(*args: Any, call: Any = call, reached: threading.Event = reached, place: str = place) -> Any:
             reached.set()
             if rank == 1:
-                time.sleep(LATE)
+                wait_for((folder / place).exists, f"the question at {place}", 20)
             return call(*args)
 
         setattr(holder, place, late)
 
-        def ask(reached: threading.Event = reached) -> None:
+        def ask(reached: threading.Event = reached, place: str = place) -> None:
             assert reached.wait(20)
-            time.sleep(LATE * 2 / 3)
+            time.sleep(A_MOMENT)
             said.append(engine.report(rank))
+            if rank == 0:
+                (folder / place).touch()
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -78,8 +82,8 @@ def test_a_rank_that_cannot_say_what_it_waits_for_ends_all_the_same(
     assert f"cannot be told: {fault}" in said
 
 
-def test_a_rank_that_waits_behind_all_ops_says_for_what() -> None:
-    said = run_ranks(steps, 2, of(MIXED, {}, {}))[0]
+def test_a_rank_that_waits_behind_all_ops_says_for_what(tmp_path: Path) -> None:
+    said = run_ranks(steps, 2, of(MIXED, {}, {}), tmp_path)[0]
     for text, where in zip(said, ("sum, over tensor-parallel ranks", "norm of all grad", "losses"), strict=True):
         first, *rest = text.splitlines()
         assert first.startswith("rank 0: stuck for ")

@@ -26,7 +26,7 @@ from tests.helpers.parity import assert_parity, config
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches
 
-SEEDS = 50
+SEEDS = 30
 EVERYTHING = config(
     dict(layers=4, dense_layers=(0,), shared_ffn=16, aux_loss=0.01),
     dict(pp=2, dp=2, ep=2),
@@ -127,7 +127,7 @@ class Dropped(list[Any]):
             memory = StorageWeakRef(old.untyped_storage())
             del old
             self.dropped += 1
-            deadline = time.monotonic() + 1  # gloo's thread lets go of a finished collective a moment later
+            deadline = time.monotonic() + 10  # gloo's thread lets go of a finished collective a moment later
             while not self.held and not memory.expired() and time.monotonic() < deadline:
                 time.sleep(1e-4)
             if not memory.expired():
@@ -139,7 +139,7 @@ def dropped_values(rank: int, c: Config) -> tuple[int, set[str]]:
     engine.init_weights()
     values = Dropped(engine.program.ranks[engine.where.pp])
     engine.executor._values = values
-    for seed in (None, 0, 1, 2):
+    for seed in (None, 0):
         engine.executor.follow([p for pp, p in linearize(engine.program, seed) if pp == engine.where.pp])
         engine.train_step(microbatches_of(engine, c), 1e-2)
     return values.dropped, values.held

@@ -62,7 +62,7 @@ class Watched(Actions):
 
 
 def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float], Counter[str]]:
-    """Rows of all exchanges of three steps, gradient norms, and products of the last step."""
+    """Rows of all exchanges of two steps, gradient norms, and products of the last step."""
     import hocket.engine
 
     hocket.engine.Actions = Watched  # type: ignore[misc]
@@ -75,7 +75,7 @@ def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float],
     rows, norms = [], []
     actions = engine.executor.actions
     assert isinstance(actions, Watched)
-    for _ in range(3):
+    for _ in range(2):
         actions.rows = {}
         with Products() as products:
             norms.append(float(engine.train_step(batch, 1e-3).grad_norm))
@@ -85,7 +85,7 @@ def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float],
 
 @pytest.mark.parametrize("copies", ["per_expert", "per_rank"])
 def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None:
-    config = changed(recipe("tiny"), {"overlap.ep.copies": copies})
+    config = changed(recipe("tiny"), {"overlap.ep.copies": copies, "train.microbatches": 2})
     train = replace(config.train, device="cpu", sequences=2)
     real = run_ranks(steps, 4, resolve(replace(config, train=replace(train, transport="gloo"))))
     null = run_ranks(steps, 4, resolve(replace(config, train=replace(train, transport="null"))))
@@ -93,8 +93,7 @@ def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None
         assert rows[0].keys() == real_rows[0].keys()
         assert rows[0]
         assert products == real_products
-        assert rows[1] == rows[0]
-        assert rows[2] == rows[0], "frozen: the weights that routers read are gathered from nowhere"
+        assert rows[1] == rows[0], "frozen: the weights that routers read are gathered from nowhere"
         assert all(torch.isfinite(torch.tensor(norms)))
         for name, (sent, received, send, receive) in rows[0].items():
             assert (sent, received) == (sum(send), sum(receive))

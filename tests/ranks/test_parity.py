@@ -164,10 +164,15 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_features(case: str, dtype: str) -> None:
-    assert_parity(config(*OTHERS[case], 5, dtype))
+def test_other_features(case: str) -> None:
+    """In bf16, where every rounding shows in which order, and in which dtype, something is added up."""
+    assert_parity(config(*OTHERS[case], 5, "bf16"))
+
+
+@pytest.mark.parametrize("case", ["everything on", "a tied head, reduced once"])
+def test_other_features_in_fp32(case: str) -> None:
+    assert_parity(config(*OTHERS[case], 5, "fp32"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.pushed_rows import refuse
-from tests.helpers.parity import config, train
+from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches
@@ -170,22 +170,6 @@ def test_the_bound_runs_without_the_hosts_counts_too() -> None:
     for first, second in run_ranks(pretended, 2, c):
         assert 0 < first < float("inf")
         assert first == second, "frozen, and always the same rows"
-
-
-def test_nothing_beyond_the_rows_that_came_matters() -> None:
-    """Memory that nobody has written is not a number here, and the step gives the same bits."""
-    c = planned(PLACED, room=2.0)
-    batches = random_batches(c.model, 2, c.train.microbatches, c.mesh.dp, (2, 8))
-    for plain, filled in zip(run_ranks(train, 2, c, batches), run_ranks(train_filled, 2, c, batches), strict=True):
-        assert plain["losses"] == filled["losses"]
-        for a, b in zip(plain["weights"], filled["weights"], strict=True):
-            assert torch.equal(a[-1], b[-1])
-
-
-def train_filled(rank: int, c: Config, batches: list) -> dict:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
-    return train(rank, c, batches)
 
 
 def test_room_for_more_rows_takes_memory_and_no_time() -> None:
