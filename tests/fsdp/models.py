@@ -151,6 +151,28 @@ class ReadOutside(nn.Module):
         return F.linear(x, self.embed.weight) / (1 + size)
 
 
+class Table(Embed):
+    """Returns a part of its weight, as a table of positions does."""
+
+    def forward(self, length: int) -> Tensor:  # type: ignore[override]
+        return self.weight[:length]
+
+
+class Lent(nn.Module):
+    """What the table has returned is read when other units have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        positions = self.table(STEPS)
+        for block in self.blocks:
+            x = block(x + positions)
+        return x * positions
+
+
 class FrozenInput(nn.Module):
     """The first units are frozen: no gradient reaches them, so nothing of backward says that they are done."""
 
