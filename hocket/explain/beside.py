@@ -30,7 +30,7 @@ def in_traces(report: Report, predicted: Predicted) -> Predicted:
     Raises ValueError if they hold no whole step.
     """
     if not report.steps:
-        raise ValueError(f"{', '.join(report.sources)}: no whole step was recorded; fix: record at least one")
+        raise ValueError(f"{several(report.sources)}: no whole step was recorded; fix: record at least one")
     numbers = sorted({step.step for step in report.steps})
     kinds: dict[str, Times] = {}
     for kind in KINDS:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hocket.trace.columns import listed
+from hocket.trace.columns import listed, several
 from hocket.trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, StepReport, Tax
 from hocket.trace.exposure import report as report_on
 from hocket.trace.rebuild import assert_same_work
@@ -76,7 +76,7 @@ def middle_steps(report: Report) -> list[StepReport]:
     decisive = [_decisive(steps) for steps in of_number.values()]
     ordered = sorted(decisive, key=lambda step: step.seconds)
     if not ordered:
-        raise ValueError(f"{', '.join(report.sources)}: no whole step was recorded; fix: record at least one")
+        raise ValueError(f"{several(report.sources)}: no whole step was recorded; fix: record at least one")
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hocket.plan.timeline import STYLE, duration
 from hocket.trace.as_json import to_json
-from hocket.trace.columns import percent
+from hocket.trace.columns import percent, several
 from hocket.trace.data import RankTrace, Report
 from hocket.trace.scene import COLORS, Scene, Word, draw, numbers
 from hocket.trace.table import warnings
@@ -43,7 +43,7 @@ def typical(report: Report) -> int:
 
 def _scene(report: Report, traces: Sequence[RankTrace], step: int | None, width: int) -> Scene:
     if not numbers(traces):
-        raise ValueError(f"{', '.join(report.sources)}: no step to draw; fix: a trace of whole steps")
+        raise ValueError(f"{several(report.sources)}: no step to draw; fix: a trace of whole steps")
     number = typical(report) if step is None else step
     figures = to_json(report)
     rows = [row for row in figures["by_rank_and_step"] if row["step"] == number]
