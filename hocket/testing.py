@@ -16,11 +16,12 @@
         assert gathers[1:].hidden >= 0.9, gathers
 
 A collective is known by the torch op that launched it, not by the name of its kernel, and compute is whatever else ran
-on the device: see `docs/reading-a-report.md`. Three things to know before a threshold is chosen:
+on the device: see `docs/reading-a-report.md`. What to know before a threshold is chosen:
 
 - Sizes must be large enough that the device is never out of work. Where the host launches too slowly, collectives fall
   into gaps between kernels, and the test says more about Python than about overlap.
 - A kernel that waits for a late peer runs meanwhile, and counts. So each rank looks at its own trace.
+- On a CPU a send counts until its host waits for it, wherever the data is by then.
 - Hidden is not free. What a hidden collective costs the compute beside it, only a run without it can tell.
 """
 
