@@ -92,7 +92,8 @@ def match(traces: Sequence[RankTrace]) -> tuple[list[Matched], list[str]]:
         calls = calls_of(trace)
         for series, rows in zip(calls.series, calls.rows, strict=True):
             by_series[series][i].append(rows)
-    notes = _lacking(traces)
+    recorded = [{step.number for step in trace.steps} for trace in traces]
+    notes = _lacking(traces, recorded)
     named = {i for calls_by_trace in by_series.values() for i in calls_by_trace}
     nameless = [i for i, trace in enumerate(traces) if i not in named and _communicates(trace)] if named else []
     if nameless:
@@ -104,7 +105,7 @@ def match(traces: Sequence[RankTrace]) -> tuple[list[Matched], list[str]]:
     for series, calls_by_trace in by_series.items():
         number, title, ranks, collective = series
         around = [place[rank] for rank in dict.fromkeys(ranks) if rank in place]
-        present = [i for i in around if any(step.number == number for step in traces[i].steps)]
+        present = [i for i in around if number in recorded[i]]
         counts = {i: len(calls_by_trace.get(i, ())) for i in present}
         if len(present) < 2:
             continue
@@ -125,12 +126,11 @@ def _communicates(trace: RankTrace) -> bool:
     return bool((~trace.of_kind("compute") & (trace.step >= 0)).any())
 
 
-def _lacking(traces: Sequence[RankTrace]) -> list[str]:
+def _lacking(traces: Sequence[RankTrace], recorded: Sequence[set[int]]) -> list[str]:
     """Notes on steps that not all of the traces have."""
-    numbers = [{step.number for step in trace.steps} for trace in traces]
     ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for trace, there in zip(traces, numbers, strict=True):
-        ranks[tuple(sorted(set().union(*numbers) - there))].append(trace.rank)
+    for trace, there in zip(traces, recorded, strict=True):
+        ranks[tuple(sorted(set().union(*recorded) - there))].append(trace.rank)
     return [
         f"{listed('step', steps)}: not in the trace of {listed('rank', of)}" for steps, of in ranks.items() if steps
     ]
