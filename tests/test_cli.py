@@ -368,7 +368,7 @@ def test_a_run_continues_with_identical_losses_on_another_mesh(tmp_path, more):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
-    process = start(tmp_path, "train", *words, fresh=number == signal.SIGINT)
+    process = start(tmp_path, "train", *words)
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "four steps")
     os.kill(process.pid, number)
@@ -407,7 +407,7 @@ def test_slurm_variables_start_workers(tmp_path):
             "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()),
         }  # fmt: skip
         words = ["train", *SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text, "--train.steps", "2"]
-        workers.append(start(tmp_path, *words, fresh=True, **slurm))
+        workers.append(start(tmp_path, *words, **slurm))
     for rank, ended in enumerate([finish(worker) for worker in workers]):
         assert ended.code == 0, ended.err
         assert ("step 2  loss" in ended.out) == (rank == 0)

@@ -277,7 +277,6 @@ def _slow(rank):
     return issued, gathered, arrived
 
 
-@pytest.mark.alone
 def test_slow_delivers_late_and_in_order():
     for issued, gathered, arrived in run_ranks(_slow, 2):
         assert issued < gathered / 2
@@ -302,7 +301,6 @@ def _two_links(rank):
     return fast, slow
 
 
-@pytest.mark.alone
 def test_each_group_has_a_link_of_its_own():
     for fast, slow in run_ranks(_two_links, 2):
         assert fast < slow / 2

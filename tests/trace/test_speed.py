@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.fresh import in_fresh_process
 from benchmarks.trace_reading import STEPS, write_trace
 from hocket.trace import load, report
@@ -14,7 +12,6 @@ READING = "benchmarks.trace_reading"
 MEGABYTES = 10
 
 
-@pytest.mark.alone
 def test_a_tenth_of_the_target(tmp_path: Path) -> None:
     """The target for 100 MB is 10 s and 2 GiB; the interpreter and numpy alone hold some 30 MiB."""
     path = tmp_path / "rank0.json"
@@ -25,7 +22,6 @@ def test_a_tenth_of_the_target(tmp_path: Path) -> None:
     assert found["peak_mib"] - found["start_mib"] < 200
 
 
-@pytest.mark.alone
 def test_time_grows_with_the_events_not_faster(tmp_path: Path) -> None:
     small, large = tmp_path / "small.json", tmp_path / "large.json"
     write_trace(small, MEGABYTES / 5)
