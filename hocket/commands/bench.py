@@ -124,9 +124,9 @@ def for_bench(options: Bench, origins: dict[str, str]) -> Config:
         problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "out of range", "1 or more each"))
     if len(set(options.lengths)) < len(options.lengths):
         problems.append(_bad("lengths", " ".join(map(str, options.lengths)), "names one twice", "name each once"))
-    if options.lengths and (where := origins.get("data.sequence_length", "")).startswith("command line"):
+    if options.lengths and origins.get("data.sequence_length", "").startswith("command line"):
         length, fix = options.config.data.sequence_length, "leave one of them out"
-        problems.append(problem("data.sequence_length", length, origins, f"--lengths sets it too ({where})", fix))
+        problems.append(problem("data.sequence_length", length, origins, "--lengths sets it too", fix))
     if options.out and not Path(options.out).absolute().parent.is_dir():
         problems.append(_bad("out", options.out, "cannot be written (no such folder)", "name a file in a folder"))
     if options.resume and not options.out:
