@@ -26,6 +26,8 @@ from hocket.settings.rule import Host
 _HEAD = "overlap.pp.defer_head"
 _WORTH = 0.995
 """Share of a step's time that deferral must bring it to."""
+_HALVINGS = 2
+"""How often half as many are tried, where those that fill the time had been hidden and make the step longer."""
 
 
 def choose_head(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, int, str]]:
@@ -54,9 +56,13 @@ def _simulated(c: Config, host: Host, trials: Trials) -> tuple[int, str]:
     if quiet <= 0 or not one:
         return 0, "the rank of the head computes until the end"
     wanted = min(count, math.ceil(quiet / one))
-    after = float(makespan(moved(plain, rank, wanted), costs))
-    if after > _WORTH * before:
-        return 0, f"{count} microbatches would take {duration(after)} instead of {duration(before)}"
+    times = {n: 0.0 for halving in range(_HALVINGS + 1) if (n := wanted >> halving)}
+    for wanted in times:
+        times[wanted] = after = float(makespan(moved(plain, rank, wanted), costs))
+        if after <= _WORTH * before:
+            break
+    else:
+        return 0, f"{count} microbatches would take {duration(min(times.values()))} instead of {duration(before)}"
     fitting = _fitting(c, trials, plain, wanted, room(memory_of(c, host)))
     if not fitting:
         return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"

@@ -98,3 +98,15 @@ def test_where_nothing_is_gained_none_is(changes: dict[str, object], words: str)
     found = settings(**changes)
     assert found.overlap.pp.defer_head == 0
     assert words in reason(found)
+
+
+def test_fewer_are_deferred_where_those_that_fill_the_time_had_been_hidden() -> None:
+    sizes = {"model__layers": 19, "model__hidden": 2048, "model__heads": 16, "model__ffn": 4096}
+    step = {"train__microbatches": 12, "train__sequences": 1, "data__sequence_length": 2048}
+    made = {"plan__recompute": ("attn",), "plan__layers_per_stage": (6, 6, 6, 1), "overlap__pp__defer_layers": 0}
+    fixed = {**sizes, **step, **made}
+    count = settings(**fixed).overlap.pp.defer_head
+    assert isinstance(count, int)
+    assert count > 0
+    times = [seconds(settings(**fixed, overlap__pp__defer_head=n)) for n in (0, count, 12)]
+    assert times[1] < times[0] < times[2]
