@@ -21,6 +21,8 @@ from hocket.resolve import resolve
 from hocket.settings.leaves import changed
 from hocket.variables import survey
 
+OPEN = {"plan.recompute": ("auto",), "overlap.dp.strategy": "auto", "plan.layers_per_stage": ("auto",)}
+"""What is set in recipes and chosen here, by simulating steps."""
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("tiny", {}),
     "moe_8gpu": ("moe_8gpu", {}),
@@ -28,6 +30,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_30b_a3b, pipeline": (
         "qwen3_30b_a3b",
         {"mesh.pp": 8, "mesh.dp": 128, "mesh.ep": 32, "plan.chunks": 2, "train.microbatches": 32},
+    ),
+    "qwen3_30b_a3b, pipeline, all open": (
+        "qwen3_30b_a3b",
+        {"mesh.pp": 8, "mesh.dp": 64, "mesh.ep": 8, "plan.chunks": 2, "train.microbatches": 64, **OPEN},
+    ),
+    "llama3_8b, pipeline, all open": (
+        "llama3_8b",
+        {"mesh.pp": 16, "mesh.dp": 32, "plan.chunks": 2, "train.microbatches": 64, **OPEN},
     ),
     "llama3_8b, tensor": ("llama3_8b", {"mesh.tp": 8, "mesh.dp": 32, "mesh.pp": 4, "train.microbatches": 16}),
     "qwen3_30b_a3b, 65,536": ("qwen3_30b_a3b", {"mesh.pp": 8, "mesh.dp": 8192, "mesh.ep": 128}),

@@ -50,6 +50,17 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
     )
 
 
+def forwards_at_most(layout: Layout, costs: CostTable) -> int:
+    """More bytes of values than a rank holds that runs forwards alone: of two chunks, and activations that wait."""
+    most = 0
+    for rank in range(layout.pp):
+        waiting = layout.pp * costs.output_bytes(rank, Op("recv", "act"))
+        for chunk in range(layout.chunks):
+            values = sum(costs.output_bytes(rank, op) for op in _ops(layout, rank, chunk) if op.verb != "bwd")
+            most = max(most, 2 * values + waiting)
+    return most
+
+
 def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
     """What runs forward and backward for a microbatch of a chunk."""
     parts: list[tuple[Part, int]] = [

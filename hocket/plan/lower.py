@@ -15,6 +15,7 @@ The first passes keep a rank's ops as a list per step, so that a pass can speak 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -48,12 +49,15 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
     ranks = []
     for rank, steps in enumerate(order):
         apart = {step.wgrad for step in steps}
-        per_step = [
-            expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
-            if step.also
-            else expand(step, layout, rank, merged, without_wgrads(alone) if step.bwd in apart else alone)
-            for step in steps
-        ]
+
+        @cache
+        def like(step: Step, apart: bool, rank: int = rank) -> StepOps:
+            """The ops of a step, for all that have the same chunks."""
+            if step.also:
+                return expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
+            return expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
+
+        per_step = [_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps]
         early = plan.stride == 3 or any(step.also for step in steps)
         per_step = insert_p2p(per_step, steps, layout, rank, 2 if early else 1)
         if overlap.defer_wgrad != "off":
@@ -65,6 +69,18 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
         ranks.append(per_step)
     program = _finish(layout, microbatches, order, ranks, sharding, config, frees)
     return replace(program, notes=tuple(notes))
+
+
+def _of_any(step: Step) -> Step:
+    """A step of the same chunks, with numbers of its items in place of microbatches."""
+    items = (step.fwd, step.bwd, step.wgrad, step.also)
+    return Step(*(item and (number, item[1]) for number, item in enumerate(items)))
+
+
+def _numbered(step: Step, ops: StepOps) -> StepOps:
+    """The ops of a step, from those of `_of_any`."""
+    microbatch = [item[0] if item else -1 for item in (step.fwd, step.bwd, step.wgrad, step.also)]
+    return [Op(op.verb, op.part, microbatch[op.microbatch], op.chunk, op.layer, op.lane) for op in ops]
 
 
 def freed(program: Program, rank: int) -> Program:

@@ -17,7 +17,7 @@ from hocket.machine import hardware_of
 from hocket.parallel.capacity import rows_allowed
 from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import CostTable
-from hocket.plan.held import at_least, at_most
+from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program, choose_order, freed
 from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import in_flight
@@ -105,8 +105,7 @@ class Trials:
 
     def beside(self, c: Config, microbatches: int) -> int:
         """Bytes that a rank holds beside what the simulator counts of a step."""
-        validates = c.plan.graphs == "on" and c.train.eval_batches
-        return _arrivals(c) + (self._validation(c, microbatches) if validates else 0)
+        return _arrivals(c) + (self._validation(c, microbatches) if _validates(c) else 0)
 
     def _validation(self, c: Config, microbatches: int) -> int:
         """Bytes of values that a validation holds in the slots of a step."""
@@ -171,11 +170,7 @@ class Predicted:
     @cached_property
     def nbytes(self) -> int:
         """Memory."""
-        peak, bounds = 0, self._bounds
-        for rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
-            if bounds[rank] > peak or separate_wgrads(self._config):
-                peak = max(peak, self._trials.peak(self._config, self.microbatches, rank))
-        return peak + self._trials.beside(self._config, self.microbatches)
+        return self._peak + self._trials.beside(self._config, self.microbatches)
 
     def fits(self, memory: int) -> bool:
         """Whether ranks of so much memory can hold it; without the simulation, where bounds suffice."""
@@ -183,8 +178,10 @@ class Predicted:
         order, _ = choose_order(layout_of(c), self.microbatches, c)
         if at_least(layout_of(c), [in_flight(steps) for steps in order], costs) > room(memory):
             return False
-        held = max(self._bounds.values()) + self._trials.beside(c, self.microbatches)
-        return (held <= room(memory) and not separate_wgrads(c)) or fits(self.nbytes, memory)
+        left = room(memory) - _arrivals(c) - (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
+        if not separate_wgrads(c) and max(self._bounds.values()) <= left:
+            return True
+        return self._peak <= left or fits(self.nbytes, memory)
 
     @cached_property
     def moved(self) -> int:
@@ -201,6 +198,14 @@ class Predicted:
         return max(map(len, self._program.ranks))
 
     @cached_property
+    def _peak(self) -> int:
+        peak, bounds = 0, self._bounds
+        for rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
+            if bounds[rank] > peak or separate_wgrads(self._config):
+                peak = max(peak, self._trials.peak(self._config, self.microbatches, rank))
+        return peak
+
+    @cached_property
     def _bounds(self) -> dict[int, int]:
         """Rank -> more than it holds, if weight gradients have no steps of their own."""
         late, costs = self._config.overlap.pp.defer_head, self._trials.costs(self._config)
@@ -215,6 +220,11 @@ class Predicted:
 def enough_microbatches(c: Config) -> int:
     """Microbatches of a simulated step. After two groups a rank has held as much as it ever does."""
     return min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
+
+
+def _validates(c: Config) -> bool:
+    """Whether a validation lies beside a graph."""
+    return c.plan.graphs == "on" and c.train.eval_batches > 0
 
 
 def _arrivals(c: Config) -> int:

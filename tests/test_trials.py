@@ -1,0 +1,77 @@
+"""Steps that choices compare: they are those that would be built, each is built once, and bounds of memory hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hocket.config import Config
+from hocket.machine import host_for_plan
+from hocket.parallel.stages import layout_of, sharding_of
+from hocket.plan.held import at_least, at_most, forwards_at_most
+from hocket.plan.lower import build_forward, build_program
+from hocket.plan.simulate import simulate
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings import predicted
+from hocket.settings.leaves import changed
+from hocket.settings.predicted import Trials
+
+SMALL = {"train.microbatches": 8, "model.layers": 8, "plan.layers_per_stage": ()}
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3_30b_a3b", {"mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 8, "plan.chunks": 2, "plan.graphs": "on"}),
+    ("llama3_8b", {"mesh.pp": 2, "mesh.dp": 8, "overlap.dp.strategy": "optim"}),
+    ("llama3_8b", {"mesh.pp": 4, "mesh.dp": 2, "overlap.pp.defer_layers": -1, "data.sequence_length": 32768}),
+    ("llama3_8b", {"mesh.pp": 2, "mesh.dp": 2, "plan.recompute": ("attn",), "overlap.dp.strategy": "no_shard"}),
+    ("mixtral_8x7b", {"mesh.pp": 1, "mesh.dp": 8, "mesh.ep": 8, "plan.chunks": 1, "overlap.ep.merge_ends": "on"}),
+)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_bounds_of_memory_hold(name: str, settings: dict[str, Any]) -> None:
+    config = changed(recipe(name), SMALL | settings)
+    found = resolve(config, host_for_plan(config))
+    program, costs = build_program(layout_of(found), 8, found, sharding_of(found)), Trials().costs(found)
+    peaks = [use.peak_bytes for use in simulate(program, costs).ranks]
+    late = found.overlap.pp.defer_head
+    assert isinstance(late, int)
+    assert at_least(program.layout, program.in_flight, costs) < max(peaks)
+    assert all(peak < at_most(program, costs, rank, late) for rank, peak in enumerate(peaks))
+    forward = build_forward(program, found, sharding_of(found))
+    values = [use.peak_bytes - costs.fixed_bytes(forward, r) for r, use in enumerate(simulate(forward, costs).ranks)]
+    assert max(values) < forwards_at_most(program.layout, costs)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_step_is_the_one_that_would_be_built(name: str, settings: dict[str, Any]) -> None:
+    """Also where settings are open."""
+    config = changed(recipe(name), SMALL | settings | {"train.eval_batches": 0, "plan.order": "auto"})
+    found = resolve(config, host_for_plan(config))
+    asked = changed(Config(**{section: getattr(found, section) for section in SECTIONS}), OPEN)
+    for each in (found, asked):
+        step, costs = Trials().step(each), Trials().costs(each)
+        built = build_program(layout_of(each), step.microbatches, each, sharding_of(each))
+        timeline = simulate(built, costs)
+        assert step.seconds == timeline.makespan
+        assert step.ops == max(map(len, built.ranks))
+        assert step.nbytes - predicted._arrivals(each) == max(use.peak_bytes for use in timeline.ranks)
+        assert step.fits(int(1.2 * step.nbytes))
+        assert not step.fits(step.nbytes)
+
+
+def test_every_program_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        made.append(arguments)
+        return build_program(*arguments, **named)
+
+    monkeypatch.setattr(predicted, "build_program", build)
+    config = changed(recipe("qwen3_30b_a3b"), SMALL | {"plan.recompute": ("auto",), "overlap.dp.strategy": "auto"})
+    resolve(config, host_for_plan(config))
+    assert 2 < len(made) == len(set(made))
+
+
+SECTIONS = ("model", "mesh", "plan", "overlap", "data", "precision", "train", "run")
+OPEN = {"overlap.pp.defer_layers": "auto", "overlap.pp.defer_head": "auto", "overlap.pp.backward_lane": "auto"}
