@@ -28,7 +28,7 @@ from hocket.plan.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.planning import predict, program_of
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 CHUNKS: dict[str, Any] = {"plan.order": "interleaved", "plan.chunks": 2}
 ORDERS: dict[str, dict[str, Any]] = {

@@ -49,7 +49,7 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
 from hocket.searching import Task, search
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.trace.align import align
 from hocket.trace.calibrate import calibrate
 from hocket.trace.compare import compare

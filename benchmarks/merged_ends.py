@@ -21,7 +21,7 @@ from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 MODELS = ("qwen3_30b_a3b", "moonlight_16b", "mixtral_8x7b")
 ENDS: tuple[Switch, ...] = ("off", "on")

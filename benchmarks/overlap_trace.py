@@ -45,7 +45,7 @@ from hocket.resolve import resolve
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import no_collection
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.compare import compare

@@ -29,7 +29,7 @@ from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, join_world
 from hocket.runtime.lanes import spinner
 from hocket.runtime.pretended import Link, Signal, Slow
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)
 """Layers of Llama-3 8B's widths; so few words that the head weighs on no rank."""

@@ -21,7 +21,7 @@ from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {

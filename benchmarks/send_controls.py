@@ -44,7 +44,7 @@ from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
 from hocket.runtime.pretended import Link
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 LAYERS = 2
 """Of one chunk."""

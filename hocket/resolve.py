@@ -26,8 +26,8 @@ from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, st
 from hocket.settings.predicted import Price, Trials, model_costs
 from hocket.settings.problems import stop_if
 from hocket.settings.recompute_choice import choose_recompute
-from hocket.settings.rule import Rule
-from hocket.settings.rules import RULES, Host, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.rule import Host, Rule
+from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.settings.stages_choice import choose_stages
 from hocket.settings.strategy_choice import choose_strategy
 from hocket.settings.tensor_choice import choose_tensor

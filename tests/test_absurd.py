@@ -14,7 +14,7 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.leaves import ANY, BOUNDS, MOST_RANKS, changed, leaf
 from hocket.settings.plan_rules import MOST_PASSES
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 AT_ONCE = 10.0
 """Seconds, most of them for imports on a busy machine; without bounds it is minutes."""

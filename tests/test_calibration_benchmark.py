@@ -17,7 +17,7 @@ from hocket.plan.cost import HARDWARE
 from hocket.planning import hardware_of, predict, program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.trace.align import load
 from tests.trace.simulated import settings_for, traces_of
 

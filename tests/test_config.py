@@ -22,7 +22,8 @@ from hocket.recipes import RECIPES, recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import BOUNDS, leaf, types
 from hocket.settings.leaves import changed as replaced
-from hocket.settings.rules import RULES, Host
+from hocket.settings.rule import Host
+from hocket.settings.rules import RULES
 from hocket.settings.tensor_choice import possible
 from hocket.settings.tensor_times import DIRECTIONS, ROLES
 from tests.helpers.plans import NAMES

@@ -35,7 +35,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.variables import survey
 from tests.helpers.golden import assert_golden
 from tests.helpers.seconds import cpu_seconds

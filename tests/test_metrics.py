@@ -17,7 +17,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.train.metrics import REMARKS, Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
 

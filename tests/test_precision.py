@@ -17,7 +17,7 @@ from hocket.resolve import resolve
 from hocket.settings.absent import ABSENT
 from hocket.settings.leaves import changed, types
 from hocket.settings.overrides import given
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from hocket.settings.sources import begin
 from hocket.trace.rebuild import _of_today
 

@@ -15,7 +15,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings import stages_choice
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
 NAME = "plan.layers_per_stage"

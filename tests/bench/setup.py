@@ -15,7 +15,7 @@ from hocket.bench.variants import settled
 from hocket.bench.workload import Workload
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from tests.helpers.plans import planned
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hocket.bench.report import BOUNDS
 from hocket.commands.bench import Bench, check, chosen, for_bench
 from hocket.commands.options import parse
 from hocket.resolve import resolve
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 
 
 @pytest.mark.parametrize("name", PRESETS)

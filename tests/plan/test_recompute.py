@@ -18,7 +18,7 @@ from hocket.plan.text import from_json, from_text, to_json, to_text
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without

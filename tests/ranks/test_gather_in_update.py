@@ -17,7 +17,7 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks

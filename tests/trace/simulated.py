@@ -12,7 +12,7 @@ from hocket.plan.schedule import KIND_OF, NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.rules import Host
+from hocket.settings.rule import Host
 from tests.helpers.plans import planned
 from tests.trace.build import Trace
 
