@@ -37,6 +37,7 @@ from hocket.ports import find_port
 from hocket.resolve import Settings, resolve
 from hocket.runtime.recorder import HANG_EXIT_CODE
 from hocket.settings.leaves import problem
+from hocket.train.signals import asking, hang_up
 from hocket.variables import passed, survey
 
 GRACE = 2.5
@@ -264,7 +265,7 @@ def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: in
     try:
         os.setpgid(0, 0)
         die_with(parent)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in asking():
             signal.signal(number, signal.SIG_DFL)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -312,12 +313,14 @@ def die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to all workers, which save and end. Yields the list of signals that have come."""
+    """Pass signals that ask on to all workers, which save and end. Yields the list of those that have come."""
     words = f"\nhocket: {ending}; once more ends at once\n".encode()
     asked: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
+        if number == signal.SIGHUP:
+            hang_up()
         if len(asked) == 1:
             os.write(2, words)
         for child in children:
@@ -325,7 +328,7 @@ def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, number)
 
-    former = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.signal(number, forward) for number in asking()}
     try:
         yield asked
     finally:

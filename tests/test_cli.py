@@ -24,7 +24,19 @@ from hocket.recipes import RECIPES, recipe
 from hocket.settings.leaves import leaf, types
 from hocket.settings.overrides import given
 from hocket.train.signals import StopRequest
-from tests.helpers.command import ALONE, SMALL, alive, children_of, end_all, finish, hocket, start, text_in, wait_for
+from tests.helpers.command import (
+    ALONE,
+    SMALL,
+    alive,
+    children_of,
+    end_all,
+    finish,
+    hocket,
+    in_a_terminal,
+    start,
+    text_in,
+    wait_for,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -378,6 +390,20 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     done = len(losses(tmp_path))
     saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
     assert saved["step"] == done
+
+
+def test_a_closed_terminal_saves_and_ends(tmp_path):
+    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
+    process, terminal = in_a_terminal(tmp_path, "train", *words)
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    try:
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, "four steps")
+        os.close(terminal)
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+    saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
+    assert saved["step"] == len(losses(tmp_path)) > 0
 
 
 def test_a_profiled_window_is_a_trace_and_a_window_in_the_past_is_a_remark(tmp_path):

@@ -106,7 +106,10 @@ class Metrics:
     def say(self, text: str) -> None:
         """Print a line for the user."""
         if not self.quiet:
-            self.console.print(text, markup=False)
+            try:
+                self.console.print(text, markup=False)
+            except OSError:  # a terminal that is being closed
+                self.console.quiet = True
 
     def header(self, parameters: int, active: int, corpus: str) -> None:
         """What is about to run. `parameters` and `active` (per token) count elements."""

@@ -1,21 +1,35 @@
-"""SIGINT and SIGTERM ask a run to save and end; the trainer looks at the end of every step.
+"""SIGINT, SIGTERM and a terminal that is closed (SIGHUP) ask a run to save and end.
 
-A signal reaches ranks at different times, so the flag is only this rank's wish: the trainer combines the wishes of all
-ranks (a maximum over the control group), and all stop after the same step.
+The trainer looks at the end of every step. A signal reaches ranks at different times, so the flag is only this rank's
+wish: the trainer combines the wishes of all ranks (a maximum over the control group), and all stop after the same step.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
+def asking() -> list[int]:
+    """The signals that ask a run to end. Under `nohup`, which ignores it, a closed terminal asks for nothing."""
+    stays = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *(() if stays else (signal.SIGHUP,))]
+
+
+def hang_up() -> None:
+    """The terminal is gone: what is said to it from now on goes nowhere, and is no error. Files and pipes stay."""
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
 class StopRequest:
-    """Set by the first SIGINT or SIGTERM. The second one ends the process at once.
+    """Set by the first signal that asks. The second one ends the process at once.
 
     Use as a context manager, which puts the former handlers back.
     """
@@ -29,7 +43,7 @@ class StopRequest:
         return self.signal != 0
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in asking():
             self._former[number] = signal.signal(number, self._arrived)
         return self
 
@@ -38,6 +52,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            hang_up()
         if self.signal:
             os._exit(128 + number)
         self.signal = number

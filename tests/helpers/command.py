@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -74,6 +75,18 @@ def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = F
         )
     _started.append(process)
     return process
+
+
+def in_a_terminal(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A command in a terminal of its own, and this end of it."""
+    ours, theirs = pty.openpty()
+    command = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, sys.executable, "-m", "hocket", *arguments],
+        cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    return process, ours
 
 
 def finish(process: Process, timeout: float = 50.0) -> Finished:
