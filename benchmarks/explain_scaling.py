@@ -76,7 +76,7 @@ def main() -> None:
     for name in SIZES:
         row = {"what": name, **in_fresh_process("benchmarks.explain_scaling", json.dumps(name), given.repeats)}
         rows.append(row)
-        print(f"{name:>26} {row['gpus']:>7,} ranks  resolve {row['resolve_s']:.2f} s, explain {row['explain_s']:.2f} s")
+        print(f"{name:>34} {row['gpus']:>7,} ranks  resolve {row['resolve_s']:.2f} s, explain {row['explain_s']:.2f} s")
     result = {
         "question": "How long does it take to resolve and to explain a configuration?",
         "method": f"shortest of {given.repeats} CPU times on one core, one process per size",
