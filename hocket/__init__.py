@@ -1,4 +1,4 @@
-"""Training whose communication costs nothing.
+"""Training whose communication runs beside compute: by a plan of the step, or under a loop of your own.
 
 `fully_shard` and what belongs to it are loaded when first used, since they need torch and the command line does not.
 """
