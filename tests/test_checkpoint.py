@@ -7,12 +7,14 @@ import math
 import os
 import resource
 import signal
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
@@ -95,6 +97,23 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save_steps(0, tmp_path, [1, 1])
     assert load_and_compare(0, tmp_path)[0] == 1
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_is_not_lost(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1])
+    rename = Path.rename
+
+    def end_behind(path: Path, target: Path) -> None:
+        rename(path, target)
+        if target.suffix == ".replaced":
+            raise SystemExit  # as if it had been killed
+
+    monkeypatch.setattr(Path, "rename", end_behind)
+    with pytest.raises(SystemExit):
+        save_steps(0, tmp_path, [1])
+    monkeypatch.undo()
+    assert load_and_compare(0, tmp_path) == (1, 10)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001"]
 
 
 def test_no_checkpoint_and_resume_off_start_over(tmp_path):
@@ -309,6 +328,17 @@ def test_a_save_without_room_gives_back_what_it_took(tmp_path):
         "latest",
         "step-00000001",
     ]
+
+
+def no_room_in_an_archive(*_: object, **__: object) -> None:
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    raise CheckpointException("save", {0: (error, traceback.extract_stack())})
+
+
+def test_an_archive_that_is_not_all_there_means_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.dcp, "save", no_room_in_an_archive)
+    with pytest.raises(ValueError, match=r"a checkpoint cannot be written: a file was cut short, RuntimeError.* room"):
+        checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
 
 
 def test_set_aside_never_overwrites(tmp_path):

@@ -269,9 +269,17 @@ def _prepare(temporary: Path, settings: Settings) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Give back the room of saves that were interrupted. Nobody else writes here: a run holds its folder."""
+    """Give back the room of saves that were interrupted. Nobody else writes here: a run holds its folder.
+
+    What a save was about to replace comes back if nothing has taken its place yet.
+    """
     for unfinished in folder.glob("step-*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
+    for replaced in folder.glob("step-*.replaced"):
+        if replaced.with_suffix("").exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(replaced.with_suffix(""))
 
 
 def _require_shared(temporary: Path, settings: Settings) -> None:
@@ -289,7 +297,6 @@ def _publish(temporary: Path, final: Path, meta: Mapping[str, Any], keep: int) -
         os.fsync(file.fileno())
     sync_names(temporary)
     replaced = final.with_suffix(".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
@@ -344,6 +351,12 @@ def _gather(value: T) -> list[T]:
     return values
 
 
+def _cause(error: BaseException) -> str:
+    """Why DCP failed. Of a full disk torch's archives say only that what they had written is not there."""
+    cut = isinstance(error, RuntimeError) and "inline_container" in str(error)
+    return f"{'a file was cut short, ' if cut else ''}{type(error).__name__}: {error}"
+
+
 def _failed(what: str, writing: Settings | None) -> str:
     if writing is None:
         return f"checkpoint: {what}"
@@ -363,8 +376,7 @@ def _together(action: Callable[[], object], writing: Settings | None = None) -> 
     except ValueError as error:
         failure = str(error)
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        failure = _failed(f"{type(cause).__name__}: {cause}", writing)
+        failure = _failed(_cause(next(iter(error.failures.values()))[0]), writing)
     except OSError as error:
         failure = _failed(str(error), writing)
     # The lowest rank's words, so that all ranks say the same.
