@@ -85,8 +85,18 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     notes = prepare(os.environ, local_world, policy, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
     if worker is None or worker.rank == 0:
-        sys.stderr.writelines(f"hocket: {note}\n" for note in notes)
+        sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings)])
     return settings, worker
+
+
+def too_few_gpus(settings: Settings) -> list[str]:
+    """Why ranks that GPUs were meant for compute on CPUs: said before they make weights there, which may take long."""
+    meant = settings.host.gpus > 0 or settings.precision.compute == "bf16"
+    return [
+        str(decision)
+        for decision in settings.decisions
+        if decision.setting == "train.device" and decision.value == "cpu" and meant
+    ]
 
 
 def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:

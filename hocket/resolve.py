@@ -206,7 +206,8 @@ def choose_device(c: Config, h: Host) -> tuple[str, str]:
     if h.gpus == 0:
         return "cpu", "torch finds no usable GPU"
     if h.gpus < ranks:
-        return "cpu", f"{ranks} ranks on this host, but only {h.gpus} GPUs"
+        several = "" if h.workers else "; on several hosts torchrun or Slurm starts the ranks of each"
+        return "cpu", f"{ranks} ranks on this host, but only {h.gpus} GPUs{several}"
     return "cuda", f"{h.gpus} GPUs for {ranks} ranks on this host"
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
 from hocket.explain.overlaps import overlaps
+from hocket.launch import too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
@@ -209,6 +210,19 @@ def test_resolving_again_with_a_change_keeps_the_reasons_that_hold() -> None:
     kept = {d.setting for d in again.decisions}
     assert {"plan.order", "overlap.pp.defer_layers"} <= kept
     assert again.overlap.dp.prefetch == 1
+
+
+def test_a_run_that_was_meant_for_gpus_says_at_once_that_it_computes_on_cpus() -> None:
+    def told(recipe_name: str, host: Host, **changes: str) -> list[str]:
+        return too_few_gpus(resolve(changed(recipe(recipe_name), changes), host))
+
+    assert told("llama3_8b", Host(gpus=8)) == []
+    assert told("llama3_8b", Host()) == ["train.device = cpu: torch finds no usable GPU"]
+    assert told("llama3_8b", Host(), **{"train.device": "cpu"}) == []
+    (line,) = told("llama3_8b", Host(gpus=4))
+    assert line.startswith("train.device = cpu: 8 ranks on this host, but only 4 GPUs; on several hosts torchrun")
+    assert told("llama3_8b", Host(gpus=4, workers=8, local_workers=8)) == [line.split(";")[0]]
+    assert told("tiny", Host()) == []
 
 
 def test_a_thousand_gpus_take_no_second() -> None:
