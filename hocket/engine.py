@@ -70,7 +70,7 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
     train, model, size = config.train, config.model, DTYPES[config.precision.compute].itemsize
     copies = copies_of(model, config.mesh.ep, layout_of(config).per_rank, size)
     rows, width = math.ceil(_SLACK * config.tokens * copies.count), model.hidden * size
-    device_splits = _knows_no_host(config)
+    device_splits = _splits_on_device(config)
     if device_splits:
         rows = max(rows, rows_allowed(config))
     arrival = rows * (width + copies.label * size)  # of one microbatch, in one round
@@ -84,7 +84,7 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
     return CommOptions(timeout, arrival=arrival, device_splits=device_splits, links=links, spin=spin)
 
 
-def _knows_no_host(config: Config) -> bool:
+def _splits_on_device(config: Config) -> bool:
     """Whether splits of experts' rows are to be known to the devices alone."""
     return config.overlap.ep.splits == "device" and config.mesh.ep > 1
 
@@ -152,7 +152,7 @@ class Engine:
 
     def _make_room(self) -> Room | None:
         """Room for rows whose number no host will know, if splits are to be known to the devices alone."""
-        if not _knows_no_host(self.config):
+        if not _splits_on_device(self.config):
             return None
         needed = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Room(rows_allowed(self.config), needed)

@@ -113,7 +113,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
             _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
         placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
         first = list(_updates(per_rank, before)) if updates else []
-        out.append([*first, *_merge(placed, before, behind), Op("step", "norm" if updates else "all")])
+        out.append([*first, *_inserted(placed, before, behind), Op("step", "norm" if updates else "all")])
     return Sharded(out, weight_slots, grad_slots)
 
 
@@ -134,7 +134,7 @@ def _updates(visits: list[Visit], before: dict[int, list[Op]]) -> Iterator[Op]:
             yield gathers[unit]
 
 
-def _merge(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+def _inserted(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
     for i, op in enumerate(ops):
         yield from before.get(i, ())
         yield op
