@@ -32,7 +32,7 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
     whatever two chunks have besides; and all gradients.
     """
     layout = program.layout
-    grads = {(op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
+    grads = {(op.verb, op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
     kept = rest = 0
     for chunk in range(layout.chunks):
         ops = _ops(layout, rank, chunk)
