@@ -379,7 +379,7 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
         (["--from-megatron"], "--from-megatron (command line): its value is missing"),
         (
             ["--from-fairscale", "x"],
-            "explain --from-fairscale (command line): it does not go with --from-...; fix: one of",
+            "explain --from-fairscale (command line): nothing translates this system; fix: one of",
         ),
         (
             ["--from-megatron", "--bf16", "--from-bridge", "a=1"],

@@ -33,7 +33,8 @@ def run(words: list[str]) -> int:
         name, equals, value = word.partition("=")
         if name not in (*_OTHERS, *(f"--from-{system}" for system in SYSTEMS)):
             fix = f"one of {', '.join(f'--from-{system}' for system in SYSTEMS)}, with {', '.join(_OTHERS)}"
-            raise ValueError(f"explain {word} (command line): it does not go with --from-...; fix: {fix}")
+            why = "nothing translates this system" if name.startswith("--from-") else "it does not go with --from-..."
+            raise ValueError(f"explain {word} (command line): {why}; fix: {fix}")
         if name in values:
             raise ValueError(f"{name} (command line): given twice; fix: give it once")
         if name == "--json" and equals:
