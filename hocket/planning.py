@@ -35,6 +35,13 @@ def predict(settings: Settings, program: Program, hardware: Hardware, measured: 
     return simulate(program, costs_of(settings, hardware, measured), friction)
 
 
+def granted(settings: Settings) -> str:
+    """What a prediction from figures of the hardware takes for granted of a run on several hosts; empty on one."""
+    if 0 < settings.host.local_workers < settings.host.workers and settings.train.transport != "slow":
+        return "links between hosts are priced like those inside of one; train.transport = slow prices slower ones"
+    return ""
+
+
 def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
     program = program_of(settings)
@@ -50,7 +57,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware),
-        *(_origin_of_costs(measured) if measured else ()),
+        *(_origin_of_costs(measured) if measured else filter(None, [granted(settings)])),
         "",
         "PROGRAM",
         *text[:cut],

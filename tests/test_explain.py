@@ -29,8 +29,9 @@ from hocket.explain.explanation import (
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
+from hocket.machine import host_for_plan
 from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, Mesh
-from hocket.planning import hardware_of, predict, program_of
+from hocket.planning import hardware_of, predict, program_of, report
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
@@ -190,6 +191,14 @@ def test_long_steps_are_continued_from_shorter_ones_and_the_longest_are_not_simu
     assert nothing.step == 0
     assert "not simulated" in nothing.note
     assert "not simulated" in to_text(explain(long, ()))
+
+
+def test_a_prediction_for_several_hosts_says_what_it_takes_for_granted() -> None:
+    one, two = (changed(recipe("llama3_8b"), {"mesh.dp": ranks}) for ranks in (8, 16))
+    assert simulated(resolve(one, host_for_plan(one)))[0].note == ""
+    there = resolve(two, host_for_plan(two))
+    assert "between hosts" in simulated(there)[0].note
+    assert "between hosts" in report(there, hardware_of(there), 100, 0)
 
 
 def test_what_was_asked_for_and_did_not_happen_is_a_section_of_its_own() -> None:

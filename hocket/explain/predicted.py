@@ -19,7 +19,7 @@ from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
 from hocket.plan.unswept import unswept
-from hocket.planning import program_of
+from hocket.planning import granted, program_of
 from hocket.resolve import Settings
 from hocket.searching import steady
 
@@ -46,18 +46,18 @@ class Step:
 @unswept()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
-    hardware = hardware_of(settings)
+    hardware, links = hardware_of(settings), granted(settings)
     count = settings.train.microbatches
     per_microbatch = settings.model.layers * OPS_PER_LAYER
     if count * per_microbatch <= MOST_OPS:
         step = _step(settings, hardware, count)
-        return _predicted(hardware, step), step
+        return replace(_predicted(hardware, step), note=links), step
     few, more = steady(settings)
     if more * per_microbatch > MOST_OPS or more >= count:
         note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
         return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
     short, long = _step(settings, hardware, few), _step(settings, hardware, more)
-    note = f"simulated with {few} and {more} microbatches, and continued to {count}"
+    note = "; ".join(filter(None, [f"simulated with {few} and {more} microbatches, and continued to {count}", links]))
     return replace(_predicted(hardware, _continued(short, long, (count - few) / (more - few))), note=note), long
 
 
