@@ -56,6 +56,8 @@ class Job:
     """What the user can do about a failure."""
     ending: str = "ending now"
     """What the workers do when they are asked to end."""
+    ended: str = "ended"
+    """What they have done when they are asked again."""
 
 
 def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
@@ -68,8 +70,8 @@ def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
     if settings.train.transport == "null":
         job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
     else:
-        again = "the same command continues from the last checkpoint"
-        job = Job(train_rank, again, "saving and ending after this step")
+        again = "the same command continues from the last checkpoint, if there is one"
+        job = Job(train_rank, again, "saving and ending after this step", "ended without saving")
     work(settings, worker, job)
 
 
@@ -240,7 +242,7 @@ def start_workers(settings: Settings, job: Job) -> int:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
                 children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
-            return watch(children, asked)
+            return watch(children, asked, job.ended)
         finally:
             kill(children)
 
@@ -346,7 +348,7 @@ def forwarded_signals(children: list[Child], ending: str) -> Iterator[list[int]]
             signal.signal(number, handler)
 
 
-def watch(children: list[Child], asked: list[int]) -> int:
+def watch(children: list[Child], asked: list[int], ended: str) -> int:
     """Wait for all workers, or for the first failure. Returns the exit code."""
     while True:
         for child in children:
@@ -357,11 +359,11 @@ def watch(children: list[Child], asked: list[int]) -> int:
             return 0
         if len(asked) > 1:  # workers that wait inside a collective cannot answer a signal
             kill(children)
-            sys.stderr.write("hocket: ended without saving\n")
+            sys.stderr.write(f"hocket: {ended}\n")
             return 128 + asked[0]
         time.sleep(0.02)
     if asked and any(child.status and child.code in ended_by(asked) for child in children):
-        sys.stderr.write("hocket: ended without saving\n")
+        sys.stderr.write(f"hocket: {ended}\n")
         return 128 + asked[0]
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline and any(child.status is None for child in children):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -304,6 +305,16 @@ def test_a_run_records_the_explanation_that_the_command_prints(
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run.folder = .*: cannot be written \(No such file or directory\); fix: "):
         record(settled(), tmp_path / "nowhere")
+
+
+def test_what_cannot_be_kept_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        record(settled(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # The command

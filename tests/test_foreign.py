@@ -389,6 +389,7 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
         (["--from-megatron", "--bf16", "--gpus", "0"], "gpus = 0 (command line, --gpus): not a number of ranks"),
         (["--from-megatron", "--bf16", "--json=off"], "--json (command line): takes no value; fix: leave out off"),
         (["--from-megatron", "pretrain_gpt.py"], "(command line, --from-megatron): holds no settings of Megatron-LM"),
+        (["--from-torchtitan", "nope.json"], "nope.json (command line): cannot be read"),
         (["--from-bridge", "tensor_model_parallel_size 4"], "(command line, --from-bridge): holds no settings"),
         (["--from-megatron", "--bf16", "--gpus", "²"], "gpus = ² (command line, --gpus): not a number of ranks"),
         (["--from-megatron", "--bf16 'x"], "No closing quotation"),

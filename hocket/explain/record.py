@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -23,5 +24,7 @@ def record(settings: Settings, folder: Path) -> None:
         temporary.write_text(json.dumps(found.as_json(), indent=1))
         temporary.replace(folder / FILE)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         reason, fix = f"cannot be written ({error.strerror})", "make room, or name a folder you can write to"
         raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None

@@ -77,8 +77,8 @@ def _words(text: str) -> list[str]:
 
 
 def flags_or_file(text: str) -> Pairs:
-    """Flags, or the leaves of the TOML file that is named."""
-    return file(text) if text.endswith(".toml") and " " not in text else flags(text)
+    """Flags, or the leaves of the TOML or JSON file that is named."""
+    return file(text) if text.endswith((".toml", ".json")) and " " not in text else flags(text)
 
 
 def file(path: str) -> Pairs:

@@ -202,6 +202,7 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
     done = finish(process)
     assert time.monotonic() - began < 5
     assert done.code == 128 + signal.SIGTERM
+    assert done.err.splitlines()[-1] == "hocket: ended"
     (found,) = json.loads((tmp_path / "result.json").read_text())["workloads"]
     assert not found["complete"]
     assert len(found["contenders"]["bound"]["blocks"]) == len(found["contenders"]["hocket"]["blocks"]) > 0
