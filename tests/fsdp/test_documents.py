@@ -182,14 +182,16 @@ def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch
         for _ in range(2):
             model(torch.randn(3, 64, dtype=compute)).sum().backward()
         optimizer.step()
+        with_grads = ctx.stats().shard_bytes
         optimizer.zero_grad()
     same = compute == torch.float32 and strategy == "no_shard"  # then c counts nothing in what is kept
     names = {"P": elements, "U": elements // 5, "W": dist.get_world_size() // replicas, "R": replicas}
     names |= {"m": 4, "c": compute.itemsize, "w": compute.itemsize, "g": 4}
     names |= {"ahead": options.prefetch, "staging": options.staging}
-    kept, gathered, staged, state = row_of(strategy, outer)
+    kept, grads, gathered, staged, state = row_of(strategy, outer)
     stats = ctx.stats()
     assert stats.shard_bytes == eval(kept, names | {"c": 0} if same else dict(names))
+    assert with_grads - stats.shard_bytes == eval(grads, dict(names))
     assert stats.full_bytes == eval(gathered, dict(names))
     most = eval(staged, dict(names))
     # Where a reduction is over when the next gradient comes, its buffer serves again.
