@@ -24,7 +24,7 @@ from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.linear import linear_forward, set_sink, write_product
-from hocket.fsdp.shard_grads import put
+from hocket.runtime.weights import put
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input width of the linears of one layer."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.fsdp.linear import contribute, writes_itself
-from hocket.fsdp.shard_grads import put
+from hocket.runtime.weights import put
 
 
 def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:

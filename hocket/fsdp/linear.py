@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hocket.fsdp.shard_grads import put
+from hocket.runtime.weights import put
 
 _ATTRIBUTE = "hocket_sink"
 

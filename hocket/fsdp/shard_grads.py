@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.layout import FlatLayout
-from hocket.runtime.transports import local_sum
-
-
-def put(gradient: Tensor, view: Tensor, add: bool, scale: float = 1.0) -> None:
-    """Write a gradient, multiplied by `scale`, to where it is collected, or add it to what is there."""
-    if scale != 1.0:
-        local_sum(gradient.reshape(1, -1), view.view(-1), scale, add)
-    elif add:
-        view.add_(gradient)
-    else:
-        view.copy_(gradient)
+from hocket.runtime.weights import put
 
 
 class LocalSum:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hocket.fsdp.buffers import Staging
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.shard_grads import put
 from hocket.runtime.queue import Ticket
+from hocket.runtime.weights import put
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_unit import Unit

@@ -29,10 +29,9 @@ from torch import Tensor
 from hocket.fsdp import embedding as sunk_rows
 from hocket.fsdp import linear as sunk
 from hocket.fsdp.linear import write_product
-from hocket.fsdp.shard_grads import put
 from hocket.kernels.usable import usable
 from hocket.runtime.either import apply, apply_managed, contribute, keep, kept, push, value_of
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.shard_grads import put
+from hocket.runtime.transports import local_sum
 
 Write = Callable[[Tensor], object]
 """Computes one weight gradient and overwrites its argument, a tensor of the weight's shape, with it."""
@@ -109,6 +109,16 @@ class WgradQueue:
             _put(write, target(weight), weight in written, dtype, scale)
             written.add(weight)
         return written
+
+
+def put(gradient: Tensor, view: Tensor, add: bool, scale: float = 1.0) -> None:
+    """Write a gradient, multiplied by `scale`, to where it is collected, or add it to what is there."""
+    if scale != 1.0:
+        local_sum(gradient.reshape(1, -1), view.view(-1), scale, add)
+    elif add:
+        view.add_(gradient)
+    else:
+        view.copy_(gradient)
 
 
 def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale: float) -> None:

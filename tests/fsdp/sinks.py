@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.linear import linear_forward, set_sink
-from hocket.fsdp.shard_grads import put
+from hocket.runtime.weights import put
 
 DTYPES = [torch.float32, torch.bfloat16]
 D, F_OUT = 24, 40
