@@ -55,6 +55,9 @@ explain --from-megatron "--tensor-model-parallel-size two"
 explain --from-megatron "--use-distributed-optimizer --use-torch-fsdp2"
 explain --from-fairscale x
 plan tiny --train.microbatches 60000
+plan tiny --ops 3 --json
+plan tiny --search --ops=40
+plan tiny --svg p.svg --ops -1
 doctor --fast
 recipes all
 fly tiny

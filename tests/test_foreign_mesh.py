@@ -43,6 +43,8 @@ def test_ranks_are_those_that_are_started_or_that_bridge_names() -> None:
     started = "torchrun --nproc-per-node 8 --nnodes=4 pretrain_gpt.py --pipeline-model-parallel-size 4"
     assert settings(started)["mesh.dp"] == 8
     assert settings(started, gpus=16)["mesh.dp"] == 4, "what --gpus says comes before"
+    sources = [translate(MEGATRON, read.flags(started), gpus).sources["mesh.dp"] for gpus in (0, 16, 32)]
+    assert sources == ["(started by torchrun)", "(--gpus)", "(--gpus)"]
     named = translate(BRIDGE, read.keys("comm_overlap.data_parallel_size=4 model.expert_model_parallel_size=3"))
     assert named.settings["mesh.dp"] == 4
     assert "3 does not divide 4" in named.of("not there")[0].answer.words

@@ -18,6 +18,7 @@ from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
+from hocket.settings.overrides import split
 from hocket.settings.predicted import model_costs
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Plan(RecipeOptions):
 def run(words: list[str]) -> int:
     """Print a plan, or write its picture."""
     options, origins = parse(Plan, "plan", words)
+    drawn = next((name for name in ("search", "json", "svg", "html") if getattr(options, name)), "")
+    if drawn and "--ops" in dict(split(words, [])):
+        reason = f"no effect: with --{drawn} no program is printed"
+        raise ValueError(f"ops = {options.ops} (command line, --ops): {reason}; fix: leave out one of them")
     if options.ops < -1:
         raise ValueError(f"ops = {options.ops} (command line, --ops): out of range; fix: 0 or more, or -1 for all")
     if options.svg and options.svg == options.html:

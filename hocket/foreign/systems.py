@@ -18,7 +18,7 @@ from hocket.foreign.megatron import (
 )
 from hocket.foreign.megatron_model import POSITIONS, REST
 from hocket.foreign.read import Pairs, file, flags, flags_or_file, keys
-from hocket.foreign.translate import Assumed, Default, System
+from hocket.foreign.translate import RANKS, Assumed, Default, System
 
 STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
 """What says which strategy Megatron-LM shards by."""
@@ -153,7 +153,7 @@ _MESH: tuple[Assumed, ...] = (
 )
 
 _MEGATRON_DEFAULTS: tuple[Default, ...] = (
-    ("(--gpus)", lambda given: ranks(given, AXES)),
+    (RANKS, lambda given: ranks(given, AXES)),
     ("(no sharding flag)", _shards),
     ("(no --grad-reduce-in-bf16)", _wire),
     ("(no --expert-tensor-parallel-size)", _expert_tensors),
@@ -183,7 +183,7 @@ TORCHTITAN = System(
     "torchtitan",
     torchtitan.ENTRIES,
     (
-        ("(--gpus)", _titan_ranks),
+        (RANKS, _titan_ranks),
         ("(no parallelism.fsdp_reshard_after_forward)", torchtitan.sharded),
         ("(no training.mixed_precision_reduce)", _titan_wire),
     ),
@@ -200,7 +200,7 @@ DEEPSPEED = System(
     "DeepSpeed",
     deepspeed.ENTRIES,
     (
-        ("(--gpus)", lambda given: ranks(given, (deepspeed.TENSOR_RANKS,))),
+        (RANKS, lambda given: ranks(given, (deepspeed.TENSOR_RANKS,))),
         ("(no zero_optimization.stage)", _stage_zero),
     ),
     deepspeed.spelled,

@@ -16,6 +16,8 @@ from hocket.settings.tomlfile import MOST_KEYS
 Default = tuple[str, Callable[[Given], Answer | None]]
 """What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""
 
+RANKS, STARTED = "(--gpus)", "(started by torchrun)"
+"""Words for where the number of ranks comes from: from hocket's own flag, or from what was given."""
 
 Assumed = tuple[str, tuple[str, ...]]
 """One of hocket's settings that is 1 where nobody says otherwise, and the names under which the system says it.
@@ -107,7 +109,8 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
         rows.append(Row(name, value, fitting(row.rule(value, given)) if row else _unknown(system, name)))
     for words, make in system.defaults:
         answer = make(given)
-        rows += [Row(words, None, answer, given=False)] if answer is not None else []
+        source = STARTED if words == RANKS and given.gpus > gpus else words
+        rows += [Row(source, None, answer, given=False)] if answer is not None else []
     rows += _assumed(system, given, rows)
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
