@@ -166,6 +166,7 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
         cores=cores(),
         workers=worker.world if worker else 0,
         local_workers=worker.local_world if worker else 0,
+        port=worker.port if worker else 0,
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
         no_copy_engine=found.no_copy_engine,
         no_peer_memory=found.no_peer_memory,

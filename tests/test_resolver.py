@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
+from hocket.environment import Worker, probe
 from hocket.explain.overlaps import overlaps
 from hocket.launch import too_few_gpus
 from hocket.recipes import recipe
@@ -241,6 +242,7 @@ def test_a_thousand_gpus_take_no_second() -> None:
         ("model.ffn", 96, {"model.dense_layers": ()}, Host()),
         ("model.bias_rate", 0.1, {"model.routing": "even"}, Host()),
         ("train.lane_seed", 3, {}, Host(gpus=8)),
+        ("run.port", 4711, {}, Host(workers=4, local_workers=4, port=29500)),
     ],
 )
 def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
@@ -252,6 +254,15 @@ def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
         assert remark.fix
         assert not remark.unmet
     assert not [d for d in resolve(changed(TINY, {setting: value})).decisions if d.setting == setting]
+
+
+def test_the_port_that_torchrun_was_told_is_used_and_open_ones_need_no_remark() -> None:
+    worker = Worker(0, 4, 0, 4, "h", 29500)
+    host = probe(changed(TINY, {"train.device": "cpu"}), {}, worker)
+    assert host.port == 29500
+    for port in (0, 29500):
+        settings = resolve(changed(TINY, {"run.port": port}), host, {"run.port": "run.toml:3"})
+        assert not [d for d in settings.decisions if d.setting == "run.port"]
 
 
 def test_a_method_of_one_role_that_the_host_cannot_serve_is_given_up_alone() -> None:

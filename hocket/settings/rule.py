@@ -25,6 +25,8 @@ class Host:
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0
     """Those of them on this host."""
+    port: int = 0
+    """TCP port at which they meet; 0 where hocket starts them."""
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
