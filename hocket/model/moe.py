@@ -31,7 +31,7 @@ class ExpertPlace:
     rank: int = 0
     """This one's number among them."""
     per_rank: bool = False
-    """Rows are sent once per token and rank, not once per expert (`parallel/pairs.py`)."""
+    """Rows are sent once per token and rank, not once per expert (`parallel/per_rank.py`)."""
 
 
 ONLY = ExpertPlace()

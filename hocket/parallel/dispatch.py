@@ -1,7 +1,7 @@
 """Dispatch: moving a token's rows to its experts and back, as values and pure functions.
 
-A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`pairs.py`). Rows pass
-through three orders:
+A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`per_rank.py`). Rows
+pass through three orders:
 
     sent      by destination, that is by global expert, then token; with one copy per rank by rank, then token
     received  by source rank, then in the order in which that rank sent them
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hocket.kernels.usable import usable
-from hocket.parallel.pairs import open_rows, pack, read_labels
+from hocket.parallel.per_rank import open_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total

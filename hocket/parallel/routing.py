@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.parallel.pairs import Pairs, pair
+from hocket.parallel.per_rank import Pairs, pair
 
 
 @dataclass(frozen=True, eq=False)

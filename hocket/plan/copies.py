@@ -18,7 +18,7 @@ def ranks_per_token(model: ModelConfig, ep: int) -> float:
 
 
 def label_bytes(top_k: int) -> int:
-    """Bytes that a row sent once per rank has behind its hidden state (`parallel/pairs.py`): a place, int32, and a
+    """Bytes that a row sent once per rank has behind its hidden state (`parallel/per_rank.py`): a place, int32, and a
     weight, fp32, for each choice, padded so that rows stay aligned.
     """
     return -(-8 * top_k // 64) * 64

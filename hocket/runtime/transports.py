@@ -41,7 +41,7 @@ class RowTable:
     rows: list[list[int]]
     rank: int
     label: int = 0
-    """Bytes at the end of each row that say what it is (`parallel/pairs.py`): nobody may make them up."""
+    """Bytes at the end of each row that say what it is (`parallel/per_rank.py`): nobody may make them up."""
 
     @property
     def send(self) -> list[int]:

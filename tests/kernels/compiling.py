@@ -62,8 +62,8 @@ def rows() -> None:
         kernels.total_backward(x, sent, probs, place)
 
 
-def pairs() -> None:
-    from hocket.kernels.pairs import label_grads, number, read_labels, write_labels
+def per_rank() -> None:
+    from hocket.kernels.per_rank import label_grads, number, read_labels, write_labels
 
     for ranks, top_k in ((8, 8), (3, 2)):
         probs = of(torch.float32, 100, top_k)
@@ -139,7 +139,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, pairs, routing, dense, sums, grouped, exchange]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, dense, sums, grouped, exchange]
 """Add a function of your own here."""
 
 

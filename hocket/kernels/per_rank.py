@@ -1,6 +1,7 @@
 """Numbers of (token, rank) pairs, and labels of their rows: written by whoever sends rows, read by whoever gets them.
 
-`parallel/pairs.py` has the formulas. Labels are the last int32 columns of a row: K seats, then the bits of K weights.
+`parallel/per_rank.py` has the formulas. Labels are the last int32 columns of a row: K seats, then the bits of K
+weights.
 
 Shapes: T tokens, K choices, P ranks, N rows.
 """
@@ -180,7 +181,7 @@ def _read_labels(
 
 
 def number(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row, first, seat, all int32 [T, K]; what to send, int64 [P, L + 1]) of `parallel.pairs.Pairs`."""
+    """(row, first, seat, all int32 [T, K]; what to send, int64 [P, L + 1]) of `parallel.per_rank.Pairs`."""
     (tokens, top_k), experts = inverse_TK.shape, len(counts_E)
     blocks, block_p = triton.cdiv(tokens, BLOCK), triton.next_power_of_2(ranks)
     sizes = (experts, experts // ranks, top_k, BLOCK, triton.next_power_of_2(experts), block_p)

@@ -62,7 +62,7 @@ def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:
     tokens, top_k = inverse_TK.shape
     room = tokens * min(top_k, ranks)
     if usable(inverse_TK) and tokens:
-        from hocket.kernels.pairs import number
+        from hocket.kernels.per_rank import number
 
         return Pairs(*number(inverse_TK, counts_E, ranks), room)
     counts_PL = counts_E.view(ranks, -1)
@@ -91,9 +91,9 @@ def read_labels(rows_NW: Tensor, top_k: int, counts_PM: Tensor, grouped_R: Tenso
     where it is in grouped order.
     """
     if usable(rows_NW) and len(rows_NW):
-        from hocket.kernels import pairs
+        from hocket.kernels import per_rank
 
-        return pairs.read_labels(_ints(rows_NW), label_bytes(top_k) // 4, top_k, counts_PM, grouped_R)
+        return per_rank.read_labels(_ints(rows_NW), label_bytes(top_k) // 4, top_k, counts_PM, grouped_R)
     label_NC = _labels(rows_NW, top_k)
     chosen_P, received_P = counts_PM[:, :-1].sum(1), counts_PM[:, -1]
     first_N = (chosen_P.cumsum(0) - chosen_P).repeat_interleave(received_P, output_size=len(rows_NW))
@@ -137,7 +137,7 @@ class _Pack(torch.autograd.Function):
         rows_NW, hidden_ND = _labelled(x_TD, pairs.room, x_TD.shape[1], top_k)
         spread_into(x_TD, pairs.first_TK, hidden_ND)
         if usable(x_TD) and len(x_TD):
-            from hocket.kernels.pairs import write_labels
+            from hocket.kernels.per_rank import write_labels
 
             write_labels(_ints(rows_NW), label_bytes(top_k) // 4, probs_TK, pairs.row_TK, pairs.seat_TK)
             return rows_NW
@@ -155,7 +155,7 @@ class _Pack(torch.autograd.Function):
         width = g_NW.shape[1] - label_bytes(top_k) // g_NW.itemsize
         g_TD = total_of(g_NW[:, :width], None, first_TK)
         if usable(g_NW) and len(row_TK):
-            from hocket.kernels.pairs import label_grads
+            from hocket.kernels.per_rank import label_grads
 
             return g_TD, label_grads(_ints(g_NW), label_bytes(top_k) // 4, row_TK), None
         k = torch.arange(top_k, device=g_NW.device)

@@ -1,4 +1,4 @@
-"""The kernels that number pairs and write and read labels, against the formulas in `hocket/parallel/pairs.py`."""
+"""The kernels that number pairs and write and read labels, against the formulas in `hocket/parallel/per_rank.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import ModelConfig
-from hocket.kernels import pairs as kernels
-from hocket.kernels.pairs import BLOCK
-from hocket.parallel.pairs import pack, pair, read_labels
+from hocket.kernels import per_rank as kernels
+from hocket.kernels.per_rank import BLOCK
+from hocket.parallel.per_rank import pack, pair, read_labels
 from hocket.parallel.routing import route
 from hocket.plan.copies import label_bytes
 
