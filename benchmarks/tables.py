@@ -141,17 +141,6 @@ def overlap_tax(result: Result) -> str:
     return table(["", "without communication", "with it", "change"], [*rows[:2], *shown, *rows[2:]])
 
 
-def overlap_ops(result: Result) -> str:
-    """Compute by the plan's ops that launch it, those that take a hundredth of the step or more."""
-    ops, step = result["report"]["tax"]["ops"], result["report"]["tax"]["step_seconds"]
-    rows = [
-        [f"`{row['name']}`", ms(row["null_seconds"]), ms(row["seconds"]), f"{row['seconds'] / step:.0%}"]
-        for row in ops
-        if row["seconds"] >= 0.01 * step
-    ]
-    return table(["kernels launched by", "without communication", "with it", "of the step"], rows)
-
-
 def executor_cost(result: Result) -> str:
     rows = [
         [name, f"{row['ops']:,}", f"{row['microseconds_per_op']:.2f} µs", f"{row['worst']:.2f} µs"]
@@ -259,7 +248,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),
     "overlap_trace_everything": ("overlap_trace_everything", overlap_trace),
     "overlap_tax": ("overlap_trace", overlap_tax),
-    "overlap_ops": ("overlap_trace", overlap_ops),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
