@@ -55,15 +55,16 @@ def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple
     return tuple(Op(*op[:7], found) if found else op for op, found in zip(ops, deps, strict=True))
 
 
-def free(ranks: Sequence[Sequence[Op]], layout: Layout) -> tuple[tuple[Op, ...], ...]:
-    """The connected ops of all ranks with `frees` filled in, and with what has to be known for that."""
+def free(ranks: Sequence[Sequence[Op]], layout: Layout, only: int | None = None) -> tuple[tuple[Op, ...], ...]:
+    """The connected ops of all ranks with `frees` filled in, and with what has to be known for that.
+
+    With `only` those of one rank; the others stay as they are.
+    """
     arrivals = _Arrivals(ranks, layout)
-    return tuple(_freed(_rank(ops, layout, rank, arrivals)) for rank, ops in enumerate(ranks))
-
-
-def free_one(ranks: Sequence[Sequence[Op]], layout: Layout, rank: int) -> tuple[Op, ...]:
-    """The same of one rank."""
-    return _freed(_rank(ranks[rank], layout, rank, _Arrivals(ranks, layout)))
+    return tuple(
+        _with_frees(_rank(ops, layout, rank, arrivals)) if only in (None, rank) else tuple(ops)
+        for rank, ops in enumerate(ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
     return _Rank(ops, lanes, deps, readers)
 
 
-def _freed(rank: _Rank) -> tuple[Op, ...]:
-    dropped = _frees(rank)
+def _with_frees(rank: _Rank) -> tuple[Op, ...]:
+    dropped = _dropped_by(rank)
     return tuple(
         Op(*op[:7], deps, tuple(dropped.get(i, ()))) if i in dropped or deps is not op.deps else op
         for i, (op, deps) in enumerate(zip(rank.ops, rank.deps, strict=True))
@@ -226,7 +227,7 @@ def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane)
     return known
 
 
-def _frees(rank: _Rank) -> dict[int, list[int]]:
+def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
     """Which op drops which values. See Note: [A value is dropped by its own lane]."""
     lanes, frees = rank.lanes, defaultdict[int, list[int]](list)
     positions: dict[Lane, list[int]] = defaultdict(list)

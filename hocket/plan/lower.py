@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import Config
-from hocket.plan.connect import connect, free, free_one
+from hocket.plan.connect import connect, free
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -38,7 +38,7 @@ StepOps = list[Op]
 def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding, frees: bool = True) -> Program:
     """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
 
-    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `freed` does the rest. Raises
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest. Raises
     ValueError for settings that have no legal order.
     """
     order, notes = choose_order(layout, microbatches, config)
@@ -83,10 +83,9 @@ def _numbered(step: Step, ops: StepOps) -> StepOps:
     return [Op(op.verb, op.part, microbatch[op.microbatch], op.chunk, op.layer, op.lane) for op in ops]
 
 
-def freed(program: Program, rank: int) -> Program:
-    """The same, but for one rank as if it had been built with `frees`."""
-    ops = free_one(program.ranks, program.layout, rank)
-    return replace(program, ranks=(*program.ranks[:rank], ops, *program.ranks[rank + 1 :]))
+def free_rank(program: Program, rank: int) -> Program:
+    """A program built without `frees`, but for one rank as if it had been built with them."""
+    return replace(program, ranks=free(program.ranks, program.layout, only=rank))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:

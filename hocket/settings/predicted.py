@@ -18,7 +18,7 @@ from hocket.parallel.capacity import rows_allowed
 from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_least, at_most, forwards_at_most
-from hocket.plan.lower import build_forward, build_program, choose_order, freed
+from hocket.plan.lower import build_forward, build_program, choose_order, free_rank
 from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import in_flight
 from hocket.plan.schedule import Time, cost_key
@@ -98,7 +98,7 @@ class Trials:
         """The most bytes that a rank holds in a step, without what lies beside steps."""
         key = plan, table, _ = _plan(c, microbatches), self._table(c), rank
         if key not in self._peaks:
-            program = freed(self._built(plan), rank)
+            program = free_rank(self._built(plan), rank)
             spans = spans_of(program, rank, *self.times(c, microbatches))
             self._peaks[key] = peak_bytes(program, rank, spans, self._tables[table])
         return self._peaks[key]
