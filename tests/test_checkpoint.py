@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
 from hocket.train import checkpoint
+from hocket.train.changes import changes
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
 
@@ -245,6 +247,27 @@ def test_settings_that_changed_without_changing_shapes_are_noted(tmp_path):
     assert any("model.norm_eps was 1e-06 and is 0.0001" in note for note in restored.notes)
 
 
+def test_another_batch_and_other_steps_of_the_optimizer_are_noted_and_other_machinery_is_not(tmp_path):
+    save_steps(0, tmp_path, [1])
+    settings = settings_in(tmp_path)
+
+    def notes(**others: object) -> tuple[str, ...]:
+        other = changed(settings, {name.replace("__", "."): value for name, value in others.items()})
+        restored = checkpoint.restore(other, groups(None))
+        assert restored is not None
+        return restored.notes
+
+    assert notes(train__microbatches=4, train__sequences=2, train__keep=7, plan__order="1f1b", data__cache="x") == ()
+    since = "since the checkpoint was written, "
+    assert notes(train__lr=1e-3, train__steps=200, train__eps=1e-6) == (
+        f"{since}train.steps was 100 and is 200; train.lr was 0.003 and is 0.001; train.eps was 1e-08 and is 1e-06",
+    )
+    batch = "mesh.dp x train.microbatches x train.sequences"
+    assert notes(mesh__dp=2, train__microbatches=2) == (
+        f"{since}the sequences of a step were 8 (1 x 8 x 1) and are 4 (2 x 2 x 1): {batch}",
+    )
+
+
 def test_another_text_is_noted(tmp_path):
     checkpoint.save(settings_in(tmp_path), 1, 1, groups(1), "3 documents")
     for text in ("3 documents", "4 documents"):
@@ -262,9 +285,7 @@ def test_settings_that_were_stored_under_former_names_are_compared_under_todays(
     meta["config"]["plan"] |= {"strategy": "optim_grads", "prefetch": 2}
     path.write_text(json.dumps(meta))
     settings = settings_in(tmp_path)
-    assert checkpoint._changed(meta["config"], settings) == [
-        "overlap.dp.strategy was optim_grads and is optim_grads_params"
-    ]
+    assert changes(meta["config"], settings) == ["overlap.dp.strategy was optim_grads and is optim_grads_params"]
     assert checkpoint.restore(settings, groups(None)) is not None
 
 

@@ -21,7 +21,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,21 +31,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.config import LABELS, Config
+from hocket.config import LABELS
 from hocket.explain.explanation import digest
 from hocket.fsdp.saving.dcp import sync_names
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.resolve import Settings
-from hocket.settings.former import flat, renamed
 from hocket.settings.leaves import problem
+from hocket.train.changes import changes, stored, told
 from hocket.train.pieces import Piece
 
 T = TypeVar("T")
 
 FORMAT = 1
 """Changes whenever what is saved changes its meaning."""
-
-SECTIONS = tuple(field.name for field in fields(Config))
 
 Groups = Mapping[str, Sequence[Piece]]
 """This rank's part of the state by kind: `weight`, `exp_avg`, `exp_avg_sq`, ... Replicas may be given by every rank."""
@@ -90,7 +88,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
         "format": FORMAT, "step": step, "position": position, "text": text,
         "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "network": LABELS.get(settings.train.transport, "real"), "config": _config(settings), "files": sums,
+        "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings), "files": sums,
     }  # fmt: skip
     _together(lambda: _publish(temporary, final, meta, settings.train.keep) if rank == 0 else None, settings)
     return final
@@ -192,34 +190,21 @@ def set_aside(path: Path) -> Path | None:
 
 def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list[str]) -> Restored:
     meta = json.loads((path / "meta.json").read_text())
-    changed = _changed(meta["config"], settings)
     reader = dcp.FileSystemReader(path)
     differences = _differences(reader, groups)
     if differences:
-        sizes = [text for text in changed if text.startswith("model.")]
+        sizes = [text for text in changes(meta["config"], settings) if text.startswith("model.")]
         reason = f"{path} belongs to another model: " + "; ".join([*sizes[:5], *differences[:3]])
         more = len(differences) - 3
         reason += f" and {more} more tensors" if more > 0 else ""
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
     _together(lambda: _quietly(dcp.load, _state(groups), storage_reader=reader))
-    relevant = [change for change in changed if change.startswith(("model.", "data."))]
+    relevant = list(told(meta["config"], settings))
     if meta.get("text", text) != text:
         relevant.append(f"the text was {meta['text']}, and is {text}: some of it will be read again, some never")
     notes += [f"since the checkpoint was written, {change}" for change in relevant]
     return Restored(path, meta["step"], meta["position"], tuple(notes))
-
-
-def _config(settings: Settings) -> dict[str, Any]:
-    return {name: asdict(getattr(settings, name)) for name in SECTIONS}
-
-
-def _changed(saved: Mapping[str, Any], settings: Settings) -> list[str]:
-    """Settings whose value is another than when the checkpoint was written."""
-    then, now = flat(renamed(saved)), flat(json.loads(json.dumps(_config(settings))))
-    return [
-        f"{name} was {then[name]} and is {value}" for name, value in now.items() if name in then and then[name] != value
-    ]
 
 
 def _differences(reader: dcp.FileSystemReader, groups: Groups) -> list[str]:

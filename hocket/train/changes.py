@@ -1,0 +1,49 @@
+"""What has changed between the settings that a checkpoint was written with and those that go on from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from hocket.config import Config
+from hocket.settings.former import flat, renamed
+from hocket.settings.leaves import leaf, show
+
+TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "clip")
+TOLD = ("model.", "data.", "precision.", *(f"train.{name} " for name in TRAINED_BY))
+"""How changes begin that change what is computed: of those a run that goes on is told."""
+BATCH = ("mesh.dp", "train.microbatches", "train.sequences")
+
+Stored = Mapping[str, Any]
+"""Settings as nested dictionaries, of JSON."""
+
+
+def stored(config: Config) -> dict[str, Any]:
+    """All settings, to be written."""
+    return {field.name: asdict(getattr(config, field.name)) for field in fields(Config)}
+
+
+def changes(saved: Stored, config: Config) -> list[str]:
+    """Settings whose value is another than when they were stored."""
+    then, now = flat(renamed(saved)), flat(json.loads(json.dumps(stored(config))))
+    differ = (name for name, value in now.items() if name in then and then[name] != value)
+    return [f"{name} was {_said(then[name])} and is {_said(now[name])}" for name in differ]
+
+
+def told(saved: Stored, config: Config) -> Iterator[str]:
+    """The changes that change what is computed, in as few lines as can be."""
+    found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
+    if found:
+        yield "; ".join(found)
+    then = flat(renamed(saved))
+    before, now = [then.get(name, 1) for name in BATCH], [leaf(config, name) for name in BATCH]
+    if math.prod(before) != math.prod(now):  # how ranks and microbatches share them changes nothing
+        was, is_ = (f"{math.prod(sizes)} ({' x '.join(map(str, sizes))})" for sizes in (before, now))
+        yield f"the sequences of a step were {was} and are {is_}: {' x '.join(BATCH)}"
+
+
+def _said(value: Any) -> str:
+    return show(tuple(value) if isinstance(value, list) else value)
