@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hocket.fsdp.api import clip_grad_norm_, fully_shard, param_groups, unit_of
-    from hocket.fsdp.connect import Placement
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
     from hocket.fsdp.saving.checkpoint import load as load_checkpoint
     from hocket.fsdp.saving.checkpoint import save as save_checkpoint
     from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
     from hocket.fsdp.saving.state import load_model_state, model_state
+    from hocket.fsdp.shard_groups import Placement
     from hocket.fsdp.update import step_and_gather
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Placement": "connect:Placement",
+    "Placement": "shard_groups:Placement",
     "Precision": "precision:Precision",
     "ShardOptions": "options:ShardOptions",
     "clip_grad_norm_": "api:clip_grad_norm_",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.param_group import Member
+from hocket.fsdp.shard_groups import ShardGroups
 
 
 class Fingerprints:

@@ -15,7 +15,6 @@ from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
 from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
-from hocket.fsdp.connect import Placement, connect
 from hocket.fsdp.materialize import materialize
 from hocket.fsdp.members import Found, Rule, assign, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
@@ -23,6 +22,7 @@ from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.strategy import Prefetch, policy_of
 
 Place = Callable[[str, nn.Parameter], Placement | None]
@@ -79,7 +79,7 @@ def fully_shard(
         mine = materialize(members, device, options.init)
         groups = []
         for key, alike in _alike(mine, placements, default, precision).items():
-            where = connect(key[0], strategy, options, device)
+            where = shard_groups_for(key[0], strategy, options, device)
             fingerprints.add(alike, where)
             groups.append(ParamGroup(alike, where, precision, options.granularity, device))
         made.append(_unit(bucket, groups))
@@ -87,7 +87,7 @@ def fully_shard(
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
     fingerprints.compare()
-    prefetch, everyone = Prefetch.parse(options.prefetch), connect(default, strategy, options, device)
+    prefetch, everyone = Prefetch.parse(options.prefetch), shard_groups_for(default, strategy, options, device)
     context = ShardContext(made, policy, prefetch, everyone, device)
     _install(context, set(inner), manual=options.driver == "manual")
     return context

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import Staging
-from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Lease, Unit
 from hocket.fsdp.order import Order
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.comm import Window

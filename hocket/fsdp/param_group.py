@@ -35,10 +35,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.layout import FlatLayout, Granularity
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.transports import Pending
 

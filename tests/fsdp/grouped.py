@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.fsdp.buffers import FullBuffer
-from hocket.fsdp.connect import Placement, connect
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.shard_groups import Placement, shard_groups_for
 
 CPU = torch.device("cpu")
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -47,7 +47,7 @@ def build(case, frozen=False, divide=1.0):
     """The group, bound, and its full parameters by name."""
     axes = ("outer", "shard")[-len(case.sizes) :]
     mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
-    groups = connect(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
+    groups = shard_groups_for(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
     members = [Member(name, param, []) for name, param in params.items()]
     group = ParamGroup(members, groups, case.precision, case.granularity, CPU)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hocket
-from hocket.fsdp.connect import Placement
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.shard_groups import Placement
 from tests.fsdp.zoo import ZOO, Kind, batch, loss_of
 
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {

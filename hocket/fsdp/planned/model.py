@@ -9,11 +9,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.connect import ShardGroups
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.slices import TensorRank
 from hocket.plan.ops import UNITS, Program

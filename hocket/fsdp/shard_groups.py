@@ -5,8 +5,9 @@ Gathers and reductions have groups of their own, so that neither waits for the o
 
 Note: [All ranks make all groups]
 Making a process group takes part of every rank of the world, members or not, in one order. A rank sees only its own row
-of a mesh that was cut out of a larger one, so all ranks first tell each other theirs. Hence everybody calls `connect`
-the same number of times with meshes that cover each other, which holds when all run the same program.
+of a mesh that was cut out of a larger one, so all ranks first tell each other theirs. Hence everybody calls
+`shard_groups_for` the same number of times with meshes that cover each other, which holds when all run the same
+program.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ShardGroups:
 _made: dict[object, ShardGroups] = {}
 
 
-def connect(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
+def shard_groups_for(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
     """The groups for a placement under a strategy, made and used once, so that later nothing has to connect.
 
     Every rank calls this at the same point. Asking again for the same gives the same groups.
