@@ -138,7 +138,7 @@ def test_collectives_only_behind_comm() -> None:
     """Programs that hocket is measured against do as they like; a benchmark compares what its ranks have measured."""
     allowed = {
         "hocket/runtime/comm.py",
-        "hocket/runtime/connect.py",
+        "hocket/runtime/group_transport.py",
         "hocket/runtime/transports.py",
         "hocket/runtime/copy_engine.py",
     }

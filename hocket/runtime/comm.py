@@ -1,7 +1,7 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
 This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
-collectives; `connect.py` chooses a group's transport. Every purpose and direction has a group of its own
+collectives; `group_transport.py` chooses a group's transport. Every purpose and direction has a group of its own
 (`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
 collective creates anything while lanes are running.
 """
@@ -22,8 +22,8 @@ from hocket.config import COPIED
 from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime import pushed_rows
 from hocket.runtime.blocks import Blocks
-from hocket.runtime.connect import CommOptions, TransportName, connect
 from hocket.runtime.copy_engine import CopyEngine, place, refuse
+from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.token_copies import CopyingNccl
@@ -297,7 +297,7 @@ def make_groups(
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
             # Members or not, all ranks of the world take part in making a group.
-            moved_by = connect(purpose, ranks, rank, device, transport, options)
+            moved_by = make_transport(purpose, ranks, rank, device, transport, options)
             if moved_by is not None:
                 field_name = _field(purpose, ranks, rank, mesh)
                 mine[field_name] = Group(field_name, ranks, ranks.index(rank), moved_by)
@@ -321,7 +321,7 @@ def make_group(
     if transport in COPIED:
         places = everyone(place())
         refuse([places[member] for member in ranks])
-    moved_by = connect(purpose, ranks, rank, device, transport, options or CommOptions())
+    moved_by = make_transport(purpose, ranks, rank, device, transport, options or CommOptions())
     if moved_by is None:
         return None
     group = Group(purpose, ranks, ranks.index(rank), moved_by)

@@ -46,7 +46,7 @@ class CommOptions:
     """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
 
 
-def connect(
+def make_transport(
     purpose: Purpose,
     ranks: tuple[int, ...],
     rank: int,
