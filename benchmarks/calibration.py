@@ -38,10 +38,11 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
+from hocket.machine import hardware_of
 from hocket.parallel.mesh import Mesh
 from hocket.parallel.stages import mesh_of
 from hocket.plan.cost import CostTable, Measurement
-from hocket.planning import costs_as_json, hardware_of, predict, program_of
+from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

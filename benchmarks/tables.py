@@ -52,12 +52,13 @@ from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
+from hocket.machine import hardware_of
 from hocket.plan.cost import HARDWARE
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
-from hocket.planning import hardware_of, predict, program_of, report
+from hocket.planning import predict, program_of, report
 from hocket.settings import reference
 from hocket.trace import load
 from hocket.trace import report as trace_report

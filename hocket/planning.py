@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.machine import hardware_of
 from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import Hardware, Measurement
 from hocket.plan.lower import build_program
@@ -15,8 +14,6 @@ from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
-
-__all__ = ["as_json", "costs_as_json", "costs_of", "hardware_of", "predict", "program_of", "report"]
 
 
 def program_of(settings: Settings) -> Program:

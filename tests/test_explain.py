@@ -30,9 +30,9 @@ from hocket.explain.explanation import (
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, record
 from hocket.explain.text import to_text
-from hocket.machine import host_for_plan
+from hocket.machine import hardware_of, host_for_plan
 from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, Mesh
-from hocket.planning import hardware_of, predict, program_of, report
+from hocket.planning import predict, program_of, report
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision

@@ -13,7 +13,8 @@ import tyro
 from hocket import planning, searching
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
-from hocket.machine import host_for_plan
+from hocket.machine import hardware_of, host_for_plan
+from hocket.parallel.stages import costs_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.timeline import html_timeline, svg_timeline
@@ -67,10 +68,10 @@ def run(words: list[str]) -> int:
         print(text)
         return 0 if fits else 1
     settings = resolve_for_plan(options.config, origins)
-    hardware = planning.hardware_of(settings, options.hardware)
+    hardware = hardware_of(settings, options.hardware)
     measured = costs_from(settings, options.from_, options.null_from, origins)
-    if measured or hardware != planning.hardware_of(settings):
-        settings = resolve_for_plan(options.config, origins, lambda c: planning.costs_of(c, hardware, measured))
+    if measured or hardware != hardware_of(settings):
+        settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
     assert_valid(planning.program_of(settings))
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:
@@ -87,7 +88,7 @@ def run(words: list[str]) -> int:
 def task_of(options: Plan, origins: dict[str, str]) -> searching.Task:
     """What `--search` looks for."""
     settings = resolve_for_plan(options.config, origins)
-    hardware = planning.hardware_of(settings, options.hardware)
+    hardware = hardware_of(settings, options.hardware)
     return searching.Task(
         config=options.config,
         origins=origins,

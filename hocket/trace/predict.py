@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
 from hocket.plan.ops import Program
 from hocket.plan.schedule import CostKey, cost_key
 from hocket.plan.simulate import Timeline
-from hocket.planning import hardware_of
 from hocket.planning import predict as predict_step
 from hocket.settings.leaves import changed
 from hocket.trace.compare import middle_steps

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
 from hocket.plan.ops import Program
 from hocket.plan.schedule import Friction, Kind, Time, cost_key
 from hocket.plan.simulate import Timeline
-from hocket.planning import hardware_of, predict, program_of
+from hocket.planning import predict, program_of
 from hocket.resolve import Settings
 from hocket.settings.leaves import changed
 from hocket.trace.align import load

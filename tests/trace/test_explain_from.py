@@ -14,8 +14,9 @@ from hocket.commands.plan import resolve_for_plan
 from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
+from hocket.machine import hardware_of
 from hocket.plan.cost import HARDWARE
-from hocket.planning import hardware_of, predict, program_of
+from hocket.planning import predict, program_of
 from hocket.probing.request import Measured, Request
 from hocket.recipes import recipe
 from hocket.settings.leaves import changed

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hocket.commands.plan import resolve_for_plan, run
+from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
 from hocket.plan.schedule import Friction, cost_key
-from hocket.planning import hardware_of, predict, program_of
+from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from tests.trace.simulated import traces_of
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hocket.machine import hardware_of
 from hocket.plan.schedule import Friction
-from hocket.planning import hardware_of, program_of
 from hocket.planning import predict as predict_step
+from hocket.planning import program_of
 from hocket.trace.align import load
 from hocket.trace.calibrate import calibrate
 from hocket.trace.compare import compare, middle_steps
