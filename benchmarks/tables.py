@@ -248,7 +248,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),
     "overlap_trace_everything": ("overlap_trace_everything", overlap_trace),
-    "overlap_tax": ("overlap_trace", overlap_tax),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
