@@ -21,6 +21,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket bench RECIPE [--against NAME,NAME]   measure the step against others; --list shows whom
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
        hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
+       hocket explain runs/NAME                    the same of a run, as it was when the run was started
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set

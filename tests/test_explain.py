@@ -23,12 +23,13 @@ from hocket.explain.explanation import (
     MemoryRow,
     Overlap,
     Predicted,
+    Probed,
     Times,
     UnitRow,
     digest,
 )
 from hocket.explain.predicted import simulated
-from hocket.explain.record import FILE, record
+from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
 from hocket.machine import hardware_of, host_for_plan
 from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, Mesh
@@ -300,6 +301,56 @@ def test_a_run_records_the_explanation_that_the_command_prints(
     assert kept["digest"] == printed["digest"]
     assert {key for key in kept if kept[key] != printed[key]} <= {"environment", "decisions", "overlaps", "groups"}
     assert kept["environment"][-1]["name"] == "NCCL_P2P_DISABLE"
+
+
+def test_the_explanation_of_a_run_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rich = dataclasses.replace(RUN, measured=RUN.predicted, probed=(Probed(what="x", predicted=1.0, measured=2.0),))
+    more = Decision(setting="train.betas", value=(0.9, 0.95), asked=(0.9, 0.95), reasons=("as asked",), given_up=True)
+    for kept in (RUN, dataclasses.replace(rich, decisions=(*RUN.decisions, more))):
+        (tmp_path / FILE).write_text(json.dumps(kept.as_json()))
+        assert read(str(tmp_path)) == read(str(tmp_path / FILE)) == kept
+    record(settled(), tmp_path)
+    assert read(str(tmp_path)) == explain(settled(), ())
+    assert command(capsys, str(tmp_path)) == (0, f"{to_text(read(str(tmp_path)))}\n", "")
+    assert json.loads(command(capsys, str(tmp_path), "--json")[1]) == json.loads((tmp_path / FILE).read_text())
+
+
+@pytest.mark.parametrize(
+    ("said", "part"),
+    [
+        ("", "no whole JSON"),
+        ("[" * 100_000, "no whole JSON"),
+        ("[]", "it is something else"),
+        ("{}", "it lacks name"),
+        ({"name": 3}, "name is something else"),
+        ({"overlaps": [{}]}, "overlaps lacks axis"),
+        ({"overlaps": "on"}, "overlaps is something else"),
+        ({"predicted": {"kinds": []}}, "predicted lacks hardware"),
+        ({"memory": [{"rank": 0, "state": "much"}]}, "state is something else"),
+        ({"measured": 1.0}, "measured is something else"),
+    ],
+)
+def test_an_explanation_that_is_damaged_or_old_is_one_line(tmp_path: Path, capsys: Any, said: Any, part: str) -> None:
+    text = said if isinstance(said, str) else json.dumps(RUN.as_json() | said)
+    (tmp_path / FILE).write_text(text)
+    code, out, err = command(capsys, str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{tmp_path / FILE} (command line): damaged, or written by another version of hocket ({part}); fix: " in err
+
+
+def test_a_run_without_an_explanation_and_words_that_do_not_go_with_one_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (tmp_path, tmp_path / FILE):
+        code, _, err = command(capsys, str(name))
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{FILE} (command line): cannot be read (No such file or directory); fix: the folder of a run" in err
+    code, _, err = command(capsys, str(tmp_path), "--train.lr", "1", "--json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"hocket: --train.lr 1 (command line): {tmp_path} is a run's")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert command(capsys, "tiny")[1].startswith("tiny: 4 ranks"), "a recipe comes before a folder of its name"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

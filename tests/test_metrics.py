@@ -80,8 +80,7 @@ def opening(settings: Settings) -> list[str]:
 def test_a_run_begins_with_what_is_not_as_asked_and_a_pointer_to_the_rest(tmp_path):
     """What hocket chose by itself is in the explanation: a run has twenty such choices."""
     settings = settings_in(tmp_path)
-    last = f"explain  {tmp_path}/explanation.json has what was decided, and why; "
-    last += "`hocket explain` with the same words prints it"
+    last = f"explain  {tmp_path}/explanation.json has what was decided, and why; hocket explain {tmp_path} prints it"
     assert opening(settings) == ["note     of the plan", last]
 
     def said(name: str, value: int, asked: Any, fix: str = "another value") -> Decision:

@@ -19,8 +19,10 @@ from hocket.environment import find_gpus, stopping
 from hocket.explain.beside import beside, hardware_for, in_traces, request
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
+from hocket.explain.record import read
 from hocket.explain.text import to_text
 from hocket.probing import start
+from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from hocket.settings.leaves import changed
 from hocket.trace import load, report
@@ -32,7 +34,8 @@ from hocket.variables import passed, survey
 class Explain(RecipeOptions):
     """Say what hides communication in a run and what does not, why, what was chosen, and what it will cost.
 
-    Needs no GPU. `hocket explain --from-megatron "FLAGS"` translates settings of other systems instead; see its --help.
+    Needs no GPU. `hocket explain runs/NAME` prints what was decided when that run was started instead, and
+    `hocket explain --from-megatron "FLAGS"` translates settings of other systems; see its --help.
     """
 
     json: bool = False
@@ -50,6 +53,8 @@ def run(words: list[str]) -> int:
             print(translate.USAGE)
             return 0
         return translate.run(words)
+    if words and of_run(words[0]):
+        return show_run(*words)
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
     variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
@@ -63,6 +68,21 @@ def run(words: list[str]) -> int:
     for reason in reasons:
         print(f"hocket: a run would not start: {reason}", file=sys.stderr)
     return 1 if reasons else 0
+
+
+def of_run(word: str) -> bool:
+    """Whether a word names the folder of a run, or a file in it, rather than a recipe."""
+    return word.endswith(".json") or (os.path.isdir(word) and word not in RECIPES)
+
+
+def show_run(name: str, *words: str) -> int:
+    """Print the explanation that a run has written. Returns the exit code."""
+    if strange := [word for word in words if word != "--json"]:
+        reason = f"{name} is a run's, in which everything is settled, and only --json goes with it"
+        raise ValueError(f"{' '.join(strange)} (command line): {reason}; fix: leave it out, or name a recipe")
+    found = read(name)
+    print(json_module.dumps(found.as_json(), indent=1) if words else to_text(found))
+    return 0
 
 
 def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:

@@ -141,7 +141,7 @@ class Metrics:
         if len(asked) > REMARKS:
             self.say(f"note     {len(asked) - REMARKS} more settings are not done as asked, or have no effect")
         path = Path(self.settings.run.folder) / FILE
-        self.say(f"explain  {path} has what was decided, and why; `hocket explain` with the same words prints it")
+        self.say(f"explain  {path} has what was decided, and why; hocket explain {path.parent} prints it")
 
     def step(self, result: StepRecord) -> None:
         """Record one step."""
