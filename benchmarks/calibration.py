@@ -35,6 +35,7 @@ import torch.distributed as dist
 from benchmarks.options import arguments
 from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
+from hocket.best_plan import Task, search
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
@@ -48,7 +49,6 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
-from hocket.searching import Task, search
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.trace.align import align

@@ -47,7 +47,7 @@ from benchmarks.sharding_tables import (
     row_exchange,
     weight_grads,
 )
-from hocket import searching
+from hocket import best_plan
 from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
@@ -357,7 +357,7 @@ def make_plan(words: str) -> str:
 def make_search(words: str) -> str:
     """What `hocket plan WORDS --search` prints, without the time that it took."""
     task = task_of(*parse(Plan, "plan", [*shlex.split(words), "--search"]))
-    found = searching.report(task, dataclasses.replace(searching.search(task), seconds=0.0))
+    found = best_plan.report(task, dataclasses.replace(best_plan.search(task), seconds=0.0))
     return f"```\n$ hocket plan {words} --search\n{found}\n```"
 
 

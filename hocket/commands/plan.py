@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from hocket import planning, searching
+from hocket import best_plan, planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.machine import hardware_of, host_for_plan
@@ -85,17 +85,17 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def task_of(options: Plan, origins: dict[str, str]) -> searching.Task:
+def task_of(options: Plan, origins: dict[str, str]) -> best_plan.Task:
     """What `--search` looks for."""
     settings = resolve_for_plan(options.config, origins)
     hardware = hardware_of(settings, options.hardware)
-    return searching.Task(
+    return best_plan.Task(
         config=options.config,
         origins=origins,
         resolve=resolve_for_plan,
         hardware=hardware,
         measured=costs_from(settings, options.from_, options.null_from, origins),
-        cap=searching.bytes_of(options.memory) if options.memory else hardware.memory,
+        cap=best_plan.bytes_of(options.memory) if options.memory else hardware.memory,
     )
 
 
@@ -104,10 +104,10 @@ def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
     if options.svg or options.html:
         raise ValueError("search (command line): draws nothing; fix: leave out --svg and --html, or --search")
     task = task_of(options, origins)
-    result = searching.search(task)
+    result = best_plan.search(task)
     if options.json:
-        return json_module.dumps(searching.as_json(task, result), indent=1), result.found.fits
-    return searching.report(task, result), result.found.fits
+        return json_module.dumps(best_plan.as_json(task, result), indent=1), result.found.fits
+    return best_plan.report(task, result), result.found.fits
 
 
 def costs_from(

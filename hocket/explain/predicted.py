@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hocket.best_plan import steady
 from hocket.explain.explanation import Predicted, Times
 from hocket.machine import hardware_of
 from hocket.parallel.stages import costs_of
@@ -21,7 +22,6 @@ from hocket.plan.simulate import simulate
 from hocket.plan.unswept import unswept
 from hocket.planning import granted, program_of
 from hocket.resolve import Settings
-from hocket.searching import steady
 
 MOST_OPS = 15_000
 """Ops of a program that is built and simulated in well under a second."""

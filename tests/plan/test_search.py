@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.search_tables import errors_of_gains
 from benchmarks.tables import RESULTS
-from hocket import searching
+from hocket import best_plan
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
 from hocket.parallel.stages import layout_of
@@ -181,49 +181,49 @@ def test_nothing_fits() -> None:
 SMALL = ["--model.layers", "4", "--model.dense_layers", "0"]
 
 
-def task(name: str, *flags: str, **changes: Any) -> searching.Task:
+def task(name: str, *flags: str, **changes: Any) -> best_plan.Task:
     options, origins = parse(Plan, "plan", [name, *flags])
     hardware = HARDWARE["laptop" if name == "tiny" else "h200"]
-    return searching.Task(
+    return best_plan.Task(
         config=options.config, origins=origins, resolve=resolve_for_plan, hardware=hardware, **changes
     )
 
 
 def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
     wanted = task("tiny", "--overlap.ep.merge", "on")
-    result = searching.search(wanted)
-    text = searching.report(wanted, replace(result, seconds=0.0))
+    result = best_plan.search(wanted)
+    text = best_plan.report(wanted, replace(result, seconds=0.0))
     assert_golden("search_tiny.txt", text + "\n", pytestconfig)
 
 
 def test_the_words_give_the_plan_that_was_found() -> None:
     wanted = task("moonlight_16b", "--model.layers", "5", "--train.microbatches", "4", "--plan.chunks", "1")
     wanted = replace(wanted, config=changed(wanted.config, {"plan.layers_per_stage": ()}))
-    result = searching.search(wanted)
+    result = best_plan.search(wanted)
     last = result.found.path[-1]
     assert last.seconds < 0.95 * result.found.path[0].seconds
-    words = searching.words(wanted, last.changes)
+    words = best_plan.words(wanted, last.changes)
     options, origins = parse(Plan, "plan", words)
     settings = resolve_for_plan(options.config, origins)
     assert "plan.chunks" not in last.changes
     assert predict(settings, program_of(settings), wanted.hardware).makespan == last.seconds
-    assert searching.as_json(wanted, result)["words"] == words
+    assert best_plan.as_json(wanted, result)["words"] == words
 
 
 def test_under_a_cap() -> None:
     wanted = task("tiny", *SMALL)
-    free = searching.Pricer(wanted)({}, whole=True)
+    free = best_plan.Pricer(wanted)({}, whole=True)
     assert free is not None
     wanted = replace(wanted, cap=int(0.9 * free.peak_bytes))
-    result = searching.search(wanted)
+    result = best_plan.search(wanted)
     assert result.found.fits
     assert result.found.path[-1].peak_bytes <= wanted.cap
 
 
 def test_nothing_fits_is_told_with_the_smallest_need() -> None:
     wanted = task("tiny", *SMALL, cap=1)
-    result = searching.search(wanted)
-    text = searching.report(wanted, result)
+    result = best_plan.search(wanted)
+    text = best_plan.report(wanted, result)
     assert "NOTHING FITS: a rank may hold 1 bytes, and the smallest need found is 0.0" in text
     assert " (over)" in text
     assert "\nhocket train" not in text
@@ -231,9 +231,9 @@ def test_nothing_fits_is_told_with_the_smallest_need() -> None:
 
 def test_nothing_beats_the_recipe() -> None:
     wanted = task("llama3_8b", "--model.layers", "2")
-    result = searching.search(wanted)
+    result = best_plan.search(wanted)
     assert len(result.found.path) == 1
-    assert "Nothing tried is shorter than the step as given" in searching.report(wanted, result)
+    assert "Nothing tried is shorter than the step as given" in best_plan.report(wanted, result)
 
 
 ZERO_BUBBLE = [{"order": order, "merge": "off", "chunks": chunks} for order, chunks in (("zb_h1", 1), ("zb_v", 2))]
@@ -250,8 +250,8 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
         asked.append(settings.train.microbatches)
         return program_of(settings)
 
-    monkeypatch.setattr(searching, "program_of", counted)
-    price = searching.Pricer(wanted)
+    monkeypatch.setattr(best_plan, "program_of", counted)
+    price = best_plan.Pricer(wanted)
     short = price({}, whole=False)
     assert sum(asked) < 61
     whole = price({}, whole=True)
@@ -266,7 +266,7 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
 def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
     """All of its weight gradients, at the end, hold more with every microbatch: such a step has no period."""
     changes = {"train.microbatches": 64, "overlap.pp.defer_head": late}
-    price = searching.Pricer(replace(task("tiny"), config=changed(task("tiny", *SMALL).config, changes)))
+    price = best_plan.Pricer(replace(task("tiny"), config=changed(task("tiny", *SMALL).config, changes)))
     short, whole = price({}, whole=False), price({}, whole=True)
     assert short is not None
     assert whole is not None
@@ -276,7 +276,7 @@ def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
 def test_measured_costs_are_what_plans_are_priced_with() -> None:
     wanted = task("tiny", *SMALL)
     slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, friction=Friction())
-    plain, slowed = (searching.Pricer(t)({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
+    plain, slowed = (best_plan.Pricer(t)({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
     assert plain is not None
     assert slowed is not None
     assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
@@ -294,9 +294,9 @@ def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Seque
     wanted = task("tiny", *SMALL)
     measured = Measurement(source="a trace", seconds=dict.fromkeys(late, 0.02), friction=Friction())
     slow = replace(wanted, measured=measured)
-    assert searching.words(wanted, {}) == ["tiny", *SMALL]
+    assert best_plan.words(wanted, {}) == ["tiny", *SMALL]
     settings = slow.settled({})
-    options, origins = parse(Plan, "plan", searching.words(slow, {}))
+    options, origins = parse(Plan, "plan", best_plan.words(slow, {}))
     again = resolve_for_plan(options.config, origins)
     assert (again.plan, again.overlap) == (settings.plan, settings.overlap)
     assert again.overlap != wanted.settled({}).overlap
@@ -305,7 +305,7 @@ def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Seque
 def test_the_doubt_covers_what_predictions_were_off_by() -> None:
     results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("calibration", "prediction")]
     worst = max(max(errors) for result in results for _, kinds in errors_of_gains(result) for errors in kinds)
-    assert 0.8 * searching.DOUBT < worst < searching.DOUBT
+    assert 0.8 * best_plan.DOUBT < worst < best_plan.DOUBT
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,17 +327,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sizes() -> None:
-    assert [searching.bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
+    assert [best_plan.bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
 
 
 def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
     """Nothing but recomputation is free to change; the cap stands a little above, or below, what the plan needs."""
     fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting != "plan.recompute"}
     whole = task("tiny")
-    start = searching.Pricer(whole)({}, whole=True)
+    start = best_plan.Pricer(whole)({}, whole=True)
     assert start is not None
     for share, expected in ((1.01, False), (0.95, True)):
         capped = replace(whole, cap=int(share * start.peak_bytes), origins={**whole.origins, **fixed})
-        found = searching.search(capped).found
+        found = best_plan.search(capped).found
         assert found.fits
         assert bool(found.path[-1].changes) == expected
