@@ -14,12 +14,12 @@ from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.ops import UNITS, Unit
 from hocket.plan.shard import ALIGN
+from hocket.plan.tensor_costs import model_of_rank
 from hocket.resolve import Settings
 from hocket.settings.leaves import leaf
 from hocket.settings.rules import has_experts
 from hocket.settings.tensor_choice import setting_of
 from hocket.settings.tensor_times import DIRECTIONS, ROLES
-from hocket.tensor_costs import model_of_rank
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),

@@ -11,7 +11,7 @@ from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
-from hocket.tensor_costs import model_of_rank, model_of_ranks, with_tensors
+from hocket.plan.tensor_costs import model_of_rank, model_of_ranks, with_tensors
 
 
 def mesh_of(config: Config) -> Mesh:
