@@ -43,8 +43,8 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.fsdp.linear import write_product
 from hocket.runtime.comm import Group
-from hocket.runtime.either import push
 from hocket.runtime.lanes import Side
+from hocket.runtime.managed_or_not import push
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of

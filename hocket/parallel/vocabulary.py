@@ -19,7 +19,7 @@ from torch import Tensor
 from hocket.kernels.usable import refuse_graph, usable
 from hocket.model.documents import IGNORED
 from hocket.parallel.tensor import Tensors
-from hocket.runtime.either import push
+from hocket.runtime.managed_or_not import push
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
 
 

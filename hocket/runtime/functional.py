@@ -30,7 +30,7 @@ from hocket.fsdp import embedding as sunk_rows
 from hocket.fsdp import linear as sunk
 from hocket.fsdp.linear import write_product
 from hocket.kernels.usable import usable
-from hocket.runtime.either import apply, apply_managed, contribute, keep, kept, push, value_of
+from hocket.runtime.managed_or_not import apply, apply_managed, contribute, keep, kept, push, value_of
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import usable
-from hocket.runtime.either import apply, contribute, keep, kept, value_of
 from hocket.runtime.functional import scale
+from hocket.runtime.managed_or_not import apply, contribute, keep, kept, value_of
 from hocket.runtime.weights import Weight, WgradQueue
 
 
