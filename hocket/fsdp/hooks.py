@@ -15,6 +15,7 @@ is flushed at the end of backward: counting hooks alone would never notice it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.module_unit import Lease, Unit
+from hocket.fsdp.precision import note_formats
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -143,6 +145,8 @@ def _drive(unit: Unit, module: nn.Module) -> None:
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = calls.pop()
+        if output is None:  # after an exception
+            note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
         if call.lease is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
