@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
-from hocket.plan.unswept import unswept
+from hocket.plan.without_collector import without_collector
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Decision
 from hocket.settings.effects import effect_of
@@ -56,7 +56,7 @@ class Settings(Config):
         return self.mesh.dp * self.train.microbatches * self.train.sequences
 
 
-@unswept()
+@without_collector()
 def resolve(
     config: Config,
     host: Host | None = None,

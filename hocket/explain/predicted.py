@@ -19,7 +19,7 @@ from hocket.plan.cost import CostTable, Hardware
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
-from hocket.plan.unswept import unswept
+from hocket.plan.without_collector import without_collector
 from hocket.planning import granted, program_of
 from hocket.resolve import Settings
 
@@ -43,7 +43,7 @@ class Step:
     """The most bytes that each pipeline rank holds."""
 
 
-@unswept()
+@without_collector()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
     hardware, links = hardware_of(settings), granted(settings)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def unswept() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Pause the collector, for a block or as a decorator for a function; what was paused before stays so."""
     ran = gc.isenabled()
     gc.disable()
