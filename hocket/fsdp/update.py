@@ -26,9 +26,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hocket.fsdp.api import context_of, refuse_optimizer
-from hocket.fsdp.holding import holding
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
+from hocket.fsdp.optimizer_holding import optimizer_holding
 
 
 def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> None:
@@ -91,7 +91,7 @@ def _updates(optimizer: Optimizer, units: Sequence[Unit]) -> Callable[[Unit | No
 
     def update(unit: Unit | None) -> None:
         if unit in chosen:
-            with holding(optimizer, chosen[unit]):
+            with optimizer_holding(optimizer, chosen[unit]):
                 optimizer.step()
 
     return update

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.holding import holding
+from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
@@ -160,7 +160,7 @@ class PlannedAdamW:
         """Update the weights of one unit, if its gradients wait for that."""
         if unit.awaits_update:
             unit.awaits_update = False
-            with holding(self._adamw, self._shards[unit]):
+            with optimizer_holding(self._adamw, self._shards[unit]):
                 self._adamw.step()
             unit.refresh()
             unit.forget_grads()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 @contextmanager
-def holding(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+def optimizer_holding(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
     """Inside, the optimizer holds these parameters alone, group by group."""
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
