@@ -1,6 +1,7 @@
 """Imported once by the fork server, so that ranks start with torch and hocket already in memory."""
 
 import contextlib
+import gc
 import importlib
 from pathlib import Path
 
@@ -26,3 +27,6 @@ for name in [*LIBRARIES, *hocket_modules(), *SHARED]:
     # A module that cannot be imported must fail the test that uses it, not the fork server.
     with contextlib.suppress(Exception):
         importlib.import_module(name)
+
+gc.collect()
+gc.freeze()  # ranks, which inherit all of this, need not look through it again and again
