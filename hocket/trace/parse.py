@@ -7,12 +7,10 @@ and again.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.plan.without_collector import without_collector
 from hocket.settings.leaves import MOST_RANKS
 from hocket.trace.data import Floats, Ints
 
@@ -98,21 +97,10 @@ class _Column:
 
 def parse(path: Path) -> Events:
     """Read a trace. Raises TraceError."""
-    with _no_garbage_collection():
+    with without_collector():
         document = _document(path, _text(path))
         events = document.pop("traceEvents")
         return _columns(path, document, events)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _text(path: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,13 +48,27 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     torch.use_deterministic_algorithms(True)
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
-    out: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "coordinates": engine.where}
     units = engine.sharded.units.values()
+    out = learn(
+        engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()]
+    )
+    out["coordinates"] = engine.where
+    engine.catch_up()
+    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
+    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
+    out["stats"] = dataclasses.asdict(engine.sharded.stats())
+    engine.close()
+    return out
+
+
+def learn(engine: Engine, steps: list[list[list[Batch]]], grads: Callable[[], object]) -> dict[str, Any]:
+    """Train, and keep losses, norms, and what `grads` says before every update."""
+    out: dict[str, Any] = {"losses": [], "grads": [], "norms": []}
     finish = engine.optimizer.step
 
-    def step(lr: float | None = None, later: bool = False) -> Tensor:
-        out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()])
-        return finish(lr, later)
+    def step(lr: float | None = None, **how: Any) -> Tensor:
+        out["grads"].append(grads())
+        return finish(lr, **how)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
     for microbatches in steps:
@@ -61,11 +76,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
         out["norms"].append(float(result.grad_norm))
         engine.assert_clean()
-    engine.catch_up()
-    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
-    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
-    out["stats"] = dataclasses.asdict(engine.sharded.stats())
-    engine.close()
+    out["agreed"] = engine.agree(result.loss)[0]
     return out
 
 

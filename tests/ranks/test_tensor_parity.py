@@ -13,7 +13,7 @@ from hocket.config import Config
 from hocket.engine import DTYPES, Engine
 from hocket.settings.leaves import changed
 from tests.helpers.pairwise import pairwise
-from tests.helpers.parity import LR, STEPS, adamw, batches_of, config
+from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, microbatch, random_batches
 
@@ -27,21 +27,9 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
     pieces = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
-    out: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "tp": engine.where.tp}
-    out["first"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
-    finish = engine.optimizer.step
-
-    def step(lr: float | None = None, **how: Any) -> Tensor:
-        out["grads"].append([(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
-        return finish(lr, **how)
-
-    engine.optimizer.step = step  # type: ignore[method-assign]
-    for microbatches in steps:
-        result = engine.train_step([microbatch(batches[engine.where.dp]) for batches in microbatches], LR)
-        out["losses"].append([loss.item() for loss in engine.executor.actions.losses])
-        out["norms"].append(float(result.grad_norm))
-        engine.assert_clean()
-    out["agreed"] = engine.agree(result.loss)[0]
+    first = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
+    out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
+    out |= {"first": first, "tp": engine.where.tp}
     out["validation"] = engine.evaluate([microbatch(batches[engine.where.dp]) for batches in steps[0]]).item()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
