@@ -61,20 +61,25 @@ def steps(rank: int, config: Config) -> tuple[list[float], list[Tensor], float]:
         numbers += [float(result.loss), float(result.grad_norm)]
         if i in (2, 6):
             numbers.append(float(engine.evaluate(batch)))
-    return numbers, [unit.group.main.cpu() for unit in engine.sharded.units.values()], seconds
+    weights = [unit.group.main.cpu() for unit in engine.sharded.units.values()]
+    engine.close()
+    return numbers, weights, seconds
+
+
+def issued_and_replayed(rank: int, config: Config) -> tuple[bool, float, float]:
+    """Whether steps issued op by op and replayed steps have the same bits; the host's seconds in one of each."""
+    # With little room, steps are made again, and room grows.
+    numbers, weights, seconds = steps(rank, planned(config, splits="host"))
+    found_numbers, found, found_seconds = steps(rank, planned(config, graphs="on"))
+    return found_numbers == numbers and all(map(torch.equal, found, weights)), seconds, found_seconds
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", CONFIGS)
 def test_replayed_steps_give_the_same_bits(name: str) -> None:
-    config = CONFIGS[name]
-    plain = planned(config, splits="host")  # with little room, steps are made again, and room grows
-    issued: list[Any] = run_ranks(steps, WORLD, plain, backend="nccl", timeout=130)
-    replayed: list[Any] = run_ranks(steps, WORLD, planned(config, graphs="on"), backend="nccl", timeout=130)
-    for (numbers, weights, seconds), (found_numbers, found, found_seconds) in zip(issued, replayed, strict=True):
-        assert found_numbers == numbers
-        assert all(map(torch.equal, found, weights))
-        assert found_seconds < 0.7 * seconds
+    for same, issued, replayed in run_ranks(issued_and_replayed, WORLD, CONFIGS[name], backend="nccl", timeout=200):
+        assert same
+        assert replayed < 0.7 * issued
 
 
 SEEDS = 5

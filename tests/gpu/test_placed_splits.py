@@ -58,13 +58,13 @@ def exchanges(rank: int, capacity: int) -> list[int]:
         routing = Routing(torch.arange(TOKENS, device=device, dtype=torch.int32), counts, TOKENS, 1)
         rows = torch.randn(TOKENS, WIDTH, device=device, generator=generator).bfloat16()
         known = exchange_counts(routing, nccl)
-        wanted = rows.new_empty(known.table.room, WIDTH)
+        arrived = rows.new_empty(known.table.room, WIDTH)
         room = Room(capacity, torch.zeros(1, dtype=torch.int64, device=device))
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            nccl.all_to_all(wanted, rows, known.table)
-            wanted = group_rows(wanted, known)
+            nccl.all_to_all(arrived, rows, known.table)
+            wanted = group_rows(arrived, known)
             if (turn + rank) % 3 == 0:
                 torch.cuda._sleep(2_000_000)  # this rank is late
             if turn:
@@ -75,10 +75,10 @@ def exchanges(rank: int, capacity: int) -> list[int]:
             returned = rows.new_full(rows.shape, -7.0)
             pushed.all_to_all(returned, out, placed.table.back)
             torch.cuda.set_sync_debug_mode("default")
-        kept.append((rows, known, wanted, placed, out, returned, routing))
+        kept.append((rows, known, wanted, placed, out, returned, routing, arrived))  # what another stream uses
         needed.append(room.needed)
     torch.cuda.synchronize()
-    for rows, known, wanted, placed, out, returned, _ in kept:
+    for rows, known, wanted, placed, out, returned, *_ in kept:
         end = min(len(wanted), capacity)
         assert int(placed.count) == end
         assert torch.equal(placed.offsets_L, known.offsets_L.clamp(max=capacity))
