@@ -40,14 +40,14 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfi
 from hocket.engine import Engine
 from hocket.environment import prepare
 from hocket.machine import hardware_of
-from hocket.parallel.mesh import Mesh
-from hocket.parallel.stages import mesh_of
+from hocket.model.microbatch import Microbatch
 from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.mesh import Mesh
+from hocket.plan.stages import mesh_of
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host

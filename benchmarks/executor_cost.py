@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.options import arguments
 from benchmarks.record import write
-from hocket.parallel.stages import layout_of, sharding_of
+from hocket.engine.executor import Executor
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Op
+from hocket.plan.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.runtime.comm import Pending
-from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CpuLanes, CudaLanes
 from hocket.runtime.recorder import Recorder
 

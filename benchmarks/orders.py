@@ -28,8 +28,8 @@ from hocket.bench.measure import Timer
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import costs_of
 from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Groups
 

@@ -40,9 +40,9 @@ from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import no_collection
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host

@@ -20,12 +20,12 @@ from benchmarks.record import write
 from hocket.bench.measure import Timer, slowest
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.parallel.stages import sharding_of
+from hocket.model.microbatch import Microbatch
 from hocket.plan.check import assert_valid
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
+from hocket.plan.stages import sharding_of
 from hocket.resolve import resolve
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Groups, join_world
 from hocket.runtime.lanes import spinner
 from hocket.runtime.pretended import Link, Signal, Slow

@@ -14,9 +14,9 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
 from hocket.plan.formulas import STOCK
 from hocket.plan.simulate import Timeline, simulate
+from hocket.plan.stages import costs_of
 from hocket.planning import predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe

@@ -13,7 +13,7 @@ from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.environment import prepare
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.comm import join_world
 
 

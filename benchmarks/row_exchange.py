@@ -20,7 +20,7 @@ from benchmarks.copy_engine import ROUNDS, Call, Clock, Products
 from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.parallel.mesh import Mesh
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import make_groups
 from hocket.runtime.peer_copies import PeerCopies, peer_copies
 from hocket.runtime.transports import Nccl, RowTable

@@ -37,9 +37,9 @@ from hocket.config import (
     Switch,
 )
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
 from hocket.plan.hops import Parts
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import costs_of
 from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
 from hocket.runtime.pretended import Link

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.layers import swiglu
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl

@@ -3,7 +3,7 @@
     python -m benchmarks.weight_grads
 
 Every weight gradient of a layer is computed in four ways, which take turns: as autograd does it, then copied into the
-flat buffer in bfloat16, or added to it in float32; and by the product itself (`hocket/fsdp/linear.py`), written or
+flat buffer in bfloat16, or added to it in float32; and by the product itself (`hocket/runtime/weights.py`), written or
 added. Then the backward of the whole layer's linears, as modules: stock layers whose hooks copy or add, and layers with
 sinks. Last, what a small linear layer costs the host, forward and backward.
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
-from hocket.fsdp.linear import linear_forward, set_sink, write_product
-from hocket.runtime.weights import put
+from hocket.runtime.sinks import linear_forward, set_sink
+from hocket.runtime.weights import put, write_product
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input width of the linears of one layer."""

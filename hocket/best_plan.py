@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.parallel.stages import costs_of, layout_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Hardware, Measurement
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
+from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
 from hocket.planning import predict, program_of
 from hocket.resolve import Settings

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.parallel.stages import costs_of, layout_of, sharding_of
 from hocket.plan.cost import Hardware, Measurement
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION, Friction
 from hocket.plan.simulate import Timeline, simulate
+from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings

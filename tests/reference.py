@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig, Strategy
-from hocket.model.documents import IGNORED, PADDING, Documents, documents_of
+from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING, Documents, documents_of
 from hocket.model.init import init_biases, init_tensor
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.routing import balance_bias
-from hocket.runtime.actions import Microbatch
 
 Batch = tuple[Any, ...]
 """Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents if there are some."""

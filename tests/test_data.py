@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
-from hocket.model.documents import IGNORED
+from hocket.kernels import IGNORED
 from hocket.resolve import resolve
 from hocket.train import corpus as corpus_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library

@@ -32,7 +32,7 @@ from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
 from hocket.machine import hardware_of, host_for_plan
-from hocket.parallel.mesh import HOP_SMS, PURPOSES, SMS, Mesh
+from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, Mesh
 from hocket.planning import predict, program_of, report
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

@@ -10,8 +10,8 @@ import pytest
 from hocket.foreign import read
 from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
 from hocket.foreign.translate import translate
-from hocket.parallel.stages import costs_of
 from hocket.plan.cost import H200
+from hocket.plan.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.absent import ABSENT

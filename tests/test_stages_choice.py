@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hocket.parallel.stages import layout_of
 from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.cost import H200
+from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

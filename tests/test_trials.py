@@ -8,10 +8,10 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.parallel.stages import layout_of, sharding_of
 from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings import predicted

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the list of contenders is shown without loading torch
     from torch import Tensor
 
     from hocket.bench.workload import Workload
-    from hocket.runtime.actions import Microbatch
+    from hocket.model.microbatch import Microbatch
 
 
 class Contender(Protocol):

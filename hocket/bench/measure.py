@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.bench.contender import Contender, Resting, blame
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.collection import no_collection
 
 PERIOD = 0.05

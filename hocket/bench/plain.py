@@ -20,11 +20,11 @@ from hocket.bench.workload import Workload
 from hocket.fsdp.planned.adamw import fastest
 from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
 from hocket.parallel.routing import Routing
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.transports import RowTable
 
 

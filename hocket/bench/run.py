@@ -21,8 +21,8 @@ from hocket.bench.measure import Block, Gauge, Timer, nvml, slowest, take_turns
 from hocket.bench.record import provenance, save
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
+from hocket.model.microbatch import Microbatch
 from hocket.resolve import Settings
-from hocket.runtime.actions import Microbatch
 
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""

@@ -22,11 +22,11 @@ from hocket.bench.peers.fsdp2 import meshes
 from hocket.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.config import Strategy
-from hocket.fsdp.linear import drop_sink
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.comm import CommOptions, Group
+from hocket.runtime.sinks import drop_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hocket.config import Config
-from hocket.parallel.mesh import Mesh
-from hocket.parallel.stages import mesh_of
+from hocket.model.microbatch import Microbatch
 from hocket.plan.cost import model_flops_per_token
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh
+from hocket.plan.stages import mesh_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -14,9 +14,9 @@ from hocket import best_plan, planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.machine import hardware_of, host_for_plan
-from hocket.parallel.stages import costs_of
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.stages import costs_of
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.overrides import split

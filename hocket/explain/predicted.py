@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from hocket.best_plan import steady
 from hocket.explain.explanation import Predicted, Times
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
 from hocket.plan.cost import CostTable, Hardware
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
 from hocket.planning import granted, program_of
 from hocket.resolve import Settings

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hocket.fsdp.linear import sink_of
 from hocket.fsdp.members import Found
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.sinks import sink_of
 
 UNIT = "_hocket_unit"
 """Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer
-from hocket.fsdp.linear import set_sink
 from hocket.fsdp.members import View
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.staged import Staged
 from hocket.runtime.queue import Ticket
+from hocket.runtime.sinks import set_sink
 from hocket.runtime.transports import Pending
 
 if TYPE_CHECKING:

@@ -7,3 +7,6 @@ Kernels compute in fp32 and round once, when they store. Where an order of addit
 not fused either, so that a GPU gets the bits of a CPU. Nothing is added to memory that others add to, so all of them
 are deterministic.
 """
+
+IGNORED = -100
+"""A target that counts for nothing in a loss, as in torch."""

@@ -26,8 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-"""A target that counts for nothing, as in torch."""
 PADDING = -1
 """The document of a token that belongs to none."""
 

@@ -13,7 +13,7 @@ received row has one place in grouped order for each of its choices.
 Note: [Who knows what of a dispatch]
 A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
 `send_rows` makes the rows to send from tokens, `to_experts` and `from_experts` stand before and behind the experts,
-`unpermute` makes tokens of the rows that came back. Whoever moves rows in between (`runtime/actions.py`) asks
+`unpermute` makes tokens of the rows that came back. Whoever moves rows in between (`engine/actions.py`) asks
 `exchange_counts` for the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of
 sent rows the first `sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So
 another way to tell the ranks how many rows come is another maker of `Splits`, and parts of the model do not change:

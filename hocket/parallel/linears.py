@@ -15,8 +15,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
-from hocket.model.documents import IGNORED
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
 from hocket.runtime.functional import embedding, linear

@@ -2,7 +2,7 @@
 
 Heads, columns of MLPs and the vocabulary are spread evenly. Where there are fewer key and value heads than ranks, as
 many neighbours as have the same one each keep it. Norms and routers are whole on every rank, and so are routed experts,
-which are spread over ranks in other ways (`parallel/mesh.py`).
+which are spread over ranks in other ways (`plan/mesh.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hocket.fsdp.saving.flat_tensor import Part
+from hocket.parallel.parts import Part
 
 
 @dataclass(frozen=True)

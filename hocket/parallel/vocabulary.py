@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.kernels import IGNORED
 from hocket.kernels.usable import refuse_graph, usable
-from hocket.model.documents import IGNORED
 from hocket.parallel.tensor import Tensors
 from hocket.runtime.managed_or_not import push
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of

@@ -2,7 +2,7 @@
 
 This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
 collectives; `group_transport.py` chooses a group's transport. Every purpose and direction has a group of its own
-(`parallel/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
+(`plan/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
 collective creates anything while lanes are running.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.config import COPIED
-from hocket.parallel.mesh import PURPOSES, Mesh, Purpose
+from hocket.plan.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime import pushed_rows
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.copy_engine import CopyEngine, place, refuse

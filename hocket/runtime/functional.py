@@ -1,7 +1,7 @@
 """The functions that read weights: linear, grouped linear, scale, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
-`linear` writes the weight gradient where it is sent from (`fsdp/linear.py`). For a managed parameter
+`linear` writes the weight gradient where it is sent from (`sinks.py`). For a managed parameter
 (`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
 backward runs, and the weight gradient is pushed onto the island's queue. On a CPU all ways compute the same bits,
 because the formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add
@@ -26,12 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.fsdp import embedding as sunk_rows
-from hocket.fsdp import linear as sunk
-from hocket.fsdp.linear import write_product
 from hocket.kernels.usable import usable
+from hocket.runtime import sinks, table_rows
 from hocket.runtime.managed_or_not import apply, apply_managed, contribute, keep, kept, push, value_of
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of, write_product
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,7 +38,7 @@ def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tens
     if dtype is torch.float32 and _is_widened(x_TD, value_of(p_FD)):
         return apply(_WideLinear, x_TD, p_FD)
     if weight is None:
-        return sunk.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
+        return sinks.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
     return apply_managed(_Linear, x_TD, weight, dtype or x_TD.dtype)
 
 
@@ -68,7 +66,7 @@ def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
     """Rows `p[ids]`, of shape [..., D]."""
     weight = weight_of(p_VD)
     if weight is None:
-        return sunk_rows.embedding(ids_T, p_VD)
+        return table_rows.embedding(ids_T, p_VD)
     queue = current_queue()
     if queue is None:
         return F.embedding(ids_T, weight.tensor())
@@ -224,5 +222,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        push(ctx.queue, ctx.weight, Product(partial(sunk_rows.write_rows, ids, g)))
+        push(ctx.queue, ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
         return None, None, None, None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import COPIED
-from hocket.parallel.mesh import HOP_SMS, SMS, TP_SMS, Purpose
+from hocket.plan.mesh import HOP_SMS, SMS, TP_SMS, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
 from hocket.runtime.lanes import Side
 from hocket.runtime.peer_copies import CopiedRows, peer_copies

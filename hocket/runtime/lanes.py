@@ -118,7 +118,7 @@ class Lanes(Protocol):
 
     @property
     def needs_rehearsal(self) -> bool:
-        """Whether the first step must run one op at a time (see `runtime/executor.py`)."""
+        """Whether the first step must run one op at a time (see `engine/executor.py`)."""
         ...
 
     def begin(self, names: Sequence[str] | None = None) -> None:

@@ -4,6 +4,12 @@ A managed parameter never enters autograd. Its `Weight` says where its value lie
 changes when the unit is gathered into another slot; a function looks the value up when it runs, in forward
 and again in backward. Its gradient is no tensor either, but a piece of work, `write(out)`, that a `wgrad`
 op runs later, straight into the unit's gradient slot.
+
+Note: [How a later contribution is added]
+Autograd rounds a product to the gradient's dtype and adds it then. On a GPU the product is added inside its own
+kernel instead, before it is rounded (`addmm`), also into a float32 buffer from bfloat16 operands: that is faster
+and never less exact, but not always the same bits. On a CPU, where no kernel does that for all dtypes, it is
+autograd's way and autograd's bits.
 """
 
 from __future__ import annotations
@@ -119,6 +125,20 @@ def put(gradient: Tensor, view: Tensor, add: bool, scale: float = 1.0) -> None:
         view.add_(gradient)
     else:
         view.copy_(gradient)
+
+
+def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: float = 1.0) -> None:
+    """Write `scale * a @ b` to `out`, or add it. See `Note: [How a later contribution is added]`."""
+    same = out_FD.dtype == a_FR.dtype
+    wider = out_FD.dtype is torch.float32 and a_FR.dtype in (torch.bfloat16, torch.float16)
+    if same and not add and scale == 1.0:
+        torch.mm(a_FR, b_RD, out=out_FD)
+    elif not out_FD.is_cuda or not (same or wider) or not b_RD.shape[0]:
+        put(a_FR @ b_RD, out_FD, add, scale)
+    elif add or scale != 1.0:  # with beta = 0, what is in `out` is not read
+        torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, beta=int(add), alpha=scale, out=out_FD)
+    else:
+        torch.mm(a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
 
 
 def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale: float) -> None:

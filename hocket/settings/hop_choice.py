@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config
-from hocket.parallel.stages import layout_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import Cover, Parts, smallest_cover, stride_price
+from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches, group_of, lane_matters, separate_wgrads

@@ -14,8 +14,7 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.parallel.capacity import rows_allowed
-from hocket.parallel.stages import costs_of, layout_of, sharding_of
+from hocket.plan.capacity import rows_allowed
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program, choose_order, free_rank
@@ -24,6 +23,7 @@ from hocket.plan.pipeline import in_flight
 from hocket.plan.schedule import Time, cost_key
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import peak_bytes, simulate, spans_of, times
+from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config
-from hocket.parallel.stages import layout_of
 from hocket.plan.balance import longest_rank, towards_balance
+from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, show
 from hocket.settings.predicted import Predicted, Trials, gib, memory_of

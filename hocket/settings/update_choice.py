@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.config import Config, Switch
-from hocket.parallel.stages import layout_of
 from hocket.plan.cost import CostTable
+from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.plan_rules import shares_units
 from hocket.settings.predicted import Trials

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.model.documents import IGNORED
+from hocket.kernels import IGNORED
 from hocket.resolve import Settings
 from hocket.settings.leaves import problem
 from hocket.train.corpus import Corpus

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hocket.fsdp.saving.flat_tensor import Part
+from hocket.parallel.parts import Part
 
 
 class Piece(Protocol):

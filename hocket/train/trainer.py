@@ -14,10 +14,10 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.model.documents import documents_of
+from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
-from hocket.parallel.capacity import lack
+from hocket.plan.capacity import lack
 from hocket.resolve import Settings
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import problem

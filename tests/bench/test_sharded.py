@@ -13,10 +13,10 @@ from hocket.bench import gate
 from hocket.bench.ours import Muted
 from hocket.bench.sharded import Sharded
 from hocket.bench.workload import batches
-from hocket.fsdp.linear import sink_of
 from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.comm import Group, Window
 from hocket.runtime.pretended import Null
+from hocket.runtime.sinks import sink_of
 from tests.bench.setup import CPU, built, curves, workload
 from tests.helpers.ranks import run_ranks
 

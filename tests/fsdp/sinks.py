@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
-from hocket.fsdp.linear import linear_forward, set_sink
+from hocket.runtime.sinks import linear_forward, set_sink
 from hocket.runtime.weights import put
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.fsdp.embedding import dense_gradient, embedding, embedding_forward, sums_by_id, write_sums
 from hocket.fsdp.forwards import forward_of
-from hocket.fsdp.linear import set_sink
+from hocket.runtime.sinks import set_sink
+from hocket.runtime.table_rows import dense_gradient, embedding, embedding_forward, sums_by_id, write_sums
 from tests.fsdp.sinks import DTYPES, D, Slot
 
 V = 50

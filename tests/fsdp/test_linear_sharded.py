@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hocket
-from hocket.fsdp import linear
 from hocket.fsdp.staged import Staged
+from hocket.runtime import sinks
 from tests.fsdp.models import WIDTH
 from tests.fsdp.twin import Case, Pair, naming
 from tests.fsdp.zoo import Kind
@@ -115,7 +115,7 @@ def counted(rank: int) -> None:
     """Every weight of a linear layer is written by the layer; only the norms' come by autograd."""
     written: list[int] = []
     taken: list[tuple[int, ...]] = []
-    write, add = linear.write_product, Staged.add
+    write, add = sinks.write_product, Staged.add
 
     def spy_write(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None:
         written.append(out_FD.data_ptr())
@@ -125,7 +125,7 @@ def counted(rank: int) -> None:
         taken.append(tuple(grad.shape))
         add(self, index, grad)
 
-    with mock.patch.object(linear, "write_product", spy_write), mock.patch.object(Staged, "add", spy_add):
+    with mock.patch.object(sinks, "write_product", spy_write), mock.patch.object(Staged, "add", spy_add):
         model = Branches()
         hocket.fully_shard(model, units=Thrice)
         model(torch.ones(4, WIDTH)).sum().backward()

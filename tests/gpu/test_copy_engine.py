@@ -28,8 +28,8 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.parallel.mesh import Mesh
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import Group, everyone, make_groups
 from hocket.runtime.copy_engine import CopyEngine
 from hocket.runtime.lanes import CudaLanes

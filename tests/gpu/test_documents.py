@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.model.documents import IGNORED, PADDING, Documents, attend, documents_of
+from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING, Documents, attend, documents_of
+from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned

@@ -18,8 +18,8 @@ from torch import Tensor
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
 from hocket.model.documents import documents_of
+from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import changed

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.embedding import dense_gradient, write_rows
 from hocket.fsdp.layout import ALIGN
-from hocket.fsdp.linear import write_product
+from hocket.runtime.table_rows import dense_gradient, write_rows
+from hocket.runtime.weights import write_product
 from tests.fsdp.sinks import DTYPES, LAYOUTS, OUTPUTS, attach, compare_bits, linears, pair
 
 pytestmark = pytest.mark.gpu

@@ -28,8 +28,8 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks

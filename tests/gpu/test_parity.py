@@ -24,8 +24,8 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.settings.leaves import changed
 from tests.helpers.plans import planned

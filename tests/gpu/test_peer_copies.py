@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hocket.parallel.mesh import Mesh
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import CommOptions, RowTable, make_groups
 from tests.helpers.ranks import run_ranks
 

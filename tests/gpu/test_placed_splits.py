@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes

@@ -10,7 +10,7 @@ import torch
 from hocket.config import Config
 from hocket.engine import DTYPES, Engine
 from hocket.model.init import init_tensor
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.settings.leaves import changed
 from tests.gpu.test_parity import BASE, EXPERTS
 from tests.helpers.parity import adamw, whole

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.parallel.mesh import Mesh
+from hocket.model.microbatch import Microbatch
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens

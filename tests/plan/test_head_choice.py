@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.parallel.stages import costs_of
 from hocket.plan.cost import H200, HARDWARE
 from hocket.plan.simulate import makespan, quiet_end, simulate
 from hocket.plan.simulate import times as simulated_times
+from hocket.plan.stages import costs_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.head_choice import moved

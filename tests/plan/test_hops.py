@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 
-from hocket.parallel.stages import costs_of
 from hocket.plan.check import check
 from hocket.plan.cost import LAPTOP, CostTable, OpCost
 from hocket.plan.dryrun import dry_run
@@ -18,6 +17,7 @@ from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.pipeline import in_flight, one_f_one_b
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import costs_of
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

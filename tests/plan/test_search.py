@@ -15,7 +15,6 @@ from benchmarks.tables import RESULTS
 from hocket import best_plan
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
-from hocket.parallel.stages import layout_of
 from hocket.plan.balance import balanced
 from hocket.plan.check import check
 from hocket.plan.cost import HARDWARE, CostTable, Measurement, OpCost
@@ -27,6 +26,7 @@ from hocket.plan.search import GROUPS, Changes, Known, Search, Trial, changed
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds, step_seconds
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
+from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from hocket.parallel.mesh import PURPOSES, Mesh
+from hocket.plan.mesh import PURPOSES, Mesh
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks

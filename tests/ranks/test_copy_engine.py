@@ -25,9 +25,9 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.parallel.mesh import Mesh
+from hocket.model.microbatch import Microbatch
+from hocket.plan.mesh import Mesh
 from hocket.runtime import copy_engine
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Group, Groups, everyone, make_groups
 from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, refuse
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.model.documents import IGNORED, PADDING, attend, documents_of
+from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import DTYPES, Engine
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from tests.helpers.parity import LR, adamw, config, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, random_batches

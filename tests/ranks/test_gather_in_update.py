@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.parallel.stages import layout_of, sharding_of
+from hocket.model.microbatch import Microbatch
 from hocket.plan.check import check
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Op, Program
+from hocket.plan.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from tests.helpers.parity import config

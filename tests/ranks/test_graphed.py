@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.engine import Engine
+from hocket.engine import Engine, graphed
 from hocket.model.documents import PADDING, attend, documents_of
-from hocket.runtime import graphed
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.pretended import Null
 from hocket.settings.leaves import changed
 from tests.helpers.parity import config

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.shard_grads import ShardGrads
+from hocket.model.microbatch import Microbatch
 from hocket.plan.linearize import linearize
 from hocket.plan.ops import Op
 from hocket.runtime import island
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.comm import Pending
 from tests.helpers.parity import assert_parity, config
 from tests.helpers.ranks import run_ranks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hocket.engine.graphed import recorder_of
 from hocket.plan.ops import LANES
-from hocket.runtime.graphed import recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Side
 from hocket.runtime.transports import Pending
 

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.engine.actions import Actions
+from hocket.model.microbatch import Microbatch
 from hocket.plan.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.runtime.actions import Actions, Microbatch
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.comm import RowTable
 from hocket.settings.leaves import changed
@@ -63,9 +64,9 @@ class Watched(Actions):
 
 def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float], Counter[str]]:
     """Rows of all exchanges of two steps, gradient norms, and products of the last step."""
-    import hocket.engine
+    import hocket.engine.engine
 
-    hocket.engine.Actions = Watched  # type: ignore[misc]
+    hocket.engine.engine.Actions = Watched  # type: ignore[misc]
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
     generator = torch.Generator().manual_seed(engine.where.dp)

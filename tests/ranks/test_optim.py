@@ -6,7 +6,7 @@ from torch import nn
 
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.parallel.mesh import Mesh
+from hocket.plan.mesh import Mesh
 from hocket.plan.ops import Layout, Program
 from hocket.runtime.comm import make_groups
 from tests.helpers.ranks import run_ranks

@@ -24,9 +24,9 @@ from hocket.parallel.dispatch import (
     to_experts,
     unpermute,
 )
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.routing import Routing, route
 from hocket.plan.copies import label_bytes, ranks_per_token
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import make_groups
 from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks

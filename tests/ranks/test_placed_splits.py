@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.parallel.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
-from hocket.parallel.stages import costs_of
+from hocket.plan.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.plan.cost import LAPTOP
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh
+from hocket.plan.stages import costs_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.pushed_rows import refuse

@@ -11,9 +11,9 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
+from hocket.model.microbatch import Microbatch
+from hocket.plan.stages import costs_of
 from hocket.plan.values import unit_moved, unit_written
-from hocket.runtime.actions import Microbatch
 from hocket.settings.leaves import changed
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks

@@ -11,9 +11,9 @@ import torch
 from hocket.config import DataConfig
 from hocket.engine import Engine
 from hocket.machine import hardware_of
-from hocket.parallel.stages import costs_of
+from hocket.model.microbatch import Microbatch
 from hocket.plan.simulate import simulate
-from hocket.runtime.actions import Microbatch
+from hocket.plan.stages import costs_of
 from tests.helpers.live import LiveBytes
 from tests.helpers.parity import config
 from tests.reference import random_batches

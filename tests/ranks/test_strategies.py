@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.train import checkpoint
 from hocket.train.pieces import Range
 from tests.helpers.parity import config, whole

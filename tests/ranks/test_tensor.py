@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
+from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
 from hocket.settings.tensor_choice import possible

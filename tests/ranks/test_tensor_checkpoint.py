@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.fsdp.saving.flat_tensor import Part
+from hocket.parallel.parts import Part
 from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.runtime.graphed import from_turn_one
+from hocket.engine.graphed import from_turn_one
 from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import WORDS, CopiedTokens
 

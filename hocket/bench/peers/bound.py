@@ -26,7 +26,7 @@ from hocket.bench.plain import (
     plain_model,
 )
 from hocket.bench.workload import Workload
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 
 
 def bound(workload: Workload, rank: int, device: torch.device) -> Contender:

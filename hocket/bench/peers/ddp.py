@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hocket.bench.contender import Contender
 from hocket.bench.plain import MainWeights, backward, materialize, optimizer_name, plain_model
 from hocket.bench.workload import Workload
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 
 BUCKET_MB = 100
 """Larger than torch's default of 25, which is too small for fast links."""

@@ -18,9 +18,9 @@ from hocket.bench.contender import Contender
 from hocket.bench.plain import PlainModel, adamw, first_value, materialize, optimizer_name, plain_model
 from hocket.bench.workload import Workload
 from hocket.model.layers import DenseLayer
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Head
-from hocket.runtime.actions import Microbatch
 
 
 def deepspeed(workload: Workload, rank: int, device: torch.device) -> Contender:

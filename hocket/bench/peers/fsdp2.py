@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hocket.bench.contender import Contender
 from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, optimizer_name, plain_model
 from hocket.bench.workload import Workload
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
-from hocket.parallel.mesh import Mesh
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh
 
 PREFETCH = 2
 """Units that are fetched ahead when tuned."""

@@ -34,8 +34,8 @@ from hocket.bench.contender import Contender
 from hocket.bench.peers.megatron_core_plan import Experts, Stage, wait_for_whole_layers
 from hocket.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
 from hocket.bench.workload import Workload
-from hocket.parallel.stages import layout_of
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
+from hocket.plan.stages import layout_of
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from hocket.bench.plain import Exchange, PlainModel
 from hocket.model.layers import DenseLayer
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.parallel.dispatch import Splits
 from hocket.parallel.routing import Routing
-from hocket.runtime.actions import Microbatch
 from hocket.runtime.transports import RowTable
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage
 

@@ -33,10 +33,10 @@ from hocket.bench.plain import (
 )
 from hocket.bench.workload import Workload
 from hocket.model.layers import DenseLayer
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Embed, Head
-from hocket.parallel.mesh import Mesh, Purpose
-from hocket.runtime.actions import Microbatch
+from hocket.plan.mesh import Mesh, Purpose
 
 UNITS = [Embed, DenseLayer, MoELayer, Head]
 

@@ -26,12 +26,12 @@ from hocket.bench.contender import Contender
 from hocket.bench.peers.fsdp2 import shard
 from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
 from hocket.bench.workload import Workload
+from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.parallel.linears import cross_entropy
-from hocket.parallel.mesh import Mesh
-from hocket.parallel.stages import layout_of
+from hocket.plan.mesh import Mesh
 from hocket.plan.ops import Layout
-from hocket.runtime.actions import Microbatch
+from hocket.plan.stages import layout_of
 
 
 @dataclass(frozen=True)

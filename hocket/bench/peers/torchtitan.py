@@ -30,10 +30,10 @@ from hocket.bench.peers.pipelining import HeldStage
 from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
 from hocket.bench.plain import adamw, first_value, optimizer_name
 from hocket.bench.workload import Workload
+from hocket.model.microbatch import Microbatch
 from hocket.parallel.linears import cross_entropy
-from hocket.parallel.mesh import Mesh
+from hocket.plan.mesh import Mesh
 from hocket.plan.ops import even_bounds
-from hocket.runtime.actions import Microbatch
 
 
 @dataclass(frozen=True)

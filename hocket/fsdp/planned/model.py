@@ -14,8 +14,8 @@ from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import ShardGroups
-from hocket.parallel.mesh import Mesh
 from hocket.parallel.slices import TensorRank
+from hocket.plan.mesh import Mesh
 from hocket.plan.ops import UNITS, Program
 from hocket.plan.ops import Unit as UnitKind
 from hocket.plan.values import UnitName, unit_moved
@@ -79,7 +79,7 @@ class PlannedModel:
         self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
         self._windows: list[Window] = []
         self.held = False
-        """Whether gradients stay where they are: a recorded step writes them there again (`runtime/graphed.py`)."""
+        """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.slots import Slots
-from hocket.fsdp.saving.flat_tensor import Part
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.parallel.parts import Part
 from hocket.parallel.slices import ALONE, TensorRank, copies_of, part_of, take, whole_shape
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending

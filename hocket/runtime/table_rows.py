@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.fsdp.linear import contribute, writes_itself
+from hocket.runtime.sinks import contribute, writes_itself
 from hocket.runtime.weights import put
 
 

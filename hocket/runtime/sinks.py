@@ -1,17 +1,12 @@
-"""Weight gradients written where the reduction reads them: the forward of a linear layer in a sharded unit.
+"""Weight gradients written where the reduction reads them: linear layers of parameters that have a sink.
 
 Autograd computes a weight gradient into a tensor of its own and hands it to the parameter; from there it would be
 copied into the buffer that is sent, or added to it. Here the matrix product writes or adds to that buffer itself:
 no gradient tensor, no copy. Forward, input gradient and the first contribution of a backward have the bits of
 autograd, because the formulas and the layout of their operands are autograd's own.
 
-Note: [How a later contribution is added]
-Autograd rounds a product to the gradient's dtype and adds it then. On a GPU the product is added inside its own
-kernel instead, before it is rounded (`addmm`), also into a float32 buffer from bfloat16 operands: that is faster
-and never less exact, but not always the same bits. On a CPU, where no kernel does that for all dtypes, it is
-autograd's way and autograd's bits.
-
-`embedding.py` does the same for rows of a table.
+A later contribution is added as `Note: [How a later contribution is added]` says. `table_rows.py` does the same for the
+rows of a table.
 
 Shapes: R rows (all leading dimensions together), D input width, F output width.
 """
@@ -27,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hocket.runtime.weights import put
+from hocket.runtime.weights import put, write_product
 
 _ATTRIBUTE = "hocket_sink"
 
@@ -147,20 +142,6 @@ def contribute(
         return compute()
     write(*sink())
     return None
-
-
-def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: float = 1.0) -> None:
-    """Write `scale * a @ b` to `out`, or add it. See `Note: [How a later contribution is added]`."""
-    same = out_FD.dtype == a_FR.dtype
-    wider = out_FD.dtype is torch.float32 and a_FR.dtype in (torch.bfloat16, torch.float16)
-    if same and not add and scale == 1.0:
-        torch.mm(a_FR, b_RD, out=out_FD)
-    elif not out_FD.is_cuda or not (same or wider) or not b_RD.shape[0]:
-        put(a_FR @ b_RD, out_FD, add, scale)
-    elif add or scale != 1.0:  # with beta = 0, what is in `out` is not read
-        torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, beta=int(add), alpha=scale, out=out_FD)
-    else:
-        torch.mm(a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
 
 
 def _write_sum(g_RF: Tensor, out_F: Tensor, add: bool) -> None:

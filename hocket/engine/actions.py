@@ -9,14 +9,14 @@ and dropped by the op that uses it last; `assert_clean` proves that nothing is l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.model.documents import Documents
+from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, exchange_counts
 from hocket.parallel.placed import PlacedSplits, place_counts
@@ -33,18 +33,6 @@ Place = tuple[int, int, int]
 
 CommResult = tuple[Tensor | None, Pending]
 """A communication op's value and when it may be read."""
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Token ids and the tokens to predict, both of shape [B, S].
-
-    Targets that are `IGNORED` count for nothing, and attention stays inside of `documents`, where they are given.
-    """
-
-    ids: Tensor
-    targets: Tensor
-    documents: Documents | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.engine.actions import Actions
+from hocket.model.microbatch import Microbatch
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
 from hocket.plan.values import reads
-from hocket.runtime.actions import Actions, Microbatch
 from hocket.runtime.lanes import Lanes
 from hocket.runtime.recorder import Recorder
 

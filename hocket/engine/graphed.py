@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hocket.engine.executor import Executor
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.runtime.actions import Microbatch
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.comm import everyone
-from hocket.runtime.executor import Executor
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
 

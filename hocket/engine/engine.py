@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.engine.actions import Actions, Activation, Microbatch
+from hocket.engine.executor import Executor
+from hocket.engine.graphed import GraphedSteps, Record, from_turn_one, recorder_of
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.model.documents import IGNORED
+from hocket.kernels import IGNORED
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.capacity import rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.parallel.linears import WHOLE, Linears, SplitLinears
 from hocket.parallel.routing import balance_bias
 from hocket.parallel.slices import whole_shape
-from hocket.parallel.stages import layout_of, mesh_of, sharding_of
 from hocket.parallel.tensor import Tensors, ways_of
+from hocket.plan.capacity import rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.plan.check import assert_valid
 from hocket.plan.copies import copies_of
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
-from hocket.runtime.actions import Actions, Activation, Microbatch
+from hocket.plan.stages import layout_of, mesh_of, sharding_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
-from hocket.runtime.executor import Executor
-from hocket.runtime.graphed import GraphedSteps, Record, from_turn_one, recorder_of
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.recorder import MARGIN, Recorder
 from hocket.runtime.token_copies import CopiedTokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config, Purpose, Strategy
-from hocket.parallel.capacity import rows_allowed, rows_evenly
-from hocket.parallel.mesh import Mesh
+from hocket.plan.capacity import rows_allowed, rows_evenly
 from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
+from hocket.plan.mesh import Mesh
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
