@@ -19,7 +19,7 @@ from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding

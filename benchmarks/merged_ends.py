@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, MeshConfig, Switch
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve

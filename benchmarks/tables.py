@@ -53,7 +53,7 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
 from hocket.machine import hardware_of
-from hocket.plan.cost import HARDWARE
+from hocket.plan.hardware import HARDWARE
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from hocket.config import Config
 from hocket.plan.check import assert_valid
-from hocket.plan.cost import CostTable, Hardware, Measurement
+from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.hardware import Hardware
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.plan.cost import HARDWARE, Hardware
+from hocket.plan.hardware import HARDWARE, Hardware
 from hocket.settings.rule import Host
 from hocket.train.tokenizer import BYTES, ByteTokenizer
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.plan.cost import Hardware, Measurement
+from hocket.plan.cost import Measurement
+from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION, Friction

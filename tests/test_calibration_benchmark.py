@@ -14,7 +14,7 @@ import pytest
 from benchmarks import calibration, prediction, tables
 from hocket.machine import hardware_of
 from hocket.plan.check import assert_valid
-from hocket.plan.cost import HARDWARE
+from hocket.plan.hardware import HARDWARE
 from hocket.planning import predict, program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed

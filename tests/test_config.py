@@ -16,7 +16,7 @@ import pytest
 from hocket import config as config_module
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.plan.check import assert_valid
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES, recipe
 from hocket.resolve import Settings, resolve

@@ -10,7 +10,7 @@ import pytest
 from hocket.foreign import read
 from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
 from hocket.foreign.translate import translate
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.plan.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.plan.balance import longest_rank, towards_balance
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe

@@ -14,7 +14,7 @@ from hocket.bench.measure import Block
 from hocket.bench.stats import Ratio, noise, off_clock, ratio
 from hocket.bench.workload import Workload
 from hocket.config import Config
-from hocket.plan.cost import HARDWARE
+from hocket.plan.hardware import HARDWARE
 
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 

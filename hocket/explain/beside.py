@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hocket.explain.explanation import Predicted, Probed, Times
-from hocket.plan.cost import HARDWARE, Hardware
+from hocket.plan.hardware import HARDWARE, Hardware
 from hocket.plan.schedule import KINDS, CostKey, Kind
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from hocket.config import Config, Purpose, Strategy
 from hocket.plan.capacity import rows_allowed, rows_evenly
-from hocket.plan.cost import CostTable, Hardware, Measurement, op_costs
+from hocket.plan.cost import CostTable, Measurement, op_costs
+from hocket.plan.hardware import Hardware
 from hocket.plan.mesh import Mesh
 from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config, ModelConfig
-from hocket.plan.cost import CostTable, Hardware, Link, OpCost
+from hocket.plan.cost import CostTable, OpCost
+from hocket.plan.hardware import Hardware, Link
 from hocket.plan.schedule import CostKey
 from hocket.settings.tensor_choice import cell_of, time_of
 from hocket.settings.tensor_times import Direction, Role

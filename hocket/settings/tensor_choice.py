@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.plan.cost import Hardware
+from hocket.plan.hardware import Hardware
 from hocket.settings.rule import Host
 from hocket.settings.tensor_times import (
     COLUMNS,

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hocket.plan.cost import Hardware
+from hocket.plan.hardware import Hardware
 
 Role = Literal["qkv", "proj", "fc1", "fc2"]
 Direction = Literal["forward", "backward"]

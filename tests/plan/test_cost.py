@@ -10,19 +10,9 @@ import pytest
 
 from hocket.config import MeshConfig, ModelConfig, Strategy
 from hocket.plan.copies import ranks_per_token
-from hocket.plan.cost import (
-    H200,
-    HARDWARE,
-    LAPTOP,
-    CostTable,
-    Link,
-    OpCost,
-    model_flops_per_token,
-    op_costs,
-    part_size,
-    unit_weights,
-)
+from hocket.plan.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
 from hocket.plan.formulas import FUSED, STOCK
+from hocket.plan.hardware import H200, HARDWARE, LAPTOP, Link
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.plan.cost import H200, HARDWARE
+from hocket.plan.hardware import H200, HARDWARE
 from hocket.plan.simulate import makespan, quiet_end, simulate
 from hocket.plan.simulate import times as simulated_times
 from hocket.plan.stages import costs_of

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from hocket.plan.check import check
-from hocket.plan.cost import LAPTOP, CostTable, OpCost
+from hocket.plan.cost import CostTable, OpCost
 from hocket.plan.dryrun import dry_run
+from hocket.plan.hardware import LAPTOP
 from hocket.plan.hops import smallest_cover, stride_price
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program

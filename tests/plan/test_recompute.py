@@ -7,8 +7,9 @@ import pytest
 from hocket.config import Config
 from hocket.model.families import tiny
 from hocket.plan.check import check
-from hocket.plan.cost import H200, Measurement, op_costs
+from hocket.plan.cost import Measurement, op_costs
 from hocket.plan.dryrun import dry_run
+from hocket.plan.hardware import H200
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import NO_FRICTION

@@ -17,7 +17,8 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
 from hocket.plan.balance import balanced
 from hocket.plan.check import check
-from hocket.plan.cost import HARDWARE, CostTable, Measurement, OpCost
+from hocket.plan.cost import CostTable, Measurement, OpCost
+from hocket.plan.hardware import HARDWARE
 from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, template
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program

@@ -8,7 +8,7 @@ import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.model.families import llama3_8b
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.planning import program_of

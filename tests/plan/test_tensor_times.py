@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.tensor_parallel import model_of, settings
-from hocket.plan.cost import H200
+from hocket.plan.hardware import H200
 from hocket.resolve import Settings
 from hocket.settings.tensor_choice import cell_of, possible, splits_of
 from hocket.settings.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds

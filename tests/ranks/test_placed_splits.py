@@ -15,7 +15,7 @@ from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
 from hocket.plan.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
-from hocket.plan.cost import LAPTOP
+from hocket.plan.hardware import LAPTOP
 from hocket.plan.mesh import Mesh
 from hocket.plan.stages import costs_of
 from hocket.runtime.blocks import Room

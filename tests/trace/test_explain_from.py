@@ -15,7 +15,7 @@ from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
 from hocket.machine import hardware_of
-from hocket.plan.cost import HARDWARE
+from hocket.plan.hardware import HARDWARE
 from hocket.planning import predict, program_of
 from hocket.probing.request import Measured, Request
 from hocket.recipes import recipe
