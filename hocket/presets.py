@@ -7,7 +7,12 @@ from typing import Any
 
 from hocket.settings.suggest import meant
 
-PLAIN: dict[str, Any] = {"overlap.ep.merge": "off", "overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}
+PLAIN: dict[str, Any] = {
+    "overlap.ep.merge": "off",
+    "overlap.ep.merge_ends": "off",
+    "overlap.defer_wgrad": "off",
+    "overlap.pp.defer_layers": 0,
+}
 """Nothing merged and nothing deferred: every microbatch alone, and weight gradients where autograd would have them."""
 
 

@@ -9,9 +9,10 @@ from benchmarks.baselines import PRESETS, words
 from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
 from benchmarks.tables import KNOWN
+from hocket.bench import variants
 from hocket.bench.contender import CONTENDERS
 from hocket.bench.report import BOUNDS
-from hocket.commands.bench import Bench, check, chosen, for_bench
+from hocket.commands.bench import Bench, changes, check, chosen, for_bench
 from hocket.commands.options import parse
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
@@ -24,6 +25,8 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     settings = resolve(for_bench(options, origins), Host(gpus=gpus), origins)
     names = chosen(options.against, settings)
     check(tuple(name for name in names if not CONTENDERS[name].package), settings, origins)
+    own = {one.name: changes(one.name, one.words, settings) for one in variants.read(options.variant)}
+    assert set(own) <= set(variants.settled((*names, *own), own, for_bench(options, origins), settings.host, origins))
     assert settings.world == gpus
     assert settings.precision.compute == "bf16"
     assert settings.train.clip == 0
