@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -134,7 +136,46 @@ def test_a_checkpoint_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/checkpoints").symlink_to("/dev/null/x")
     ended = hocket(tmp_path, "train", *SMALL, "--data.paths", text_in(tmp_path), "--train.steps", "1")
-    one_message(ended, "run.folder = runs/tiny", "cannot be created")
+    one_message(ended, "run.folder = runs/tiny", "no place for checkpoints: [Errno")
+
+
+@contextlib.contextmanager
+def standing_still(workers: list[int]) -> Iterator[None]:
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    yield
+    for worker in workers:
+        os.kill(worker, signal.SIGCONT)
+
+
+def test_a_run_goes_on_when_a_save_is_refused_and_ends_with_one_message_when_the_last_one_is(tmp_path):
+    process, workers = running(tmp_path, *ALONE[:2], "--mesh.dp", "2", "--train.save_every", "2")
+    folder, away = tmp_path / "runs/tiny/checkpoints", tmp_path / "runs/tiny/away"
+
+    def steps() -> int:
+        return len((tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines())
+
+    wait_for(lambda: (folder / "latest").exists(), "a checkpoint")
+    with standing_still(workers):
+        folder.rename(away)
+        folder.symlink_to("/dev/null/x")
+        done = steps()
+    wait_for(lambda: steps() > done + 3, "steps after a save that was refused")
+    with standing_still(workers):
+        folder.unlink()
+    wait_for(lambda: (folder / "latest").exists(), "a checkpoint after one that was refused")
+    with standing_still(workers):
+        shutil.rmtree(folder)
+        folder.symlink_to("/dev/null/x")
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.code == 2
+    last = ended.err.splitlines()[-1]
+    assert re.fullmatch(r"hocket: run.folder = runs/tiny .*: the checkpoint of step \d+ \(.* [KM]iB\) cannot .*", last)
+    warnings = [line for line in ended.out.splitlines() if line.startswith("WARNING  run.folder = runs/tiny")]
+    assert warnings
+    assert all("the run goes on, and saves again after step" in line for line in warnings)
+    assert not any(map(alive, workers))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import signal
 import traceback
@@ -20,6 +21,7 @@ from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.train import checkpoint
+from hocket.train import damage as damage_module
 from hocket.train.changes import changes
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
@@ -308,7 +310,7 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
 def unreadable_on_one_rank(rank: int, folder: Path) -> str:
     """A save whose files the last rank cannot read again."""
     if rank == 1:
-        checkpoint._checksum = _fail  # type: ignore[assignment]
+        damage_module.checksum = _fail  # type: ignore[assignment]
     try:
         checkpoint.save(settings_in(folder), 1, 1, groups(1))
     except ValueError as error:
@@ -344,7 +346,11 @@ def test_a_save_without_room_gives_back_what_it_took(tmp_path):
     checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
     first, second = run_ranks(fill_the_disk, 2, tmp_path, 64)
     assert first == second
-    assert "a checkpoint cannot be written: OSError: [Errno 27]" in first
+    words = r"the checkpoint of step 2 \(1.1 KiB\) cannot be written: rank 1 says OSError: \[Errno 27\].*"
+    assert re.match(
+        rf"run.folder = .*: {words}; .*iB are free there, and the last one is .*step-00000001; fix: make room there$",
+        first,
+    )
     assert sorted(path.name for path in checkpoint.checkpoints_of(settings_in(tmp_path)).iterdir()) == [
         "latest",
         "step-00000001",
@@ -358,7 +364,7 @@ def no_room_in_an_archive(*_: object, **__: object) -> None:
 
 def test_an_archive_that_is_not_all_there_means_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.dcp, "save", no_room_in_an_archive)
-    with pytest.raises(ValueError, match=r"a checkpoint cannot be written: a file was cut short, RuntimeError.* room"):
+    with pytest.raises(ValueError, match="cannot be written: rank 0 says that a file was cut short, RuntimeError"):
         checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.train.metrics import REMARKS, Metrics, StepRecord, peak_flops
 from hocket.train.schedule import learning_rate
+from tests.helpers.ranks import run_ranks
 
 
 def settings_in(folder: Path, gpus: bool = False) -> Settings:
@@ -96,6 +99,37 @@ def test_a_run_begins_with_what_is_not_as_asked_and_a_pointer_to_the_rest(tmp_pa
     many = opening(replace(settings, decisions=(*asked, *(said(f"plan.n{i}", i, i) for i in range(9)))))
     assert len(many) == REMARKS + 3
     assert f"note     {len(asked) + 9 - REMARKS} more settings are not done as asked, or have no effect" in many
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path):
+    """In a process of its own, which may write no large files for a while."""
+    text, out = run_ranks(report_with_little_room, 1, tmp_path)[0], records(tmp_path)
+    assert [record["step"] for record in out] == list(range(1, 9))
+    (warning,) = (line for line in text.splitlines() if line.startswith("WARNING"))
+    assert "metrics.jsonl cannot be written: File too large; fix: make room there; the run goes on" in warning
+
+
+def report_with_little_room(rank: int, folder: Path) -> str:
+    out = io.StringIO()
+    with Metrics(settings_in(folder), 3.0, console=Console(file=out, width=200, soft_wrap=True)) as metrics:
+        for step in range(1, 9):
+            limit = 200 if 2 <= step <= 7 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            metrics.step(StepRecord(step, 5.0, 0.5, 1e-3, 0.25))
+            assert metrics.path.stat().st_size <= limit or limit < 0
+    return out.getvalue()
+
+
+def test_lines_that_never_find_room_are_counted(tmp_path):
+    out = io.StringIO()
+    with Metrics(settings_in(tmp_path), 3.0, console=Console(file=out, width=200, soft_wrap=True)) as metrics:
+        metrics.step(StepRecord(1, 5.0, 0.5, 1e-3, 0.25))
+        assert metrics._lines is not None
+        with Path("/dev/full").open("ab") as full:
+            os.dup2(full.fileno(), metrics._lines._file.fileno())
+        metrics.validation(1, 2.0)
+    assert out.getvalue().splitlines()[-1].startswith("WARNING  run.folder = ")
+    assert "metrics.jsonl cannot be written: lines missing at its end: 1; fix: make room there" in out.getvalue()
 
 
 def test_other_ranks_are_silent(tmp_path):

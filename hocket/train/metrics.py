@@ -5,6 +5,7 @@ Only rank 0 reports. Speeds count the tokens of all ranks; FLOPs are those of th
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +22,9 @@ from hocket.config import LABELS, TrainConfig
 from hocket.explain.record import FILE
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
+from hocket.settings.leaves import problem
 from hocket.train.checkpoint import set_aside
+from hocket.train.lines import Lines
 
 PEAK: Mapping[str, float] = {
     "A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12,
@@ -30,6 +33,9 @@ PEAK: Mapping[str, float] = {
 
 REMARKS = 4
 """How many settings that do not do what was asked are told of when a run begins."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, which may pass."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,14 @@ class Metrics:
         label = LABELS.get(settings.train.transport)
         self._mark = f"{label}: " if label else ""
         self._started, self._first, self._last = time.monotonic(), done, done
-        self._file: IO[str] | None = None
+        self._lines: Lines | None = None
+        self._waits = False
         self._live: Progress | None = None
         if not self.quiet:
-            self._open(done)
+            try:
+                self._open(done)
+            except OSError as error:
+                raise ValueError(self._unwritten(str(error))) from None
 
     @property
     def path(self) -> Path:
@@ -100,16 +110,18 @@ class Metrics:
     def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
-        if self._file:
-            self._file.close()
+        if self._lines:
+            if self._lines.missing:
+                self.say(f"WARNING  {self._unwritten(f'lines missing at its end: {self._lines.missing}')}")
+            self._lines.close()
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
         if not self.quiet:
             try:
                 self.console.print(text, markup=False)
-            except OSError:  # a terminal that is being closed
-                self.console.quiet = True
+            except OSError as error:  # of a full disk this line is lost; a terminal that is being closed stays so
+                self.console.quiet = error.errno not in NO_ROOM
 
     def header(self, parameters: int, active: int, corpus: str) -> None:
         """What is about to run. `parameters` and `active` (per token) count elements."""
@@ -206,14 +218,22 @@ class Metrics:
             shorter.replace(self.path)
         elif moved := set_aside(self.path):
             self.say(f"the metrics of an earlier run are now in {moved}")
-        self._file = self.path.open("a", buffering=1)
+        self._lines = Lines(self.path)
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        if self._file:
+        if self._lines:
             if label := LABELS.get(self.settings.train.transport):
                 record = {**record, "transport": self.settings.train.transport, "label": label}
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            self._file.write(json.dumps(finite) + "\n")  # JSON has no number for the others
+            refused = self._lines.add(json.dumps(finite))  # JSON has no number for the others
+            if refused and not self._waits:
+                self.say(f"WARNING  {self._unwritten(refused)}; the run goes on, and its lines wait until there is")
+            self._waits = bool(refused)
+
+    def _unwritten(self, why: str) -> str:
+        settings = self.settings
+        reason = f"{self.path} cannot be written: {why}"
+        return problem("run.folder", settings.run.folder, settings.origins, reason, "make room there")
 
 
 def peak_flops(gpu: str) -> float:

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from hocket.parallel.parts import Part
 
 
-class Piece(Protocol):
+@dataclass(frozen=True)
+class Range:
     """Elements `[lo, hi)` of a named tensor of the whole model, flattened row by row.
 
     `tensor` holds them: one dimension, `hi - lo` elements. A scalar's shape is `()` and its one element is `[0, 1)`.
     With a `part`, these are elements of that part of the tensor.
     """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def lo(self) -> int: ...
-    @property
-    def hi(self) -> int: ...
-    @property
-    def tensor(self) -> Tensor: ...
-    @property
-    def part(self) -> Part | None: ...
-
-
-@dataclass(frozen=True)
-class Range:
-    """The plain `Piece`."""
 
     name: str
     shape: tuple[int, ...]

@@ -21,7 +21,7 @@ from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.leaves import problem
-from hocket.train.checkpoint import restore, save
+from hocket.train.checkpoint import SaveFailed, make_place, restore, save
 from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams
 from hocket.train.metrics import Metrics, StepRecord
@@ -58,7 +58,10 @@ class Trainer:
         """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
-        restored = None if self.pretends else restore(settings, self._state(), str(self.corpus))
+        restored, notes = None, list[str]()
+        if not self.pretends:
+            restored = restore(settings, self._state(), str(self.corpus))
+            notes = make_place(settings, self._state())
         if restored is not None:
             self.step, self.position = restored.step, restored.position
             engine.optimizer.steps = restored.step
@@ -67,7 +70,7 @@ class Trainer:
         try:
             with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
-                metrics.remarks(*engine.program.notes, *(restored.notes if restored else ()))
+                metrics.remarks(*engine.program.notes, *(restored.notes if restored else ()), *notes)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
@@ -96,17 +99,16 @@ class Trainer:
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate())
                 evaluated = self.step
-            if train.save_every and self.step % train.save_every == 0:
-                self._save()
-                saved = self.step
+            if train.save_every and self.step % train.save_every == 0 and not signal and self.step < train.steps:
+                saved = self._save_or_warn(metrics, saved)
             if signal:
                 if saved != self.step and not self.pretends:
                     metrics.say(f"stopped by signal {signal}; saved in {self._save()}")
                 return signal
-        if train.eval_batches and evaluated != self.step:
-            metrics.validation(self.step, self._evaluate())
         if saved != self.step and not self.pretends:
             self._save()
+        if train.eval_batches and evaluated != self.step:
+            metrics.validation(self.step, self._evaluate())
         return 0
 
     def _require_finite(self, result: StepRecord) -> None:
@@ -172,6 +174,20 @@ class Trainer:
 
     def _save(self) -> Path:
         return save(self.settings, self.step, self.position, self._state(), str(self.corpus))
+
+    def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
+        """Save, between steps. Returns the step that was saved last, before this one or now.
+
+        A full disk is no reason to end the run here: what has been learnt since the last checkpoint would be lost at
+        once, and there may be room by the next one. The last save of a run has no next one, and raises.
+        """
+        try:
+            self._save()
+        except SaveFailed as error:
+            again = min(self.step + self.settings.train.save_every, self.settings.train.steps)
+            metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")
+            return saved
+        return self.step
 
     def _report(self) -> str:
         return self.engine.report(self.rank)

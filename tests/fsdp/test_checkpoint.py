@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import errno
+import functools
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 import hocket
-from hocket.fsdp.saving import checkpoint
-from hocket.fsdp.saving.checkpoint import load, on_host, save
+from hocket.fsdp.saving import background
+from hocket.fsdp.saving.background import on_host
+from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.dcp import CheckpointWriter
+from hocket.fsdp.saving.whole import WholeFolder
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
 from tests.helpers.ranks import RankDied, run_ranks
@@ -135,7 +143,7 @@ def behind_the_others(rank: int, folder: Path) -> float:
     _, ctx = shard(Way(2))
     may_begin = threading.Event()
     if rank == 1:
-        checkpoint._thread().submit(may_begin.wait, 20)
+        background.thread().submit(may_begin.wait, 20)
     saved = save(ctx, None, folder, asynchronously=True)
     if rank == 0:
         time.sleep(0.2)  # its thread waits for the other by now
@@ -166,12 +174,12 @@ def stopped(rank: int, folder: Path, where: str, asynchronously: bool) -> None:
             results = write(self, plan, planner)
             if where == "killed while writing":
                 os.kill(os.getpid(), signal.SIGKILL)
-            next(Path(self.path).glob("__1_*")).unlink()
+            next(self.folder.temporary.glob("__1_*")).unlink()
             return results
 
         CheckpointWriter.write_data = instead
     if (rank, where) == (0, "killed before the rename"):
-        CheckpointWriter.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        WholeFolder.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     save(ctx, optimizer, folder, asynchronously=asynchronously).result(timeout=40)
 
 
@@ -192,11 +200,83 @@ def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str
 
 @pytest.mark.parametrize(
     ("where", "kind", "words"),
-    [("disk full", OSError, "rank 1 says OSError.*No space left"), ("not shared", ValueError, "that all ranks share")],
+    [
+        ("disk full", OSError, "rank 1 says OSError.*No space left.*; .*iB are free there"),
+        ("not shared", ValueError, "that all ranks share"),
+    ],
 )
 def test_one_ranks_error_is_raised_on_all(tmp_path: Path, where: str, kind: type[Exception], words: str) -> None:
     assert run_ranks(error_of, 2, tmp_path / "saved", where, kind, words) == [True, True]
     assert not os.listdir(tmp_path), "what was written takes no room any more"
+
+
+def unasked(rank: int, folder: Path, how: str) -> list[str]:
+    """Warnings of an asynchronous save that fails on rank 1 alone, and what the next save came to."""
+    _, ctx = shard(Way(2))
+    write = CheckpointWriter.write_data
+    if rank == 1:
+        CheckpointWriter.write_data = _full
+    saving = save(ctx, None, folder / "first", asynchronously=True)
+    background.thread().submit(time.sleep, 0).result(timeout=20)  # the save has ended
+    assert not saving.cancel()
+    CheckpointWriter.write_data = write
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "asked":
+            with pytest.raises(OSError, match="No space left") as raised:
+                saving.result(timeout=20)
+            assert raised.value.errno == errno.ENOSPC
+        elif how == "dropped":
+            del saving
+        elif how == "at the end":
+            background.tell_all()
+        save(ctx, None, folder / "second")
+        save(ctx, None, folder / "third", asynchronously=True).result(timeout=20)
+        saving = None
+        gc.collect()
+    return [str(warning.message) for warning in caught]
+
+
+def _full(self: CheckpointWriter, plan: Any, planner: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("how", ["asked", "dropped", "at the next save", "at the end"])
+def test_an_asynchronous_error_is_told_once_on_every_rank_and_the_next_save_works(tmp_path: Path, how: str) -> None:
+    for warned in run_ranks(unasked, 2, tmp_path, how):
+        assert len(warned) == (how != "asked")
+        assert all(f"first: checkpoint {tmp_path}/first can't be written: rank 1 says" in text for text in warned)
+    assert sorted(os.listdir(tmp_path)) == ["second", "third"]
+
+
+def test_a_failed_save_that_is_not_asked_for_holds_no_copy_of_the_model() -> None:
+    copied = torch.zeros(3)
+    alive = weakref.ref(copied)
+
+    def write(state: list[torch.Tensor]) -> Path:
+        try:
+            raise KeyError(len(state))
+        except KeyError as error:
+            raise OSError("no room") from error
+
+    saving = background.in_background(Path("x"), functools.partial(write, [copied]))
+    del copied
+    background.thread().submit(int).result(timeout=20)
+    assert alive() is None
+    with pytest.raises(OSError, match="no room"):
+        saving.result(timeout=20)
+
+
+def test_a_program_that_ends_tells_of_the_last_save(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = f"""
+import hocket, torch
+ctx = hocket.fully_shard(torch.nn.Linear(2, 2))
+saving = hocket.save_checkpoint(ctx, None, "{tmp_path}/file/below", asynchronously=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "RuntimeWarning: an asynchronous save failed, and nobody asked" in ended.stderr
+    assert "Not a directory" in ended.stderr
 
 
 def error_of(rank: int, folder: Path, where: str, kind: type[Exception], words: str) -> bool:

@@ -3,35 +3,25 @@
 A checkpoint is a folder in the format of `torch.distributed.checkpoint` (DCP), with the keys `model` and `optimizer`.
 All functions here are collective: every rank calls them with the same arguments. DCP does all the talking there is,
 and an error of one rank is raised on all.
-
-Note: [Saving while training goes on]
-An asynchronous save first copies what this rank writes into memory of the host. When `save` returns, weights may
-change. A thread then runs DCP's save on the copy. What DCP sends between ranks meanwhile goes over a gloo group of its
-own: sends of two threads in one group would meet each other's. There is one such thread, so saves happen one after the
-other, on all ranks in the same order.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.optim import Optimizer
 
+from hocket.fsdp.saving.background import group_of_thread, in_background, on_host, tell_all
 from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, FittingPlanner, run_dcp
-from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
 from hocket.fsdp.saving.state import entries, load_model_state
-from hocket.runtime.comm import host_group
+from hocket.fsdp.saving.whole import WholeFolder, free, shown
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -52,70 +42,39 @@ def save(
     written, see Note: [A checkpoint is there or it is not]. With `optimizer` None the weights are saved alone.
 
     With `asynchronously` this returns as soon as weights may change again; `result()` of what is returned waits until
-    the folder is there, and raises what went wrong. It takes host memory for what this rank writes. Otherwise all is
-    done on return.
+    the folder is there, and raises what went wrong; if nobody asks, a warning tells it, see Note: [No error of a save
+    is lost]. It takes host memory for what this rank writes. Otherwise all is done on return.
 
     `flatten` is for ranks that hold different parameters, such as pipeline stages: it saves the optimizer in torch's
     flat layout. `process_group` has the ranks that call this; None is all ranks.
 
     Raises: ValueError if the folder is in use or not shared, OSError if it can't be written.
     """
+    tell_all()
     own, path = Inventory(context), Path(folder)
     state: dict[str, Any] = {MODEL: entries(own)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state(context, optimizer, flatten=flatten)
     if not asynchronously:
         done: Future[Path] = Future()
-        done.set_result(_write(state, CheckpointWriter(path, own.others), process_group))
+        done.set_result(_write(state, CheckpointWriter(WholeFolder(path), own.others), process_group))
         return done
     # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
-    writer = CheckpointWriter(path, own.others, per_thread_copy_ahead=0)
-    group = _group_of_thread(process_group) if dist.is_initialized() else None
-    return _thread().submit(_write, on_host(state), writer, group)
+    writer = CheckpointWriter(WholeFolder(path), own.others, per_thread_copy_ahead=0)
+    copied, group = on_host(state), group_of_thread(process_group)
+    return in_background(path, lambda: _write(copied, writer, group))
 
 
 def _write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
-    failed = f"checkpoint {writer.final} can't be written"
+    final = writer.folder.final
     try:
-        run_dcp(failed, dcp.save, state, storage_writer=writer, process_group=group)
-    except (OSError, ValueError):  # raised on all ranks, when all have ended
+        run_dcp(f"checkpoint {final} can't be written: ", dcp.save, state, storage_writer=writer, process_group=group)
+    except (OSError, ValueError) as error:  # raised on all ranks, when all have ended
         writer.give_up()
+        if isinstance(error, OSError):
+            error.args = (f"{error}; {shown(free(final))} are free there",)
         raise
-    return writer.final
-
-
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-
-_groups: dict[object, dist.ProcessGroup] = {}
-
-
-def _group_of_thread(of: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group for the thread's traffic, made once for each group of callers."""
-    key = of or dist.group.WORLD
-    if key not in _groups:
-        _groups[key] = host_group(of)
-    return _groups[key]
-
-
-def on_host(value: Any) -> Any:
-    """A copy in host memory of what this rank writes of a state dict."""
-    if isinstance(value, FlatTensor):
-        return value.with_elements(_to_host(value.flat)) if value.writes else value
-    if isinstance(value, Tensor):
-        return _to_host(value)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [on_host(item) for item in value]
-    return copy.deepcopy(value)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    # Pinned memory is several times as fast, and torch keeps it for the next save.
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())
+    return final
 
 
 def load(
@@ -137,7 +96,7 @@ def load(
     """
     path = Path(folder)
     planner = FittingPlanner(context, optimizer, path)
-    failed = f"checkpoint {path} can't be read"
+    failed = f"checkpoint {path} can't be read: "
     run_dcp(failed, dcp.load, {}, storage_reader=CheckpointReader(path), planner=planner, process_group=process_group)
     load_model_state(context, planner.found[MODEL])
     if optimizer is not None:

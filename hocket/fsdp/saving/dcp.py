@@ -1,18 +1,8 @@
-"""What hocket adds to `torch.distributed.checkpoint` (DCP): folders that appear whole, and words for what doesn't fit.
-
-Note: [A checkpoint is there or it is not]
-Ranks write into `<folder>.tmp`. When DCP has told its coordinator that all are done and their files are on disk, the
-coordinator checks that it sees all of them at their full size, writes `.metadata`, waits until the names are on disk
-too, and renames the folder. So a folder with its final name is complete, whenever processes or the machine stop. What
-is left of an interrupted save has the other name, and the next save to the same folder removes it. An error leaves
-nothing: on a full disk no save to any other folder would find room.
-"""
+"""What hocket adds to `torch.distributed.checkpoint` (DCP): whole folders, and words for what doesn't fit."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,6 +23,7 @@ from torch.optim import Optimizer
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
 from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
+from hocket.fsdp.saving.whole import WholeFolder
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -42,68 +33,64 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes a folder in DCP's format that appears when it is whole. See Note: [A checkpoint is there or it is not].
+    """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
+    The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
     `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
     a plain module finds every name of a shared parameter.
     """
 
     def __init__(
-        self, folder: Path, others: Mapping[str, str] | None = None, *, per_thread_copy_ahead: int = 10_000_000
+        self,
+        folder: WholeFolder,
+        others: Mapping[str, str] | None = None,
+        *,
+        publishes: bool = True,
+        per_thread_copy_ahead: int = 10_000_000,
     ) -> None:
-        self.final, self.others = folder, dict(others or {})
+        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
         self._begun = False
-        super().__init__(
-            folder.with_name(f"{folder.name}.tmp"), sync_files=True, per_thread_copy_ahead=per_thread_copy_ahead
-        )
+        super().__init__(folder.temporary, sync_files=True, per_thread_copy_ahead=per_thread_copy_ahead)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator has made room: nothing yet."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The coordinator: refuse a folder with something in it, remove what an interrupted save has left."""
-        if self.final.exists() and not (self.final.is_dir() and not any(self.final.iterdir())):
-            raise ValueError(f"checkpoint {self.final} exists already: save to another folder, or remove it first")
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
-        Path(self.path).mkdir(parents=True)
+        """The coordinator: make the folder."""
+        self.folder.begin()
         self._begun = True
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Every rank: write its file and wait until it is on disk."""
-        Path(self.path).mkdir(parents=True, exist_ok=True)
+        self._begun = True
+        self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The coordinator, when all ranks have written: publish."""
+        """The coordinator, when all ranks have written."""
         self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
-        self.publish()
+        if self.publishes:
+            self.folder.publish()
 
     def give_up(self) -> None:
-        """After an error of some rank: the coordinator removes what has been written, for the disk may be full."""
+        """Every rank, after an error of any: what has been written takes no room any more."""
         if self._begun:
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    def publish(self) -> None:
-        """Give the folder its name."""
-        sync_names(Path(self.path))
-        Path(self.path).rename(self.final)
-        sync_names(self.final.parent)
+            self.folder.give_up()
 
     def _check(self, results: list[list[WriteResult]]) -> None:
         ends: dict[str, int] = {}
         for stored in (result.storage_data for results_of_rank in results for result in results_of_rank):
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
         for name, end in ends.items():
-            file = Path(self.path) / name
+            file = self.folder.temporary / name
             if not file.exists() or file.stat().st_size < end:
                 raise ValueError(
-                    f"checkpoint {self.final} is not whole: {file} is not to be seen from where rank 0 runs; use a "
-                    f"folder on a file system that all ranks share"
+                    f"checkpoint {self.folder.final} is not whole: {file} is not to be seen from where rank 0 runs; "
+                    f"use a folder on a file system that all ranks share"
                 )
 
     def _add_other_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -115,15 +102,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
             for of_rank in results:
                 same = [result for result in of_rank if result.index.fqn == first]
                 of_rank += [replace(result, index=replace(result.index, fqn=key)) for result in same]
-
-
-def sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -213,7 +191,11 @@ class FittingPlanner(DefaultLoadPlanner):
 
 
 def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
-    """Call DCP. An error of any rank is raised on all, as what it is: the one of the lowest rank."""
+    """Call DCP. An error of any rank is raised on all, as what it is: the one of the lowest rank.
+
+    Raises: ValueError, or OSError (with its `errno`) where the file system refused: the words of what was called if
+        they are a ValueError, else what the rank says, behind `failed`.
+    """
     alone = not dist.is_initialized()
     try:
         with warnings.catch_warnings() if alone else contextlib.nullcontext():
@@ -224,7 +206,13 @@ def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: 
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, ValueError):
             raise ValueError(str(cause)) from None
-        if isinstance(cause, Exception):
-            kind = OSError if isinstance(cause, OSError) else ValueError
-            raise kind(f"{failed}: rank {rank} says {type(cause).__name__}: {cause}") from error
-        raise
+        if not isinstance(cause, Exception):
+            raise
+        # Of a full disk torch's archives say only that what they had written is not there.
+        cut = isinstance(cause, RuntimeError) and "inline_container" in str(cause)
+        text = f"{failed}rank {rank} says {'that a file was cut short, ' if cut else ''}{type(cause).__name__}: {cause}"
+        if not (cut or isinstance(cause, OSError)):
+            raise ValueError(text) from error
+        refused = OSError(text)
+        refused.errno = getattr(cause, "errno", None)
+        raise refused from error

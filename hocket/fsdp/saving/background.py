@@ -1,0 +1,138 @@
+"""Saves that run while training goes on, and how their errors come out.
+
+Note: [Saving while training goes on]
+An asynchronous save first copies what this rank writes into memory of the host. When `save` returns, weights may
+change. A thread then runs DCP's save on the copy. What DCP sends between ranks meanwhile goes over a gloo group of its
+own: sends of two threads in one group would meet each other's. There is one such thread, so saves happen one after the
+other, on all ranks in the same order.
+
+Note: [No error of a save is lost]
+Whoever asks a `Saving` for its result gets its error raised. If nobody has asked, a warning tells it: at the next save,
+when the `Saving` is dropped, or when the program ends, whichever comes first. It is no exception there, because a rank
+that raises at a place where others go on would leave them waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.runtime.comm import host_group
+
+
+class Saving(Future[Path]):
+    """A save under way: `result()` waits until the folder is there and returns it, or raises what went wrong.
+
+    It cannot be cancelled: the other ranks would wait. See Note: [No error of a save is lost].
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._asked = folder, False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The folder, once it is there. Raises: what went wrong; TimeoutError after `timeout` seconds."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._asked |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, once the save has ended. Raises: TimeoutError after `timeout` seconds."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._asked |= self.done()
+
+    def settle(self, written: Future[Path]) -> None:
+        """Take the outcome of the thread's work."""
+        error = written.exception()
+        if error is None:
+            self.set_result(written.result())
+            return
+        cause: BaseException | None = error
+        while cause is not None:  # what its frames hold is as large as the model
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        self.set_exception(error)
+
+    def tell(self) -> None:
+        """Warn of an error that nobody has asked for."""
+        if not self._asked and self.done() and (error := self.exception()) is not None:
+            warnings.warn(
+                f"an asynchronous save failed, and nobody asked for its result(): {self._folder}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        self.tell()
+
+
+_under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+@atexit.register
+def tell_all() -> None:
+    """Warn of the errors of earlier saves that nobody has asked for. When a program ends, its saves have ended."""
+    for saving in list(_under_way):
+        saving.tell()
+
+
+def in_background(folder: Path, write: Callable[[], Path]) -> Saving:
+    """Have the thread write a folder, behind what it has to do already."""
+    saving = Saving(folder)
+    _under_way.add(saving)
+    thread().submit(write).add_done_callback(saving.settle)
+    return saving
+
+
+@functools.cache
+def thread() -> ThreadPoolExecutor:
+    """The thread that saves. See Note: [Saving while training goes on]."""
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+
+_groups: dict[object, dist.ProcessGroup] = {}
+
+
+def group_of_thread(of: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group for the thread's traffic, made once for each group of callers; None without any."""
+    if not dist.is_initialized():
+        return None
+    key = of or dist.group.WORLD
+    if key not in _groups:
+        _groups[key] = host_group(of)
+    return _groups[key]
+
+
+def on_host(value: Any) -> Any:
+    """A copy in host memory of what this rank writes of a state dict."""
+    if isinstance(value, FlatTensor):
+        return value.with_elements(_to_host(value.flat)) if value.writes else value
+    if isinstance(value, Tensor):
+        return _to_host(value)
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [on_host(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    # Pinned memory is several times as fast, and torch keeps it for the next save.
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())

@@ -1,0 +1,76 @@
+"""What a checkpoint on disk should be, by the sizes and checksums in its `meta.json`, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hocket.runtime.comm import everyone
+
+FORMAT = 1
+"""Changes whenever what is saved changes its meaning."""
+
+META = "meta.json"
+
+
+def my_checksums(folder: Path) -> dict[str, list[int]]:
+    """Those of the files of DCP's that this rank has written into a folder. Raises OSError."""
+    rank, _ = place()
+    files = [folder / ".metadata"] if rank == 0 else []
+    return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
+
+
+def checksum(file: Path) -> list[int]:
+    """[size in bytes, CRC-32]. Raises OSError."""
+    size = total = 0
+    with file.open("rb") as source:
+        while block := source.read(1 << 24):
+            size, total = size + len(block), zlib.crc32(block, total)
+    return [size, total]
+
+
+def damage_of(path: Path) -> str:
+    """What is wrong with a checkpoint on disk, in a few words; empty if it is complete. The same on all ranks."""
+    return next((text for text in everyone(_damage_seen(path)) if text), "")
+
+
+def _damage_seen(path: Path) -> str:
+    """What this rank sees. The ranks share the work of reading everything once."""
+    try:
+        meta = json.loads((path / META).read_text())
+        if not _is_complete(meta):
+            return f"{path / META} cannot be read"
+        if meta["format"] != FORMAT:
+            return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
+        rank, world = place()
+        found = (_damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
+        return next(filter(None, found), "")
+    except FileNotFoundError:
+        return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
+    except OSError as error:
+        return f"{error.filename or path} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return f"{path / META} cannot be read"
+
+
+def _is_complete(meta: Any) -> bool:
+    whole = all(isinstance(meta[name], int) and meta[name] >= 0 for name in ("step", "position"))
+    return whole and bool(meta["config"].keys()) and ".metadata" in meta["files"]
+
+
+def _damage_of_file(file: Path, entry: list[int]) -> str:
+    if not file.exists():
+        return f"{file} is missing"
+    size = file.stat().st_size
+    if size != entry[0]:
+        return f"{file} has {size:,} bytes instead of {entry[0]:,}"
+    return "" if checksum(file) == entry else f"the checksum of {file} is wrong"
+
+
+def place() -> tuple[int, int]:
+    """(rank, ranks), also where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
