@@ -12,8 +12,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.plan.cost import model_flops_per_token
 from hocket.plan.mesh import Mesh
 from hocket.plan.stages import mesh_of
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from hocket.runtime.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
@@ -23,7 +24,7 @@ from hocket.parallel.placed import PlacedSplits, place_counts
 from hocket.parallel.routing import Routing
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
-from hocket.runtime.blocks import Blocks, Room
+from hocket.runtime.blocks import Blocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
@@ -55,11 +56,11 @@ class Actions:
         groups: Groups,
         activation: Activation,
         on_step: Callable[[], None] | None,
-        room: Room | None = None,
+        room: RowRoom,
     ) -> None:
-        """With `room`, splits are known to the devices alone: see `parallel/placed.py`. Between steps it may change."""
+        """Without an `on_step`, in programs of forwards alone, no graphs are kept."""
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
-        self._activation, self.on_step, self.room = activation, on_step, room
+        self._activation, self.on_step, self._room = activation, on_step, room
         self._islands: dict[tuple[str, Place], Island] = {}
         self._routings: dict[Place, Routing] = {}
         self._splits: dict[Place, Splits | PlacedSplits] = {}
@@ -141,11 +142,11 @@ class Actions:
         return self._all_to_all(sides[0][: splits.table.sent], splits.table)
 
     def _exchange(self, op: Op) -> Splits | PlacedSplits:
-        place, group = _place(op), self._groups.a2a
-        if self.room is None or group.size == 1:
+        place, group, room = _place(op), self._groups.a2a, self._room.now
+        if room is None or group.size == 1:
             splits = exchange_counts(self._routings[place], group)
         else:
-            splits = place_counts(self._routings[place], group, self.room)
+            splits = place_counts(self._routings[place], group, room)
         self._splits[place] = splits
         return splits
 

@@ -6,43 +6,39 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.engine.actions import Actions, Activation, Microbatch
+from hocket.engine.actions import Actions, Activation
+from hocket.engine.balance import Balance
+from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, from_turn_one, recorder_of
+from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.kernels import IGNORED
 from hocket.model.init import init_biases, init_tensor
-from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.microbatch import Microbatch
+from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import WHOLE, Linears, SplitLinears
-from hocket.parallel.routing import balance_bias
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
-from hocket.plan.capacity import rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.plan.check import assert_valid
-from hocket.plan.copies import copies_of
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.stages import layout_of, mesh_of, sharding_of
-from hocket.runtime.blocks import Room
-from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
-from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
-from hocket.runtime.recorder import MARGIN, Recorder
+from hocket.runtime.comm import Groups, make_groups
+from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
+from hocket.runtime.recorder import Recorder
 from hocket.runtime.token_copies import CopiedTokens
-from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, fits
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -58,35 +54,7 @@ class StepResult:
     lacked: int = 0
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
     grown: bool = False
-    """Whether there is more room since; if not, the host knows splits from then on."""
-
-
-_SLACK = 1.25
-"""Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
-
-
-def comm_options(config: Config, device: torch.device) -> CommOptions:
-    """How groups are made for a configuration: how long they wait, how much comes at once, how late a slow one is."""
-    train, model, size = config.train, config.model, DTYPES[config.precision.compute].itemsize
-    copies = copies_of(model, config.mesh.ep, layout_of(config).per_rank, size)
-    rows, width = math.ceil(_SLACK * config.tokens * copies.count), model.hidden * size
-    device_splits = _splits_on_device(config)
-    if device_splits:
-        rows = max(rows, rows_allowed(config))
-    arrival = rows * (width + copies.label * size)  # of one microbatch, in one round
-    timeout = train.hang_timeout + MARGIN
-    piecewise = any(way.piecewise for way in ways_of(config).values())
-    tokens = train.sequences * config.data.sequence_length * width if piecewise else 0
-    if train.transport != "slow":
-        return CommOptions(timeout, arrival=arrival, tokens=tokens, device_splits=device_splits)
-    links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
-    spin = spinner(device) if device.type == "cuda" else None
-    return CommOptions(timeout, arrival=arrival, device_splits=device_splits, links=links, spin=spin)
-
-
-def _splits_on_device(config: Config) -> bool:
-    """Whether splits of experts' rows are to be known to the devices alone."""
-    return config.overlap.ep.splits == "device" and config.mesh.ep > 1
+    """Of such a step: whether there is more room since; if not, the host knows splits from then on."""
 
 
 class Engine:
@@ -108,8 +76,6 @@ class Engine:
     ) -> None:
         self.config, self.device = config, device
         on_gpu = device.type == "cuda"
-        self.memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
-        """Bytes that this rank can use; 0: not known."""
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
         self.layout: Layout = layout_of(config)
@@ -118,13 +84,14 @@ class Engine:
         assert_valid(self.program)
         transport = config.train.transport
         assert transport != "auto", "the configuration is not resolved"
-        self._room, self._lacked = self._make_room(), 0
         self._lent = groups is not None
         self.groups = groups or make_groups(self.mesh, rank, device, transport, comm_options(config, device))
+        self.room = RowRoom(config, self.groups, device)
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         wire = DTYPES.get(config.precision.wire, self.dtype)
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
@@ -134,7 +101,6 @@ class Engine:
         sides = [] if self._tensors is None else [self._tensors.side]
         self.lanes: Lanes = CudaLanes(device, sides) if on_gpu else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
-        self._loads: dict[int, Tensor] = {}
         self.executor = self.executor_for(self.program, self._finish_step, keep_records)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
@@ -149,13 +115,6 @@ class Engine:
         if isinstance(tokens, CopiedTokens):
             record = from_turn_one(record, tokens, lambda: tp.all_reduce(one).wait())
         return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
-
-    def _make_room(self) -> Room | None:
-        """Room for rows whose number no host will know, if splits are to be known to the devices alone."""
-        if not _splits_on_device(self.config):
-            return None
-        needed = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return Room(rows_allowed(self.config), needed)
 
     def _chunk(self, chunk: int) -> Chunk:
         pp, layout = self.where.pp, self.layout
@@ -196,7 +155,7 @@ class Engine:
             self.groups,
             self._activation(),
             on_step,
-            self._room,
+            self.room,
         )
         if on_step is not None and self._optimizer is not None:
             actions.on_update = self._optimizer.update
@@ -229,11 +188,6 @@ class Engine:
         for chunk in self.chunks:
             init_biases(chunk, self.device)
 
-    def moe_layers(self) -> dict[int, MoELayer]:
-        """The MoE layers of this rank, by number."""
-        layers = ((int(name), layer) for chunk in self.chunks for name, layer in chunk.layers.items())
-        return {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
-
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
         """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt.
 
@@ -242,24 +196,26 @@ class Engine:
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
-        return StepResult(loss, self._grad_norm, self._loads, self._lacked, self._room is not None)
+        lacked = self.room.lacked
+        grown = lacked > 0 and self.room.now is not None
+        return StepResult(loss, self._grad_norm, self.balance.loads, lacked, grown)
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
         enter = self.executor.recorder.enter
         enter("looking for rows that found no room")
-        self._look_for_room()
+        lacked = self.room.look()
         self.sharded.complete_grads()
         enter("the sum, over tensor-parallel ranks, of gradients that all of them have")
         self.sharded.sum_shared_grads()
-        if self._optimizer is None or self._lacked:
+        if self._optimizer is None or lacked:
             self.sharded.forget_grads()
             self.executor.actions.loads.clear()
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
         enter("the sum of the experts' loads")
-        self._balance()
+        self.balance.update(self.executor.actions.loads)
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
@@ -269,41 +225,16 @@ class Engine:
         executor.actions.weights_M = self._weights(microbatches)
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
-        if not executor.actions.training:
-            self._look_for_room()
-        lacked = self._lacked
-        if lacked:
+        if not executor.actions.training:  # a step looks before it changes weights
+            self.room.look()
+        if self.room.lacked:
             self.forget_graph()
             executor.assert_clean()
-            executor.actions.room = None
             executor.rehearse()
-            try:
-                losses = executor.run(microbatches)
-            finally:
-                executor.actions.room = self._room
-            self._lacked = lacked
-            self._make_more_room(lacked)
+            losses = self.room.again(lambda: executor.run(microbatches))
+            if self.room.now is None:  # hosts know splits, and so issue every step
+                self._graphed = None
         return losses
-
-    def _make_more_room(self, rows: int) -> None:
-        """After so many rows found no room: have enough of it from now on, or none at all if it would not fit."""
-        assert self._room is not None
-        config, capacity = self.config, rows_grown(self.config, rows)
-        if self._would_fit(capacity):
-            self.groups.a2a.make_room(max(capacity, rows_evenly(config)) * config.model.hidden * self.dtype.itemsize)
-            self._room = replace(self._room, capacity=capacity)
-        else:
-            self._room = self._graphed = None
-        for executor in self._executors:
-            executor.actions.room = self._room
-
-    def _would_fit(self, capacity: int) -> bool:
-        """Whether steps with room for so many rows are predicted to fit on the GPUs of all ranks."""
-        grown = changed(self.config, {"overlap.ep.room": capacity / rows_evenly(self.config)})
-        fit = not self.memory or fits(Trials().step(grown).nbytes, self.memory)
-        agreed = torch.tensor([fit], dtype=torch.int64, device=self.device)
-        self.groups.control.all_reduce(agreed, "min").wait()
-        return bool(agreed)
 
     def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
         """See Note: [The mean over the tokens of a step]. None where every target counts."""
@@ -321,31 +252,6 @@ class Engine:
             return torch.zeros((), device=self.device)
         weights_M, losses_M = executor.actions.weights_M, torch.stack(list(losses))
         return losses_M.mean() if weights_M is None else (losses_M * weights_M).sum()
-
-    def _look_for_room(self) -> None:
-        """Note on every rank how many rows of one rank found no room. Waits for the device, so only where needed."""
-        room, self._lacked = self._room, 0
-        if room is None or room.capacity >= rows_at_most(self.config):
-            return
-        self.groups.control.all_reduce(room.needed, "max").wait()
-        most = int(room.needed)
-        room.needed.zero_()
-        self._lacked = most if most > room.capacity else 0
-
-    def _balance(self) -> None:
-        """Sum the experts' loads over data-parallel ranks, and move the balance biases."""
-        loads, rate = self.executor.actions.loads, self.config.model.bias_rate
-        if loads:
-            numbers = sorted(loads)
-            total = torch.stack([loads[n] for n in numbers])
-            self.groups.reduce_dense.all_reduce(total).wait()
-            self.groups.tp.all_reduce(total).wait()
-            self._loads = dict(zip(numbers, total.unbind(), strict=True))
-            loads.clear()
-        if rate:
-            for number, layer in self.moe_layers().items():
-                assert layer.router.bias is not None
-                layer.router.bias.copy_(balance_bias(layer.router.bias, self._loads[number], rate))
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
@@ -373,11 +279,6 @@ class Engine:
         for executor in self._executors:
             executor.recorder.end()
         return agreed
-
-    def biases(self) -> dict[str, Tensor]:
-        """The balance biases of this rank's routers by name: live tensors, fp32 [E]."""
-        layers = self.moe_layers().items()
-        return {f"layers.{n}.router.bias": layer.router.bias for n, layer in layers if layer.router.bias is not None}
 
     @property
     def _executors(self) -> list[Executor]:
@@ -414,8 +315,7 @@ class Engine:
         """
         self.lanes.abort()  # first: from here on the caller's work comes behind all that used the memory
         self.forget_graph()
-        if self._room is not None:
-            self._room.needed.zero_()  # it may be that of rows which no step has looked at
+        self.room.forget()
         for executor in self._executors:
             executor.abort()
         self.catch_up()  # by the step before, which was complete

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from hocket.engine import DTYPES
 from hocket.plan.mesh import Mesh
 from hocket.plan.schedule import Kind
 from hocket.probing.request import Measured, Product, Request
 from hocket.runtime.comm import CommOptions, Groups, RowTable, everyone, join_world, leave_world, make_groups
+from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import drain
 
 TIMEOUT = 60.0

@@ -169,7 +169,7 @@ class Trainer:
             "weight": ranges(lambda s: s.piece.main),
             "exp_avg": ranges(lambda s: s.exp_avg),
             "exp_avg_sq": ranges(lambda s: s.exp_avg_sq),
-            "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.biases().items()],
+            "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.balance.biases().items()],
         }
 
     def _save(self) -> Path:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hocket.config import Config
-from hocket.engine import DTYPES, Engine
+from hocket.engine import Engine
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
+from hocket.runtime.dtypes import DTYPES
 from hocket.settings.leaves import changed
 from tests.gpu.test_parity import BASE, EXPERTS
 from tests.helpers.parity import adamw, whole
@@ -34,7 +35,7 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
     shapes = {w.name: w.shape for unit in engine.sharded.units.values() for w in unit.weights}
     first = engine.where.ep * experts
     engine.sharded.load(lambda name: init_tensor(name, shapes[name], config.model, 0, first_expert=first).to(device))
-    for layer in engine.moe_layers().values():
+    for layer in engine.balance.layers.values():
         layer.router.bias = torch.zeros(config.model.experts, device=device)
     out: dict[str, Any] = {}
 
@@ -48,7 +49,7 @@ def gradients(rank: int, config: Config, batches: list[list[Batch]]) -> dict[str
     mine = [Microbatch(*(half.to(device) for half in batch[engine.where.dp][:2])) for batch in batches]
     for _ in range(2):  # the rehearsal, and a step whose lanes overlap
         engine.sharded.forget_grads()
-        for bias in engine.biases().values():  # every step moves them
+        for bias in engine.balance.biases().values():  # every step moves them
             bias.zero_()
         engine.train_step(mine, 0.0)
     torch.cuda.synchronize()

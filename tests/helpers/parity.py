@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from hocket.engine import DTYPES, Engine
+from hocket.engine import Engine
+from hocket.runtime.dtypes import DTYPES
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, Result, awkward_batches, microbatch, random_batches
@@ -55,7 +56,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     out["coordinates"] = engine.where
     engine.catch_up()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
-    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.moe_layers().items()}
+    out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.balance.layers.items()}
     out["stats"] = dataclasses.asdict(engine.sharded.stats())
     engine.close()
     return out

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.engine import DTYPES, Engine
+from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
+from hocket.runtime.dtypes import DTYPES
 from tests.helpers.parity import LR, adamw, config, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, random_batches

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.engine.room import RowRoom
 from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
@@ -86,7 +87,7 @@ PLACED = config(
 def steps(rank: int, c: Config, memory: tuple[int, int] = (0, 0)) -> tuple[list[int], list[float], list[Tensor]]:
     """Rows that lacked room in each of two steps and in a validation, losses and norms, weights."""
     engine = Engine(c, rank, CPU)
-    engine.memory = memory[rank]
+    engine.room.memory = memory[rank]
     engine.init_weights()
     batches = [[Microbatch(*b[rank]) for b in step] for step in random_batches(c.model, 2, 2, c.mesh.dp, (2, 8))]
     results = [engine.train_step(step, 1e-2) for step in batches]
@@ -94,10 +95,10 @@ def steps(rank: int, c: Config, memory: tuple[int, int] = (0, 0)) -> tuple[list[
     numbers = [float(number) for result in results for number in (result.loss, result.grad_norm)]
     numbers.append(float(engine.evaluate(batches[0])))
     engine.assert_clean()
-    lacked.append(engine._lacked)
-    if engine._room is not None:
-        assert engine._room.capacity == rows_grown(c, max(lacked))
-        assert engine.executor.actions.room is engine._room
+    lacked.append(engine.room.lacked)
+    assert [result.grown for result in results] == [bool(n) and engine.room.now is not None for n in lacked[:2]]
+    if engine.room.now is not None:
+        assert engine.room.now.capacity == rows_grown(c, max(lacked))
     loads = [load.clone() for load in results[-1].loads.values()]
     weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
     return lacked, numbers, [*loads, *weights]
@@ -119,6 +120,51 @@ def test_a_step_whose_rows_find_no_room_is_made_again(merge: str) -> None:
         assert not any(lacked)
         assert numbers == wanted_numbers
         assert all(map(torch.equal, tensors, wanted))
+
+
+def looks(rank: int) -> None:
+    """Only rank 1 sees rows that find no room."""
+    groups = make_groups(Mesh(dp=2, ep=2), rank, CPU, "gloo", CommOptions(device_splits=True))
+    room = RowRoom(PLACED, groups, CPU)
+    before = room.now
+    assert before is not None
+    assert room.look() == 0
+    before.needed.fill_(40 * rank)
+    assert (room.look(), room.look()) == (40, 0), "what was looked at is forgotten"
+    before.needed.fill_(40)
+    room.forget()
+    assert room.look() == 0
+
+    before.needed.fill_(40 * rank)
+    room.look()
+    with pytest.raises(ZeroDivisionError):
+        room.again(lambda: 1 // 0)
+    assert room.now is before
+    before.needed.fill_(40 * rank)
+    room.look()
+    assert room.again(lambda: room.now) is None
+    assert room.lacked == 40
+    assert room.now is not None
+    assert room.now.capacity == rows_grown(PLACED, 40)
+
+
+def test_all_ranks_see_that_rows_of_one_find_no_room() -> None:
+    run_ranks(looks, 2)
+
+
+def interrupted(rank: int, c: Config) -> int:
+    """Rows that lacked room in a step behind an interrupted one that lacked some."""
+    engine = Engine(c, rank, CPU)
+    engine.init_weights()
+    assert engine.room.now is not None
+    engine.room.now.needed.fill_(rows_at_most(c))
+    engine.abort()
+    (step,) = random_batches(c.model, 1, 2, c.mesh.dp, (2, 8))
+    return engine.train_step([Microbatch(*b[rank]) for b in step], 1e-2).lacked
+
+
+def test_what_an_interrupted_step_needed_is_forgotten() -> None:
+    assert run_ranks(interrupted, 2, planned(PLACED, room=1.9)) == [0, 0]
 
 
 def test_a_user_is_told_how_much_room_there_is() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.engine import DTYPES, Engine
+from hocket.engine import Engine
+from hocket.runtime.dtypes import DTYPES
 from hocket.settings.leaves import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn

@@ -1,0 +1,44 @@
+"""The loads of a rank's experts, and the biases that they move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hocket.model.moe import MoELayer
+from hocket.model.transformer import Chunk
+from hocket.parallel.routing import balance_bias
+from hocket.runtime.comm import Groups
+
+
+class Balance:
+    """What all MoE layers of one rank were sent in a step, and the balance biases of their routers."""
+
+    def __init__(self, chunks: Sequence[Chunk], groups: Groups, rate: float) -> None:
+        """Biases move by `rate` in each step."""
+        self._groups, self._rate = groups, rate
+        layers = ((int(name), layer) for chunk in chunks for name, layer in chunk.layers.items())
+        self.layers = {number: layer for number, layer in layers if isinstance(layer, MoELayer)}
+        """By number."""
+        self.loads: dict[int, Tensor] = {}
+        """Rows per expert and layer in the last step, summed over data-parallel ranks: int64 [E]."""
+
+    def update(self, mine: dict[int, Tensor]) -> None:
+        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`."""
+        if mine:
+            numbers = sorted(mine)
+            total = torch.stack([mine[n] for n in numbers])
+            self._groups.reduce_dense.all_reduce(total).wait()
+            self._groups.tp.all_reduce(total).wait()
+            self.loads = dict(zip(numbers, total.unbind(), strict=True))
+            mine.clear()
+        for number, layer in self.layers.items():
+            if layer.router.bias is not None:
+                layer.router.bias.copy_(balance_bias(layer.router.bias, self.loads[number], self._rate))
+
+    def biases(self) -> dict[str, Tensor]:
+        """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""
+        layers = self.layers.items()
+        return {f"layers.{n}.router.bias": layer.router.bias for n, layer in layers if layer.router.bias is not None}
