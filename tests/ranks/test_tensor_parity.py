@@ -30,7 +30,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     pieces = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
     first = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
-    out |= {"first": first, "tp": engine.where.tp}
+    out |= {"first": first, "tp": engine.where.tp, "rows": [int(n.sum()) for n in engine.balance.loads.values()]}
     out["validation"] = engine.evaluate([microbatch(batches[engine.where.dp]) for batches in steps[0]]).item()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
@@ -81,9 +81,11 @@ def assert_close(c: Config, tolerance: float, steps: int = STEPS) -> list[dict[s
     assert grads.keys() == reference.grads[0].keys()
     for name, grad in reference.grads[0].items():
         close(grads[name], grad, 10 * tolerance, f"gradient of {name}")
+    rows = c.mesh.dp * c.mesh.tp * c.train.microbatches * c.tokens * c.model.top_k
     for r in ranks:
         assert r["norms"] == pytest.approx(reference.norms, rel=10 * tolerance)
         if c.data.packing == "off":
+            assert set(r["rows"]) <= {rows}, "experts' loads are those of all ranks"
             agreed = sum(sum(m) / len(m) for m in wanted) / len(wanted)
             assert r["agreed"] == pytest.approx(agreed, rel=10 * tolerance)
     weights = whole([piece for r in ranks for piece in r["weights"]])
