@@ -77,6 +77,8 @@ class Entry:
     """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1); `whole`: not on several ranks."""
     bound: bool = False
     """Whether it leaves out communication, so that its losses mean nothing."""
+    computes: bool = True
+    """Whether it does the work of a step, so that it has FLOP/s."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What is set for it beside what the user says, by dotted name: it has a configuration of its own."""
 
@@ -135,7 +137,9 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_signal": Entry(
         f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True
     ),
-    "exchanges": Entry(f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True),
+    "exchanges": Entry(
+        f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True, computes=False
+    ),
     "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on the plain stack, dynamic memory"),
     "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
     "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard, slots, on copy engines", cuda=True),

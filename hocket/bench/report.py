@@ -61,15 +61,17 @@ class Measured:
         """A against A: the largest of these contenders'."""
         return max(noise(self.seconds(name)) for name in names)
 
-    def tflops(self, name: str) -> float:
-        """Model TFLOP/s per rank."""
+    def tflops(self, name: str) -> float | None:
+        """Model TFLOP/s per rank; None for those that compute nothing."""
+        if not entry(name).computes:
+            return None
         return self.workload.flops / self.step(name) / self.workload.mesh.world / 1e12
 
     def mfu(self, name: str) -> float | None:
-        """Share of the peak; None where that is not known."""
+        """Share of the peak; None where one of them is not known."""
         peak = next((hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in self.hardware.upper()), None)
-        known = peak is not None and self.workload.config.precision.compute == "bf16"
-        return 1e12 * self.tflops(name) / peak if known and peak else None
+        flops = self.tflops(name) if self.workload.config.precision.compute == "bf16" else None
+        return 1e12 * flops / peak if flops and peak else None
 
     def peak(self, name: str) -> int:
         """Largest memory of this contender alone: what it holds between steps, and what a step adds."""
@@ -133,8 +135,9 @@ def table(measured: Measured) -> str:
     head += ["A/A noise", "host ms", "GiB", "MHz", "W"]
     rows = []
     for name, blocks in measured.blocks.items():
-        mfu = measured.mfu(name)
-        row = [name, f"{1e3 * measured.step(name):.1f}", f"{measured.tflops(name):.1f}", f"{mfu:.1%}" if mfu else "-"]
+        flops, mfu = measured.tflops(name), measured.mfu(name)
+        row = [name, f"{1e3 * measured.step(name):.1f}"]
+        row += [f"{flops:.1f}" if flops else "-", f"{mfu:.1%}" if mfu else "-"]
         row += [str(measured.over(name, bound))] if bound else []
         row += [str(measured.over(name, best))] if best else []
         row += [f"{measured.noise(name):.2%}" if len(blocks) > 1 else "-", f"{1e3 * measured.host(name):.1f}"]
