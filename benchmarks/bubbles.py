@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from hocket.model.families import llama3_8b
 from hocket.plan.hardware import H200
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
@@ -27,6 +26,7 @@ from hocket.plan.simulate import simulate
 from hocket.plan.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.planning import predict, program_of
 from hocket.resolve import resolve
+from hocket.settings.families import llama3_8b
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 

@@ -29,7 +29,6 @@ from benchmarks.record import write
 from hocket.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
-from hocket.model.families import qwen3_30b_a3b
 from hocket.model.layers import rotary_table, swiglu
 from hocket.model.moe import ExpertPlace
 from hocket.parallel.dispatch import (
@@ -49,6 +48,7 @@ from hocket.plan.cost import model_flops_per_token
 from hocket.runtime.functional import linear
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.runtime.transports import RowTable
+from hocket.settings.families import qwen3_30b_a3b
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""

@@ -24,9 +24,9 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, shapes, tried
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.model.families import llama3_8b
 from hocket.parallel.tensor import Way, ways_of
 from hocket.resolve import Settings, resolve
+from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host
 from hocket.settings.tensor_times import ROLES
 

@@ -24,6 +24,8 @@ COPIED: dict[str, tuple[Purpose, ...]] = {
 }
 """Transports that use copy engines -> the purposes of the groups that these serve. All others are on NCCL's kernels."""
 
+BYTES, BYTE_VOCAB = "bytes", 256
+"""The tokenizer that needs no file, and its number of tokens."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that are for measuring -> the words that mark whatever they touch, so that nobody takes it for more."""
 

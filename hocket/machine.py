@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hocket.config import Config
+from hocket.config import BYTE_VOCAB, BYTES, Config
 from hocket.plan.hardware import HARDWARE, Hardware
 from hocket.settings.rule import Host
-from hocket.train.tokenizer import BYTES, ByteTokenizer
 
 GPUS_OF_A_HOST = 8
 """Where a plan is looked at without its hosts."""
@@ -17,7 +16,7 @@ def host_for_plan(config: Config) -> Host:
     A tokenizer's file is not looked for either, as it may be where the run will be.
     """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
-    vocab = ByteTokenizer.vocab if config.data.tokenizer == BYTES else 0
+    vocab = BYTE_VOCAB if config.data.tokenizer == BYTES else 0
     world = config.mesh.world
     if wants_gpus and world > GPUS_OF_A_HOST:
         return Host(gpus=GPUS_OF_A_HOST, workers=world, local_workers=GPUS_OF_A_HOST, tokenizer_vocab=vocab)

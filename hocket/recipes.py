@@ -22,7 +22,7 @@ from hocket.config import (
     RunConfig,
     TrainConfig,
 )
-from hocket.model import families
+from hocket.settings import families
 from hocket.settings.leaves import ill_typed
 from hocket.settings.problems import stop_if
 

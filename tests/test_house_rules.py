@@ -106,8 +106,49 @@ def test_mentions_see_through_imports(tmp_path: Path) -> None:
     assert [place.split(":")[1].split()[0] for place in sorted(found)] == ["4", "5", "6"]
 
 
-def test_plan_does_not_import_torch() -> None:
-    modules = [name(path)[: -len(".py")].replace("/", ".") for path in PACKAGE if "plan" in path.parts]
+@cache
+def layers() -> list[list[set[str]]]:
+    """The layers that the architecture names, from the top: each of parts that do not know each other."""
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    lines = text.split("\n## Layers\n")[1].split("```")[1].strip().splitlines()
+    return [[set(part.split()) for part in line.split("  ")[0].split("|")] for line in lines]
+
+
+def place(path: str) -> tuple[int, int]:
+    """(layer, part) of a file of the package; layer -1 is on top of all."""
+    folder, _, rest = path.removeprefix("hocket/").partition("/")
+    known = f"{folder}/" if rest else folder
+    found = [(i, j) for i, parts in enumerate(layers()) for j, part in enumerate(parts) if known in part]
+    return found[0] if found else (-1, 0)
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """(file, line) of what a file imports from the package."""
+    for node in ast.walk(tree(path)):
+        full: list[str] = []
+        if isinstance(node, ast.Import):
+            full = [item.name for item in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{item.name}" for item in node.names]
+        for words in (one.split(".") for one in full if one.startswith("hocket.")):
+            files = [f"{'/'.join(some)}{end}" for some in (words, words[:-1]) for end in (".py", "/__init__.py")]
+            yield next((file, getattr(node, "lineno", 0)) for file in files if (ROOT / file).exists())
+
+
+def test_layers_import_downwards() -> None:
+    known = {item for parts in layers() for part in parts for item in part}
+    assert {"plan/", "runtime/", "parallel/", "fsdp/", "engine/"} <= known
+    assert all((ROOT / "hocket" / item).exists() for item in known)
+    for path in PACKAGE:
+        here = place(name(path))
+        for file, line in imported(path):
+            there = place(file)
+            assert here == there or here[0] < there[0], f"{name(path)}:{line} imports {file}, which is not below it"
+
+
+def test_values_do_not_import_torch() -> None:
+    paths = [path for path in PACKAGE if place(name(path))[0] >= len(layers()) - 2]
+    modules = [name(path)[: -len(".py")].replace("/", ".") for path in paths]
     imports = "; ".join(f"import {module.removesuffix('.__init__')}" for module in modules)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert modules

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from hocket.config import BYTE_VOCAB, BYTES
 from hocket.settings.leaves import problem
 
-BYTES = "bytes"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
 """Names under which tokenizers know the token that ends a document, by preference."""
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
 
-    vocab = 256
+    vocab = BYTE_VOCAB
     separator = 0
 
     def encode(self, text: bytes) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hocket.config import Config
-from hocket.model.families import tiny
 from hocket.plan.check import check
 from hocket.plan.cost import Measurement, op_costs
 from hocket.plan.dryrun import dry_run
@@ -18,6 +17,7 @@ from hocket.plan.simulate import simulate
 from hocket.plan.text import from_json, from_text, to_json, to_text
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
+from hocket.settings.families import tiny
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from tests.helpers.costs import Table

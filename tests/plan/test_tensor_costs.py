@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.model.families import llama3_8b
 from hocket.plan.hardware import H200
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
+from hocket.settings.families import llama3_8b
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.settings.tensor_choice import WORTH, cell_of, possible, splits_of

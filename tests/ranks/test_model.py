@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.model import families
 from hocket.model.init import init_tensor
 from hocket.model.layers import Attention, rotary_table
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.runtime.norms import rotate
+from hocket.settings import families
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import small
 from tests.reference import Reference, random_batches
