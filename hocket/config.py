@@ -113,6 +113,20 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """What lies between hosts, as far as predictions go by it: no run communicates otherwise because of this."""
+
+    ranks_per_host: int | Literal["auto"] = "auto"
+    """Ranks that share a host: the same number on each, neighbours by their numbers. auto is what torchrun or Slurm
+    started here, and all ranks where hocket starts them itself; hocket plan takes 8 for granted on GPUs."""
+    bandwidth: str = "auto"
+    """What a rank sends between hosts, and receives at the same time, such as 50GB/s or 400Gb/s: its own adapter's
+    share, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
+    latency: str = "auto"
+    """What it takes longer to reach another host than a rank of one's own, such as 10us. auto is 10us."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """How one optimizer step is ordered."""
 
@@ -376,6 +390,8 @@ class Config:
     """Sizes of the model."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Arrangement of the ranks."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """What lies between hosts."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Order of one step."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hocket.config import BYTE_VOCAB, BYTES, Config
 from hocket.plan.hardware import HARDWARE, Hardware
+from hocket.plan.network import on_hosts
 from hocket.settings.rule import Host
 
 GPUS_OF_A_HOST = 8
@@ -17,14 +18,25 @@ def host_for_plan(config: Config) -> Host:
     """
     wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
     vocab = BYTE_VOCAB if config.data.tokenizer == BYTES else 0
-    world = config.mesh.world
-    if wants_gpus and world > GPUS_OF_A_HOST:
-        return Host(gpus=GPUS_OF_A_HOST, workers=world, local_workers=GPUS_OF_A_HOST, tokenizer_vocab=vocab)
+    world, each = config.mesh.world, _ranks_of_a_host(config, wants_gpus)
+    if 0 < each < world:
+        gpus = max(GPUS_OF_A_HOST, each) if wants_gpus else 0
+        return Host(gpus=gpus, workers=world, local_workers=each, tokenizer_vocab=vocab)
     return Host(gpus=world if wants_gpus else 0, tokenizer_vocab=vocab)
 
 
+def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
+    """As given; else as many as there are GPUs, or fewer, so that all hosts have the same number."""
+    if config.network.ranks_per_host != "auto":
+        return config.network.ranks_per_host
+    world = config.mesh.world
+    if not wants_gpus or world <= GPUS_OF_A_HOST:
+        return world
+    return max(n for n in range(1, GPUS_OF_A_HOST + 1) if world % n == 0)
+
+
 def hardware_of(config: Config, name: str = "auto") -> Hardware:
-    """The hardware to predict for: as named, or what fits the dtype of the run."""
+    """The hardware to predict for, as named, or what fits the dtype of the run; with the links between its hosts."""
     if name == "auto":
         name = "laptop" if config.precision.compute == "fp32" else "h200"
-    return HARDWARE[name]
+    return on_hosts(HARDWARE[name], config)

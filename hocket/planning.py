@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
+from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
+from hocket.plan.network import crossing
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION, Friction
 from hocket.plan.simulate import Timeline, simulate
@@ -33,11 +36,25 @@ def predict(settings: Settings, program: Program, hardware: Hardware, measured: 
     return simulate(program, costs_of(settings, hardware, measured), friction)
 
 
-def granted(settings: Settings) -> str:
-    """What a prediction from figures of the hardware takes for granted of a run on several hosts; empty on one."""
-    if 0 < settings.host.local_workers < settings.host.workers and settings.train.transport != "slow":
-        return "links between hosts are priced like those inside of one; train.transport = slow prices slower ones"
-    return ""
+def network(settings: Settings) -> str:
+    """What a prediction goes by of a network between hosts, who crosses it, and whether anybody said so; else empty.
+
+    Rates are those of all bytes that a rank gets, from its own host and from others.
+    """
+    wide, given = crossing(settings), settings.network
+    if not wide:
+        return ""
+    hardware = hardware_of(settings)
+    rows: dict[str, list[str]] = {}
+    for purpose, spread in wide.items():
+        if purpose != "control":
+            rate = hardware.link(purpose).bandwidth / 1e9
+            rows.setdefault(f"{spread.ranks} ranks on {spread.hosts} hosts at {rate:.3g} GB/s", []).append(purpose)
+    open_ = {decision.setting for decision in settings.decisions if decision.chosen}
+    assumed = [name for name in ("bandwidth", "latency") if f"network.{name}" in open_]
+    words = f"{given.ranks_per_host} ranks on a host, each sends {given.bandwidth} to others after {given.latency}"
+    words += f" (network.{' and network.'.join(assumed)} taken for granted: nobody said)" if assumed else ""
+    return "; ".join([f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())])
 
 
 def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
@@ -55,7 +72,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware),
-        *(_origin_of_costs(measured) if measured else filter(None, [granted(settings)])),
+        *(_origin_of_costs(measured) if measured else wrap(network(settings), max(width, 80), subsequent_indent="  ")),
         "",
         "PROGRAM",
         *text[:cut],

@@ -21,6 +21,7 @@ from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_th
 from hocket.settings.head_choice import choose_head
 from hocket.settings.hop_choice import choose_hops, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
+from hocket.settings.network_choice import choose_network
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.predicted import Price, Trials, model_costs
@@ -80,6 +81,7 @@ def resolve(
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
+    settled = _add(settled, decisions, choose_network(settled, host))
     settled = _add(settled, decisions, choose_tensor(settled, host))
     open_ = {decision.setting for decision in decisions}
     trials = Trials(price)

@@ -180,7 +180,8 @@ def test_what_auto_becomes_and_why(config, host, setting, wanted):
 def test_nothing_is_left_open_and_nothing_that_was_set_is_changed():
     settings = resolve(TINY)
     open_values = {name for name in types() if leaf(settings, name) == "auto"}
-    assert open_values == {"run.resume"}  # decided by what is on disk
+    hosts = {name for name in types() if name.startswith("network.")}
+    assert open_values == {"run.resume", *hosts}  # decided by what is on disk, and of no matter on one host
     for name in types():
         if leaf(TINY, name) not in ("auto", "", ("auto",)):
             assert leaf(settings, name) == leaf(TINY, name)
@@ -309,6 +310,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__resume": ""}, "run.resume", "empty path"),
     (TINY, {"train__microbatches": 60_000}, "train.microbatches", "plan of millions of operations"),
     (TINY, {"mesh__dp": 600_000}, "mesh.dp", "is 1200000 ranks"),
+    (TINY, {"network__ranks_per_host": 3}, "network.ranks_per_host", "3 does not divide 4"),
     # Values that are impossible by themselves
     (TINY, {"train__steps": 0}, "train.steps", "out of range; fix: at least 1"),
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
@@ -320,6 +322,15 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),
     (TINY, {"merge": "yes"}, "overlap.ep.merge", "not one of auto, on, off"),
     (TINY, {"data__paths": "text"}, "data.paths", "not a list"),
+    (TINY, {"network__ranks_per_host": 0}, "network.ranks_per_host", "out of range; fix: at least 1"),
+    (TINY, {"network__ranks_per_host": "all"}, "network.ranks_per_host", "not a whole number or auto"),
+    (TINY, {"network__bandwidth": "50"}, "network.bandwidth", "has no unit: there are B/s"),
+    (TINY, {"network__bandwidth": 50}, "network.bandwidth", 'has no unit, as "50GB/s" has'),
+    (TINY, {"network__bandwidth": "50GB"}, "network.bandwidth", "is no rate"),
+    (TINY, {"network__bandwidth": "-5GB/s"}, "network.bandwidth", "is no rate"),
+    (TINY, {"network__bandwidth": "0Gb/s"}, "network.bandwidth", "nothing would ever arrive"),
+    (TINY, {"network__latency": "10"}, "network.latency", "has no unit: there are s, ms, us; fix: auto, or such"),
+    (TINY, {"network__latency": "9" * 400 + "s"}, "network.latency", "too many digits"),
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
@@ -342,6 +353,11 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
      "products of experts in fp32"),
     (changed(TINY, mesh__dp=4, mesh__ep=4), Host(gpus=2, workers=8, local_workers=2), {"splits": "device"},
      "overlap.ep.splits", "not all on one"),
+    (changed(TINY, mesh__dp=4, mesh__ep=4, mesh__tp=2), Host(gpus=4, workers=16, local_workers=4),
+     {"splits": "device"}, "overlap.ep.splits", "not all on one"),
+    (TINY, Host(workers=4, local_workers=2), {"network__ranks_per_host": 4}, "network.ranks_per_host",
+     "of 4 processes only 2 are on this host"),
+    (TINY, Host(workers=6, local_workers=4), {"mesh__dp": 3}, "mesh.dp", "so others have another number"),
     (TINY, Host(tokenizer_vocab=300), {"model__vocab": 256}, "model.vocab", "has 300 tokens"),
 ]  # fmt: skip
 

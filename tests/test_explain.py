@@ -33,7 +33,7 @@ from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
 from hocket.machine import hardware_of, host_for_plan
 from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, Mesh
-from hocket.planning import predict, program_of, report
+from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
@@ -195,12 +195,15 @@ def test_long_steps_are_continued_from_shorter_ones_and_the_longest_are_not_simu
     assert "not simulated" in to_text(explain(long, ()))
 
 
-def test_a_prediction_for_several_hosts_says_what_it_takes_for_granted() -> None:
+def test_a_prediction_for_several_hosts_says_what_network_it_goes_by() -> None:
     one, two = (changed(recipe("llama3_8b"), {"mesh.dp": ranks}) for ranks in (8, 16))
     assert simulated(resolve(one, host_for_plan(one)))[0].note == ""
-    there = resolve(two, host_for_plan(two))
-    assert "between hosts" in simulated(there)[0].note
-    assert "between hosts" in report(there, hardware_of(there), 100, 0)
+    found = explain(resolve(two, host_for_plan(two)), ())
+    assert "16 ranks on 2 hosts" in found.predicted.note
+    assert found.heading.split(", ")[2] == "8 on each host"
+    text = to_text(found)
+    assert "nobody said" in text
+    assert all(len(line) <= 120 for line in text.partition("PREDICTED STEP")[2].partition("UNITS")[0].splitlines())
 
 
 def test_what_was_asked_for_and_did_not_happen_is_a_section_of_its_own() -> None:
@@ -271,10 +274,11 @@ def test_groups_are_counted_as_they_are_made(mesh: tuple[int, ...], order: str) 
 
 def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:
     config = changed(recipe("qwen3_30b_a3b"), {"mesh.dp": 512, "mesh.ep": 8})
-    found = explain(resolve(config, Host(gpus=1024)), survey({}))
+    host = host_for_plan(config)
+    found = explain(resolve(config, host), survey({}))
     assert found.heading.startswith("1024 ranks")
-    assert found.predicted.step > 0
-    assert cpu_seconds(lambda: explain(resolve(config, Host(gpus=1024)), survey({}))) < 0.9
+    assert "on 64 hosts" in found.predicted.note
+    assert cpu_seconds(lambda: explain(resolve(config, host), survey({}))) < 0.9
 
 
 def test_every_product_of_tensor_ranks_has_its_row() -> None:

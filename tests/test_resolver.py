@@ -41,6 +41,11 @@ def decided(found: Settings, setting: str) -> Decision:
     return one
 
 
+TENSORS = {name for name in types() if name.startswith("overlap.tp.")}
+NETWORK = {name for name in types() if name.startswith("network.")}
+"""Of one host there is nothing to choose."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_the_cases_of_the_field(case: Case) -> None:
     config = changed(Config(), {**case.given, **case.asked})
@@ -55,7 +60,7 @@ def test_the_cases_of_the_field(case: Case) -> None:
     found = resolve(config, host, origins)
     assert repr((config, origins)) == before
     assert {name: leaf(found, name) for name in case.settings} == case.settings
-    assert {name for name in types() if leaf(found, name) == "auto"} <= {"run.resume", "overlap.tp.method"}
+    assert {name for name in types() if leaf(found, name) == "auto"} <= {"run.resume", "overlap.tp.method", *NETWORK}
     rows: dict[str, str] = {}
     for row in overlaps(found):
         rows[row.axis] = row.state if rows.get(row.axis) != "on" else "on"
@@ -201,7 +206,7 @@ def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any]) -> 
             assert one.asked == value
             assert one.reasons
     for name in types():
-        if leaf(config, name) == "auto" and name != "run.resume" and not name.startswith("overlap.tp."):
+        if leaf(config, name) == "auto" and name != "run.resume" and name not in NETWORK | TENSORS:
             assert decided(found, name).reason is not None
 
 

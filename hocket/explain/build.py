@@ -9,6 +9,7 @@ from hocket.explain.explanation import Explanation, digest
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
+from hocket.plan.network import hosts_of
 from hocket.resolve import Settings
 from hocket.settings.origins import command_words
 from hocket.variables import Finding
@@ -37,8 +38,7 @@ def heading(settings: Settings) -> str:
     mesh, t = settings.mesh, settings.train
     tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
     ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
-    host = settings.host
-    ranks += f", {host.local_workers} on each host" if host.workers > host.local_workers else ""
+    ranks += f", {settings.network.ranks_per_host} on each host" if hosts_of(settings) > 1 else ""
     return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 
 

@@ -21,7 +21,7 @@ from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
-from hocket.planning import granted, program_of
+from hocket.planning import network, program_of
 from hocket.resolve import Settings
 
 MOST_OPS = 15_000
@@ -47,7 +47,7 @@ class Step:
 @without_collector()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
-    hardware, links = hardware_of(settings), granted(settings)
+    hardware, links = hardware_of(settings), network(settings)
     count = settings.train.microbatches
     per_microbatch = settings.model.layers * OPS_PER_LAYER
     if count * per_microbatch <= MOST_OPS:

@@ -57,7 +57,7 @@ def _step(found: Explanation) -> Lines:
         by_kind = ", ".join(f"{kind} {duration(times.exposed)}" for kind, times in p.kinds.items())
         yield f"  exposed by kind: {by_kind}" if by_kind else "  no communication"
     if p.note:
-        yield f"  {p.note}"
+        yield from paragraph(p.note, "  ")
 
 
 def _measured(found: Explanation) -> Lines:

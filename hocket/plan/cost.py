@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, Purpose
 from hocket.plan.copies import Copies, copies_of
 from hocket.plan.formulas import STOCK, Formulas, PartSize, plus
 from hocket.plan.hardware import Hardware
 from hocket.plan.ops import Layout, Op, Program, Unit
-from hocket.plan.schedule import CostKey, Friction, Kind, Time, cost_key
+from hocket.plan.schedule import CostKey, Friction, Time, cost_key
 from hocket.plan.shard import Sharding
 
 
@@ -252,9 +252,9 @@ class _Pricing:
         seconds = max(memory_bytes / self.hardware.memory_bandwidth, self.hardware.host_gap)
         return OpCost(seconds, memory_bytes=memory_bytes)
 
-    def transfer(self, kind: Kind, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
+    def transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
         """Cost of a collective or a hop, with the local reads and writes that belong to it."""
-        seconds = self.hardware.links[kind].seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
+        seconds = self.hardware.link(purpose).seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
         return OpCost(seconds, 0.0, wire_bytes, local_bytes, output_bytes)
 
 
@@ -288,7 +288,7 @@ def op_costs(
             output = once.output_bytes + (hop if (part, kind) == ("attn", "moe") else 0)
             table["fwd", part, kind] = replace(once, saved_bytes=0, output_bytes=output)
             table["recompute", part, kind] = replace(once, output_bytes=0)
-    table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp", hop, hop)
+    table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", hop, hop)
     slots, state = _add_units(model, layout, sharding, price, table)
     return CostTable(layout.kinds, table, slots, state)
 
@@ -314,13 +314,14 @@ def _add_units(
         shards = copied = 0
         for (unit, kind), count in Counter(_units(layout, rank)).items():
             weights = unit_weights(model, unit, kind, layout.ep)
+            gathers, reduces = _groups_of(unit)
             group = sharding.size(unit)
             whole, twice = not sharding.gathers(unit), layout.tied and unit == "embed"
             part = -(-weights // group)
             others = part * (group - 1)
             shard = weights if whole else part
-            table["gather", unit, kind] = price.transfer("gather", others * b, local_bytes=shard * (4 + b))
-            summed = price.transfer("reduce", (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
+            table["gather", unit, kind] = price.transfer(gathers, others * b, local_bytes=shard * (4 + b))
+            summed = price.transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
             slotted = group > 1 or twice
             table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
@@ -337,9 +338,14 @@ def _add_units(
         traffic = max(traffic, 32 * shards + (4 + b) * copied)
         normed = max(normed, 4 * shards)
     wire = 8 if layout.pp * sharding.dense > 1 else 0
-    table["step", "all", ""] = price.transfer("reduce", wire, local_bytes=traffic)
-    table["step", "norm", ""] = price.transfer("reduce", wire, local_bytes=normed)
+    table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic)
+    table["step", "norm", ""] = price.transfer("control", wire, local_bytes=normed)
     return tuple(slots), tuple(state)
+
+
+def _groups_of(unit: Unit) -> tuple[Purpose, Purpose]:
+    """What its groups are for: the one that gathers its weights, and the one that reduces its gradients."""
+    return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
 
 
 def _units(layout: Layout, rank: int) -> list[tuple[Unit, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hocket.config import Purpose
 from hocket.plan.formulas import FUSED, STOCK, Formulas
 from hocket.plan.schedule import Kind
 
@@ -34,7 +35,8 @@ class Hardware:
     attention_bwd_flops: float
     memory_bandwidth: float
     """Bytes read and written together."""
-    links: Mapping[Kind, Link]
+    links: Mapping[Kind | Purpose, Link]
+    """Of every kind of communication, and of groups for a purpose that have another one: see `network.py`."""
     host_gap: float
     """Least seconds from one compute op to the next, however small: the host's own cost."""
     memory: int = 0
@@ -47,6 +49,17 @@ class Hardware:
     """Rate of the matmuls of tensor-parallel ranks, whose pieces keep all processors busy."""
     formulas: Formulas = STOCK
     """What computes beside matmuls: torch's operations, or kernels."""
+
+    def link(self, purpose: Purpose) -> Link:
+        """What the groups of a purpose use."""
+        return self.links.get(purpose) or self.links[KIND_OF_GROUPS[purpose]]
+
+
+KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
+    "gather_dense": "gather", "gather_experts": "gather", "reduce_dense": "reduce", "reduce_experts": "reduce",
+    "a2a": "a2a", "tp": "tp", "pp_fwd": "pp", "pp_bwd": "pp", "control": "reduce",
+}  # fmt: skip
+"""What their communication is like."""
 
 
 H200 = Hardware(

@@ -31,8 +31,14 @@ def why_no(setting: str) -> str:
     return ABSENT.get(setting, "")
 
 
+_UNITS = {"network.bandwidth": "50GB/s", "network.latency": "10us"}
+"""Texts of which somebody might give the number alone."""
+
+
 def why_not(setting: str, value: Any) -> str:
-    """Why a setting of `precision` cannot have that value; empty if nothing is known of it."""
+    """Why a setting cannot have that value, where there is more to say than its type; else empty."""
+    if setting in _UNITS and isinstance(value, int | float):
+        return f'has no unit, as "{_UNITS[setting]}" has'
     said = str(value).lower().replace("float", "fp").replace("mxfp", "fp")
     known = next((why for start, why in _FORMATS.items() if said.startswith(start)), "")
     return known if setting.startswith("precision.") else ""

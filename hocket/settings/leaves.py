@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 from hocket.settings.absent import why_not
+from hocket.settings.sizes import parse_rate, parse_time
 
 ANY = float("inf")
 _UNSEEN = ("Cc", "Cs")
@@ -36,7 +37,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
     **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
-    **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp"), (1, MOST_RANKS)),
+    **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
     "plan.layers_per_stage": (1, ANY),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
@@ -58,6 +59,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
 Numbers from which tables and plans are made have a largest one, so that a slip of the keyboard is a message at once,
 and no process that says nothing for minutes.
 """
+
+
+MEASURED: dict[str, tuple[Callable[[str], float], str]] = {
+    "network.bandwidth": (parse_rate, "50GB/s"),
+    "network.latency": (parse_time, "10us"),
+}
+"""Settings that are texts with a unit: what reads them, and an example."""
 
 
 @cache
@@ -108,6 +116,8 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
             lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
+        elif reason := unreadable(setting, value):
+            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {MEASURED[setting][1]}")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
@@ -117,6 +127,16 @@ def unseen(value: object) -> bool:
     """Whether a text, or one of several, has what can be no part of a line: a control character, or what is no text."""
     texts = value if isinstance(value, tuple) else (value,)
     return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
+
+
+def unreadable(setting: str, value: object) -> str:
+    """Why a text is no rate or time where one is wanted; empty if it is, or if none is."""
+    if setting in MEASURED and isinstance(value, str) and value != "auto":
+        try:
+            MEASURED[setting][0](value)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def beyond(setting: str, value: object) -> str:

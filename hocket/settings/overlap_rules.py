@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hocket.config import ExpertOverlap
+from hocket.settings.network_choice import leaves_host
 from hocket.settings.plan_rules import (
     fills_bubble,
     has_pairs,
@@ -227,14 +228,9 @@ OVERLAP_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("overlap.ep.splits", "mesh.ep"),
-        lambda c, h: (
-            c.overlap.ep.splits == "device"
-            and c.train.device == "cuda"
-            and h.workers > h.local_workers > 0
-            and h.local_workers % c.mesh.ep != 0
-        ),
+        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and leaves_host(c, h, "a2a"),
         "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
-        "overlap.ep.splits = host, or a mesh.ep that divides the {host.local_workers} processes of a host",
+        "overlap.ep.splits = host, or mesh.ep x mesh.tp that divides the {on_a_host} ranks of a host",
     ),
     Rule(
         ("overlap.ep.splits",),

@@ -12,6 +12,7 @@ from hocket.config import Config
 from hocket.plan.layer import order_problem
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.leaves import MOST_RANKS, line
+from hocket.settings.network_choice import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, stages
@@ -140,6 +141,7 @@ RULES: tuple[Rule, ...] = (
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks",
         f"{MOST_RANKS} ranks at most",
     ),
+    *NETWORK_RULES,
     Rule(
         ("train.device",),
         lambda c, h: c.train.device == "cuda" and h.gpus == 0,
@@ -293,6 +295,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         world=world,
         no_pieces=no_pieces(config, host),
         tensors=f" x mesh.tp = {config.mesh.tp}" if config.mesh.tp > 1 else "",
+        on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,
         stages=stages(config),
         width=config.element_bytes,

@@ -1,14 +1,23 @@
-"""Sizes as users write them: a number and a unit, in bytes or in parameters."""
+"""Sizes, rates and times as users write them: a number and a unit."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 """Factors of `params`."""
+RATES = {
+    **{f"{unit}/s": float(factor) for unit, factor in UNITS.items()},
+    **{f"{prefix}b/s": COUNTS[prefix] / 8 for prefix in "MG"},
+}
+"""Bytes per second; those of b/s are bits, in which adapters are sold."""
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,30 @@ def parse_bytes(text: str, setting: str) -> int:
         why = "has no unit" if match is not None and not match[2] else "is no size"
         raise ValueError(f"{setting}={text!r} {why}: write a number and one of {known}, such as '512MiB'")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate such as "50GB/s" or "400 Gb/s". Raises ValueError with a reason for anything else."""
+    rate = _measured(text, RATES, "rate")
+    if not rate:
+        raise ValueError("nothing would ever arrive")
+    return rate
+
+
+def parse_time(text: str) -> float:
+    """Seconds of a time such as "10us". Raises ValueError with a reason for anything else."""
+    return _measured(text, TIMES, "time")
+
+
+def _measured(text: str, units: Mapping[str, float], what: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]*)\s*", text)
+    if match is None or match[2] not in units:
+        bare = match is not None and not match[2]
+        raise ValueError(f"{'has no unit' if bare else f'is no {what}'}: there are {', '.join(units)}")
+    value = float(match[1]) * units[match[2]]
+    if not math.isfinite(value):
+        raise ValueError("has too many digits")
+    return value
 
 
 def _whole(number: str, factor: int, unit: Literal["bytes", "params"], text: str, setting: str) -> Size:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from hocket.config import Config
 from hocket.machine import hardware_of
 from hocket.plan.hardware import Hardware
+from hocket.settings.network_choice import leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host
 from hocket.settings.tensor_times import (
     COLUMNS,
@@ -43,8 +44,8 @@ def no_pieces(c: Config, h: Host) -> str:
         return ""
     if c.train.transport == "slow":
         return "the slow transport imitates whole collectives on GPUs"
-    if h.local_workers and (h.local_workers % c.mesh.tp or c.mesh.tp > h.local_workers):
-        return f"pieces are copied between the GPUs of one host, and {h.local_workers} ranks are on each"
+    if leaves_host(c, h, "tp"):
+        return f"pieces are copied between the GPUs of one host, and {ranks_of_a_host(c, h)} ranks are on each"
     if h.no_peer_memory:
         return f"{h.no_peer_memory}, and pieces are copied there"
     return ""

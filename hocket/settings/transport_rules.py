@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from hocket.config import COPIED, Purpose
+from hocket.settings.network_choice import leaves_host
 from hocket.settings.rule import Rule
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
@@ -28,8 +29,8 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("train.transport",),
-        lambda c, h: c.train.transport in COPIED and h.workers > h.local_workers,
-        "copy engines reach the GPUs of one host, and of {host.workers} processes {host.local_workers} are on this one",
+        lambda c, h: c.train.transport in COPIED and leaves_host(c, h, "control"),
+        "copy engines reach the GPUs of one host, and of {world} ranks {on_a_host} are on each",
         "train.transport = nccl",
     ),
     Rule(

@@ -33,6 +33,7 @@ _LATER: dict[str, Any] = {
     "model.routing": "learnt",
     "plan.recompute": (),
     "data.packing": "off",
+    **{name: "auto" for name in types() if name.startswith("network.")},
     **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
 }
 """Settings that came after the first traces, and what runs did before there was a choice."""
@@ -131,6 +132,7 @@ def _of_today(stored: Any) -> Any:
     tree = renamed(stored)
     there = flat(tree)
     later = {**_LATER, "precision.wire": there.get("precision.compute")}
+    tree.setdefault("network", {})
     for setting in types():
         default = leaf(DEFAULTS, setting)  # of a section that came later; what is automatic now was something then
         if setting not in there and setting.split(".")[0] in tree:

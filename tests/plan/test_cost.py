@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from hocket.config import MeshConfig, ModelConfig, Strategy
+from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
 from hocket.plan.copies import ranks_per_token
 from hocket.plan.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
 from hocket.plan.formulas import FUSED, STOCK
@@ -218,7 +218,7 @@ def test_predictions_respond_to_links_as_they_must(name: str) -> None:
     chosen, mesh = HARDWARE[name], MeshConfig(pp=2, dp=4, ep=2)
     built = program_of(SMALL, mesh, 1, 4)
 
-    def predict(links: Mapping[Kind, Link]) -> tuple[float, float]:
+    def predict(links: Mapping[Kind | Purpose, Link]) -> tuple[float, float]:
         costs = op_costs(SMALL, built.layout, 4096, 64, sharding_of(mesh), replace(chosen, links=links), 2)
         timeline = simulate(built, costs)
         return float(timeline.makespan), sum(float(use.exposed_total) for use in timeline.ranks)

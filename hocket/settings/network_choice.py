@@ -1,0 +1,77 @@
+"""How hosts and what lies between them are filled in where they are `auto`, and what may be said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hocket.config import Config, Purpose
+from hocket.plan.network import BANDWIDTH, LATENCY, hosts_of, spread_of
+from hocket.settings.leaves import MOST_RANKS
+from hocket.settings.rule import Host, Rule
+
+_RANKS, _BANDWIDTH, _LATENCY = "network.ranks_per_host", "network.bandwidth", "network.latency"
+
+
+def ranks_of_a_host(c: Config, h: Host) -> int:
+    """As given, or as found."""
+    each = c.network.ranks_per_host
+    return (h.local_workers or c.mesh.world) if each == "auto" else each
+
+
+def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
+    """Whether the groups for a purpose have ranks on several hosts."""
+    return c.mesh.world <= MOST_RANKS and spread_of(c.mesh, purpose, ranks_of_a_host(c, h)).hosts > 1
+
+
+def choose_network(c: Config, h: Host) -> Iterator[tuple[str, Any, str]]:
+    """Setting, value and reason of each that is open in a sound configuration; on one host there is nothing to say."""
+    each = ranks_of_a_host(c, h)
+    if each >= c.mesh.world:
+        return
+    if c.network.ranks_per_host == "auto":
+        yield _RANKS, each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
+    if c.network.bandwidth == "auto":
+        yield _BANDWIDTH, BANDWIDTH, "nobody said: one adapter of 400 Gb/s for each rank is taken for granted"
+    if c.network.latency == "auto":
+        yield _LATENCY, LATENCY, "nobody said: what NCCL reckons with on InfiniBand is taken for granted"
+
+
+def _given(c: Config) -> int:
+    """Ranks of a host as somebody gave them; 0 if nobody did."""
+    return 0 if c.network.ranks_per_host == "auto" else c.network.ranks_per_host
+
+
+NETWORK_RULES: tuple[Rule, ...] = (
+    Rule(
+        (_RANKS, "mesh.dp", "mesh.pp", "mesh.tp"),
+        lambda c, h: bool(_given(c)) and c.mesh.world % _given(c) != 0,
+        "all hosts have the same number of ranks, and {network.ranks_per_host} does not divide {world}",
+        "a divisor of {world}, or leave it out",
+    ),
+    Rule(
+        (_RANKS,),
+        lambda c, h: h.workers == c.mesh.world and 0 < h.local_workers < _given(c) <= c.mesh.world,
+        "of {host.workers} processes only {host.local_workers} are on this host",
+        "{host.local_workers}, or leave it out",
+    ),
+    Rule(
+        (_RANKS, "mesh.dp"),
+        lambda c, h: (
+            not _given(c) and h.workers == c.mesh.world and h.local_workers > 0 and h.workers % h.local_workers != 0
+        ),
+        "{host.local_workers} of {host.workers} processes are on this host, so others have another number, and what "
+        "is on which host is not known here",
+        "as many processes on every host, or network.ranks_per_host = a number that divides those of each",
+    ),
+    *(
+        Rule(
+            (setting, _RANKS),
+            lambda c, h: hosts_of(c) == 1,
+            "no effect: all ranks are on one host",
+            "leave it out, or network.ranks_per_host below {world}",
+            remark=True,
+        )
+        for setting in (_BANDWIDTH, _LATENCY)
+    ),
+)

@@ -1,0 +1,214 @@
+"""Groups on several hosts: where their ranks are, what their links carry, and what is chosen because of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hocket.config import Config, MeshConfig, Purpose, Strategy
+from hocket.machine import hardware_of, host_for_plan
+from hocket.plan.cost import CostTable
+from hocket.plan.hardware import H200, HARDWARE
+from hocket.plan.mesh import Mesh
+from hocket.plan.network import STEP, Spread, crossing, hosts_of, spread_of
+from hocket.plan.simulate import simulate
+from hocket.plan.stages import costs_of
+from hocket.planning import as_json, network, program_of, report
+from hocket.recipes import recipe
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
+from hocket.settings.rule import Host
+from tests.helpers.seconds import cpu_seconds
+
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+
+def settled(name: str, host: Host | None = None, **changes: Any) -> Settings:
+    config = changed(recipe(name), {key.replace("__", "."): value for key, value in changes.items()})
+    return resolve(config, host or host_for_plan(config))
+
+
+# ------------------------------------------------------------------------------------------------ where ranks are
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
+    pp, ep, edp, tp = (draw(st.integers(1, n)) for n in (5, 6, 4, 5))
+    mesh = MeshConfig(pp=pp, dp=ep * edp, ep=ep, tp=tp)
+    return mesh, draw(st.sampled_from([n for n in range(1, mesh.world + 1) if mesh.world % n == 0]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(meshes(), st.booleans())
+def test_groups_are_on_the_hosts_on_which_their_ranks_are(drawn: tuple[MeshConfig, int], turning: bool) -> None:
+    m, each = drawn
+    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning)
+    for purpose in PURPOSES:
+        groups = mesh.groups(purpose)
+        found = spread_of(m, purpose, each)
+        if not groups:
+            assert found == Spread(1, 1, 1)
+            continue
+        counts = [Counter(rank // each for rank in group) for group in groups]
+        widest = max(map(len, counts)), min(min(count.values()) for count in counts)
+        assert (found.ranks, found.hosts, found.fewest) == (len(groups[0]), *widest), purpose
+
+
+def test_where_sixty_thousand_ranks_are_is_known_at_once() -> None:
+    mesh = MeshConfig(pp=8, dp=8192, ep=128)
+    spread_of.cache_clear()
+    assert cpu_seconds(lambda: [spread_of(mesh, purpose, 8) for purpose in PURPOSES]) < 0.3
+    assert spread_of(mesh, "a2a", 8) == Spread(128, 16, 8)
+    assert spread_of(mesh, "gather_experts", 8) == Spread(64, 64, 1)
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+def test_links_of_one_host_are_those_of_the_hardware() -> None:
+    for name in ("tiny", "llama3_8b", "moe_8gpu"):
+        for bandwidth in ("auto", "1GB/s"):
+            found = settled(name, network__bandwidth=bandwidth)
+            assert hardware_of(found) is HARDWARE[hardware_of(found).name]
+            assert network(found) == ""
+    config = recipe("llama3_8b")
+    assert hardware_of(config) is H200, "what is open is on one host"
+
+
+def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> None:
+    """Two stages on four hosts: dp 16 of each on two; experts over 8 ranks, or over 16."""
+    base: dict[str, Any] = {"mesh__pp": 2, "mesh__dp": 16, "network__bandwidth": "40GB/s", "network__latency": "5us"}
+    found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
+    links, usual = hardware_of(found), H200.links
+    assert hosts_of(found) == 4
+    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp"}
+    assert links.link("gather_dense").bandwidth == usual["gather"].bandwidth, "8 adapters carry more than NVLink"
+    assert links.link("gather_dense").latency == pytest.approx(usual["gather"].latency + 5e-6 + 8 * STEP)
+    assert links.link("reduce_experts").bandwidth == 40e9, "of each pair, one is on either host"
+    assert links.link("reduce_experts").latency == pytest.approx(usual["reduce"].latency + 5e-6)
+    assert links.link("a2a") == usual["a2a"]
+    assert links.link("pp_fwd") == links.link("pp_bwd")
+    assert (links.link("pp_fwd").bandwidth, links.link("control").bandwidth) == (40e9, 8 * 40e9)
+    assert links.link("control").latency == pytest.approx(usual["reduce"].latency + 4 * 5e-6), "up a tree and down"
+    wide = hardware_of(settled("qwen3_30b_a3b", **base, mesh__ep=16)).link("a2a")
+    assert wide.bandwidth == pytest.approx(40e9 * 15 / 8), "half of the peers are on the other host"
+    assert wide.latency == pytest.approx(usual["a2a"].latency + 5e-6)
+    slow = hardware_of(settled("qwen3_30b_a3b", **base | {"network__bandwidth": "100Gb/s"}, mesh__ep=8))
+    assert slow.link("gather_dense").bandwidth == 8 * 12.5e9
+
+
+def test_tokens_of_tensor_parallel_ranks_cross_hosts_too() -> None:
+    found = settled("llama3_8b", mesh__dp=1, mesh__tp=8, network__ranks_per_host=4, network__bandwidth="10GB/s")
+    assert hardware_of(found).links["tp"].bandwidth == 40e9
+    assert hardware_of(found).copies.bandwidth == 10e9
+    assert found.overlap.tp.fc1_forward == "off", "pieces are copied inside of a host"
+    inside = settled("llama3_8b", mesh__dp=2, mesh__tp=4, network__ranks_per_host=4, network__bandwidth="10GB/s")
+    assert hardware_of(inside).links["tp"] == H200.links["tp"]
+
+
+FAST_TO_SLOW = ("400GB/s", "48GB/s", "1GB/s")
+
+
+@pytest.mark.parametrize("bandwidth", FAST_TO_SLOW)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama3_8b", {"mesh.pp": 2, "mesh.dp": 6, "mesh.tp": 2}),
+        ("qwen3_30b_a3b", {"mesh.pp": 2, "mesh.dp": 16, "mesh.ep": 8, "mesh.tp": 1}),
+        ("tiny", {"mesh.pp": 2, "mesh.dp": 4, "mesh.ep": 2}),
+    ],
+)
+def test_more_hosts_are_never_cheaper(name: str, mesh: dict[str, Any], bandwidth: str) -> None:
+    """With the same choices: hosts that are cut into equal pieces; each op alone, and the step."""
+    config = changed(recipe(name), mesh)
+    found = resolve(config, Host(gpus=config.mesh.world if config.precision.compute == "bf16" else 0))
+    program, world = program_of(found), config.mesh.world
+    tables: dict[int, CostTable] = {}
+    seconds: dict[int, float] = {}
+    for each in (n for n in range(world, 0, -1) if world % n == 0):
+        ways = {"network.ranks_per_host": each, "network.bandwidth": bandwidth, "network.latency": "1us"}
+        there = changed(found, ways)
+        costs = tables[each] = costs_of(there, hardware_of(there))
+        seconds[each] = float(simulate(program, costs).makespan)
+        for larger in (n for n in tables if n % each == 0):
+            for key, cost in tables[larger].table.items():
+                assert costs.table[key].seconds >= cost.seconds, (key, larger, each)
+                assert costs.table[key].wire_bytes == cost.wire_bytes
+            assert seconds[each] >= seconds[larger] * (1 - 1e-9)
+    assert tables[world] == costs_of(found, HARDWARE[hardware_of(found).name]), "one host costs what it did"
+    assert seconds[1] > seconds[world]
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def exposed(found: Settings) -> float:
+    kinds = as_json(found, hardware_of(found))["predicted"]["ranks"][0]["exposed"]
+    return float(kinds["gather"] + kinds["reduce"])
+
+
+def test_sharded_weights_hide_less_behind_a_slow_network() -> None:
+    """Two hosts as fast as one, of which eight adapters are; then slower and slower ones."""
+    times = [exposed(settled("llama3_8b", mesh__dp=16, network__bandwidth=way)) for way in FAST_TO_SLOW]
+    assert times[0] <= times[1] < times[2]
+    assert times[2] > 10 * times[0]
+
+
+def test_less_is_shared_out_over_a_slow_network() -> None:
+    open_ = {"mesh__dp": 16, "train__microbatches": 4, "overlap__dp__strategy": "auto", "model__layers": 8}
+    fast, slow = (settled("llama3_8b", **open_, network__bandwidth=way) for way in ("400GB/s", "1GB/s"))
+    ways = get_args(Strategy)
+    assert ways.index(slow.overlap.dp.strategy) < ways.index(fast.overlap.dp.strategy)
+    (why,) = (d.reason for d in slow.decisions if d.setting == "overlap.dp.strategy")
+    assert "instead of" in why
+
+
+@pytest.mark.parametrize(("tp", "ep", "whole"), [(1, 8, True), (1, 16, False), (2, 4, True), (2, 8, False)])
+def test_rows_are_stored_into_memory_of_one_host_only(tp: int, ep: int, whole: bool) -> None:
+    found = settled("qwen3_30b_a3b", mesh__pp=1, mesh__dp=16, mesh__ep=ep, mesh__tp=tp, plan__chunks=1)
+    wanted = {"overlap.ep.splits": "device", "mesh.ep": ep, "mesh.tp": tp}
+    config = changed(changed(recipe("qwen3_30b_a3b"), {"mesh.pp": 1, "mesh.dp": 16, "plan.chunks": 1}), wanted)
+    assert ("a2a" not in crossing(found)) == whole
+    assert found.train.transport == "nccl"
+    if whole:
+        assert resolve(config, host_for_plan(config)).overlap.ep.splits == "device"
+    else:
+        assert found.overlap.ep.splits == "host"
+        with pytest.raises(ValueError, match="are not all on one"):
+            resolve(config, host_for_plan(config))
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
+    nobody = settled("llama3_8b", mesh__dp=16)
+    text = network(nobody)
+    assert "8 ranks on a host" in text
+    assert "network.bandwidth and network.latency taken for granted: nobody said" in text
+    assert "gather_dense" in text
+    assert "16 ranks on 2 hosts at 316 GB/s" in text
+    somebody = network(settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s"))
+    assert "(network.latency taken for granted: nobody said)" in somebody
+    assert "at 40 GB/s" in somebody
+    assert "granted" not in network(
+        settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s", network__latency="2us")
+    )
+    told = " ".join(report(nobody, hardware_of(nobody), 100, 0).split())
+    assert text in told
+    assert network(resolve(nobody)) == text, "resolving again forgets nothing"
+
+
+def test_hosts_are_what_the_launcher_started_or_what_is_said() -> None:
+    found = settled("llama3_8b", Host(gpus=4, workers=16, local_workers=4), mesh__dp=16)
+    assert found.network.ranks_per_host == 4
+    assert settled("llama3_8b", mesh__dp=12).network.ranks_per_host == 6, "all hosts have the same number"
+    assert settled("llama3_8b", mesh__dp=72, network__ranks_per_host=72).network.bandwidth == "auto", "one host"
+    halves = settled("llama3_8b", mesh__dp=8, network__ranks_per_host=4)
+    assert halves.host == Host(gpus=8, workers=8, local_workers=4, tokenizer_vocab=256)
+    assert crossing(halves)["gather_dense"] == Spread(8, 2, 4)
+    assert Config().network.ranks_per_host == "auto"
