@@ -34,6 +34,10 @@ class Worker:
     local_world: int
     address: str
     port: int
+    address_from: str = "MASTER_ADDR"
+    """The variable that said so; empty for this host."""
+    port_from: str = "MASTER_PORT"
+    """The variable or setting that said so."""
 
     def variables(self) -> dict[str, str]:
         """As `torch.distributed` reads it."""
@@ -62,14 +66,16 @@ def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
     if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "srun", "1") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
         rank, world, local_rank = (_number(env, name, "srun") for name in names)
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-        nodes = nodes or _missing("SLURM_JOB_NODELIST", "srun")
+        listed = "SLURM_STEP_NODELIST" if env.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+        nodes = env.get(listed) or _missing(listed, "srun")
         tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
         job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
         local_world = tasks_here(tasks, _number(env, "SLURM_NODEID", "srun", "0"))
-        address = env.get("MASTER_ADDR") or first_host(nodes)
-        master_port = port or _number(env, "MASTER_PORT", "srun", "0")
-        return _checked(Worker(rank, world, local_rank, local_world, address, master_port or 20000 + job % 20000))
+        address, said = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT", "srun", "0")
+        at = (address, "MASTER_ADDR") if address else (first_host(nodes), listed)
+        ports = ((port, "run.port"), (said, "MASTER_PORT"), (20000 + job % 20000, "SLURM_JOB_ID"))
+        number, port_from = next(found for found in ports if found[0])
+        return _checked(Worker(rank, world, local_rank, local_world, at[0], number, at[1], port_from))
     return None
 
 

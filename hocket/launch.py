@@ -33,7 +33,7 @@ from hocket.children import Child, explain, explain_hang
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, prepare, probe
 from hocket.explain.record import record
-from hocket.ports import find_port
+from hocket.ports import free_port, nobody_met, port_in_use
 from hocket.resolve import Settings, resolve
 from hocket.runtime.recorder import HANG_EXIT_CODE
 from hocket.settings.leaves import problem
@@ -195,13 +195,8 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     try:
         join_world(device.type == "cuda", settings.train.hang_timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
-            raise ValueError(port_in_use(settings, worker.port)) from None
-        raise ValueError(
-            f"MASTER_ADDR = {worker.address}, port {worker.port} (environment): rank {worker.rank} of {worker.world} "
-            f"did not meet the others within {settings.train.hang_timeout:g} s; fix: start all of them, with an "
-            "address that all can reach"
-        ) from None
+        taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
+        raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
     job.run(settings, worker.rank, device)
     leave_world()
     return 0
@@ -221,17 +216,12 @@ def outcome(settings: Settings, worker: Worker, job: Job) -> int:
         return 1
 
 
-def port_in_use(settings: Settings, port: int) -> str:
-    reason = "another process listens on that port"
-    return problem("run.port", port, settings.origins, reason, "run.port = 0 picks a free one, or name another")
-
-
 # ------------------------------------------------------------------------------------------------------------- parent
 
 
 def start_workers(settings: Settings, job: Job) -> int:
     """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
-    port = free_port(settings)
+    port = free_port(settings.run.port, settings.origins)
     logs = Path(settings.run.folder) / "logs"
     # See Note: [Workers are forked]
     import hocket.train.trainer  # noqa: F401
@@ -240,19 +230,11 @@ def start_workers(settings: Settings, job: Job) -> int:
     with forwarded_signals(children, job.ending) as asked:
         try:
             for rank in range(settings.world):
-                worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port)
+                worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port, "", "run.port")
                 children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked, job.ended)
         finally:
             kill(children)
-
-
-def free_port(settings: Settings) -> int:
-    """The configured port if it is free, or any free one. Raises ValueError if it is in use."""
-    port = find_port(settings.run.port)
-    if not port:
-        raise ValueError(port_in_use(settings, settings.run.port))
-    return port
 
 
 def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:

@@ -251,8 +251,8 @@ SLURM = {
 def test_a_worker_finds_its_place():
     assert find_worker({}) is None
     assert find_worker(TORCHRUN) == Worker(5, 8, 1, 4, "h", 29)
-    assert find_worker(SLURM) == Worker(5, 8, 1, 4, "gpu07", 21234)
-    assert find_worker(SLURM, port=7) == Worker(5, 8, 1, 4, "gpu07", 7)
+    assert find_worker(SLURM) == Worker(5, 8, 1, 4, "gpu07", 21234, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+    assert find_worker(SLURM, port=7) == Worker(5, 8, 1, 4, "gpu07", 7, "SLURM_JOB_NODELIST", "run.port")
     assert find_worker({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}) == Worker(5, 8, 1, 4, "x", 9)
     assert find_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None  # a batch script of one task
     worker = find_worker(TORCHRUN)
