@@ -1,0 +1,154 @@
+"""Where checkpoints find no place: errors of one rank, hosts that share nothing, full disks, folders half deleted."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hocket.fsdp.saving import whole
+from hocket.settings.leaves import changed
+from hocket.train import checkpoint
+from hocket.train import damage as damage_module
+from tests.helpers.ranks import run_ranks
+from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, settings_in
+
+
+def fail_on_one_rank(rank: int, folder: Path) -> str:
+    blocked = settings_in(Path(os.devnull) / "below" if rank == 0 else folder)
+    try:
+        checkpoint.save(blocked, 1, 1, groups(1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
+    first, second = run_ranks(fail_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert first.startswith("run.folder = ")
+    assert "fix:" in first
+
+
+def place_not_shared(rank: int, folder: Path) -> str:
+    """Rank 1 is on a host that has another folder under the same name."""
+    (folder / "b" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ValueError, match=r"run\.folder = ") as caught:
+        checkpoint.make_place(settings_in(folder / "ab"[rank]), groups(1))
+    return str(caught.value).partition("): ")[2]
+
+
+def test_hosts_that_do_not_share_the_folder_are_told_before_the_first_step(tmp_path):
+    first, second = run_ranks(place_not_shared, 2, tmp_path)
+    assert first == second
+    assert re.match(r"no place for checkpoints: rank 1 on .* does not see .*, which rank 0 has created; fix: ", first)
+
+
+def test_too_little_room_for_the_checkpoints_to_come_is_a_remark(tmp_path, monkeypatch):
+    size = sum(8 * math.prod(shape) for shape in SHAPES.values())
+
+    def remarks(room: int, every: int, steps: int = 100) -> list[str]:
+        monkeypatch.setattr(checkpoint, "free", lambda _: room)
+        settings = changed(settings_in(tmp_path, keep=2), {"train.save_every": every, "train.steps": steps})
+        return checkpoint.make_place(settings, groups(1))
+
+    assert remarks(3 * size, 10) == remarks(2 * size, 50) == remarks(size, 0) == []
+    (text,) = remarks(3 * size - 1, 10)
+    assert "3 more checkpoints will take 3.2 KiB there, and 3.2 KiB are free; fix: make room" in text
+    assert "a checkpoint will take 1.1 KiB there" in remarks(size - 1, 0)[0]
+    save_steps(0, tmp_path, [10, 20])
+    assert remarks(size, 10) == []
+    assert os.listdir(tmp_path) == ["checkpoints"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000010", "step-00000020"]
+
+
+def test_an_empty_folder_of_checkpoints_is_no_earlier_run(tmp_path):
+    checkpoint.make_place(settings_in(tmp_path), groups(1))
+    assert checkpoint.restore(settings_in(tmp_path), groups(None)) is None
+    assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+def test_half_of_a_deleted_checkpoint_is_none(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1, 2])
+    monkeypatch.setattr(whole.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):  # as if it had been killed
+        whole.remove(tmp_path / "checkpoints" / "step-00000001")
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001.tmp", "step-00000002"]
+    assert load_and_compare(0, tmp_path)[0] == 2
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000002"]
+
+
+def test_a_folder_that_cannot_be_changed_is_named_when_a_run_begins(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1])
+    monkeypatch.setattr(checkpoint, "_link_latest", lambda _: (_ for _ in ()).throw(OSError(30, "Read-only")))
+    with pytest.raises(ValueError, match=r"run.folder = .*earlier run there cannot be moved \(.*Read-only\); fix: "):
+        checkpoint.restore(settings_in(tmp_path), groups(None))
+
+
+def unreadable_on_one_rank(rank: int, folder: Path) -> str:
+    """A save whose files the last rank cannot read again."""
+    if rank == 1:
+        damage_module.checksum = _fail  # type: ignore[assignment]
+    try:
+        checkpoint.save(settings_in(folder), 1, 1, groups(1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _fail(file: Path) -> list[int]:
+    raise OSError(5, "Input/output error", str(file))
+
+
+def test_files_that_cannot_be_read_again_are_an_error_on_all(tmp_path):
+    first, second = run_ranks(unreadable_on_one_rank, 2, tmp_path, timeout=30)
+    assert first == second
+    assert "Input/output error" in first
+    assert not list(checkpoint.checkpoints_of(settings_in(tmp_path)).iterdir())
+
+
+def fill_the_disk(rank: int, folder: Path, limit: int) -> str:
+    """A save in which the last rank may write no file above `limit` bytes."""
+    settings = settings_in(folder)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(settings, 2, 2, groups(2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_without_room_gives_back_what_it_took(tmp_path):
+    checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
+    first, second = run_ranks(fill_the_disk, 2, tmp_path, 64)
+    assert first == second
+    words = r"the checkpoint of step 2 \(1.1 KiB\) cannot be written: rank 1 says OSError: \[Errno 27\].*"
+    assert re.match(
+        rf"run.folder = .*: {words}; .*iB are free there, and the last one is .*step-00000001; fix: make room there$",
+        first,
+    )
+    assert sorted(path.name for path in checkpoint.checkpoints_of(settings_in(tmp_path)).iterdir()) == [
+        "latest",
+        "step-00000001",
+    ]
+
+
+def no_room_in_an_archive(*_: object, **__: object) -> None:
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    raise CheckpointException("save", {0: (error, traceback.extract_stack())})
+
+
+def test_an_archive_that_is_not_all_there_means_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.dcp, "save", no_room_in_an_archive)
+    with pytest.raises(ValueError, match="cannot be written: rank 0 says that a file was cut short, RuntimeError"):
+        checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
