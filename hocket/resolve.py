@@ -2,6 +2,12 @@
 
 Pure: the same arguments give the same answer on every rank, nothing is read from outside and nothing is changed.
 All broken rules are reported at once.
+
+Note: [One microbatch is not halved]
+A single microbatch has nothing to merge with. Its two halves along the batch would do, but they are two microbatches:
+the auxiliary loss is a product of two averages over a microbatch, so that of halves is another loss, and what the
+sum of gradients rounds to changes too. Behind the user's back a plan changes neither. So it is said, where nothing is
+merged for that reason, that twice as many microbatches of half as many sequences are the same batch.
 """
 
 from __future__ import annotations
@@ -14,12 +20,11 @@ from typing import Any
 from hocket.config import Config
 from hocket.plan.without_collector import without_collector
 from hocket.settings.copies_choice import choose_copies
-from hocket.settings.decision import Decision
+from hocket.settings.decision import Choice, Decision
+from hocket.settings.deferral_choice import choose_deferral
 from hocket.settings.effects import effect_of
-from hocket.settings.ends_choice import choose_ends
 from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_that_pay
-from hocket.settings.head_choice import choose_head
-from hocket.settings.hop_choice import choose_hops, stride_remark
+from hocket.settings.hop_choice import choose_lane, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.network_choice import choose_network
 from hocket.settings.origins import DEFAULTS, Implied, source
@@ -91,9 +96,8 @@ def resolve(
     settled = _add(settled, decisions, choose_update(settled, trials))
     settled = _add(settled, decisions, choose_stages(settled, host, trials))
     settled = _add(settled, decisions, choose_recompute(settled, host, trials))
-    settled = _add(settled, decisions, choose_ends(settled, host, trials))
-    settled = _add(settled, decisions, choose_hops(settled, trials))
-    settled = _add(settled, decisions, choose_head(settled, host, trials))
+    settled = _add(settled, decisions, choose_lane(settled))
+    settled = _add(settled, decisions, choose_deferral(settled, host, trials))
     decisions = [decision for decision in decisions if decision.setting not in unmet]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
@@ -144,7 +148,7 @@ def _unmet(name: str, rules: list[Rule], config: Config, host: Host, origins: Ma
     return Decision(setting=name, value=value, asked=value, source=where, reasons=reasons, fix=fix, given_up=True)
 
 
-def _add(config: Config, decisions: list[Decision], choices: Iterable[tuple[str, Any, str]]) -> Config:
+def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -> Config:
     """A configuration with choices made. They are added to the decisions, but for those that need no reason.
 
     What had been chosen of the same settings before gives way.

@@ -51,7 +51,7 @@ def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple
     where = {op.key: i for i, op in enumerate(ops)} if also else {}
     for op, other in also.items():
         needs[where[op]].append(where[other])
-    deps = [_latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
+    deps = [latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
     return tuple(Op(*op[:7], found) if found else op for op, found in zip(ops, deps, strict=True))
 
 
@@ -90,7 +90,7 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
         first = readers[received][0]
-        deps[first] = _latest_per_lane(lanes, first, [*deps[first], sent])
+        deps[first] = latest_per_lane(lanes, first, [*deps[first], sent])
     return _Rank(ops, lanes, deps, readers)
 
 
@@ -201,7 +201,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     return needs
 
 
-def _latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
+def latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
     """See Note: [Only cross-lane dependencies are written down]."""
     mine = lanes[position]
     latest: dict[Lane, int] = {}

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import Config
-from hocket.plan.connect import connect, free
+from hocket.plan.connect import connect, free, latest_per_lane
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
 from hocket.plan.ops import Key, Lane, Layout, Op, Program
@@ -86,6 +86,32 @@ def _numbered(step: Step, ops: StepOps) -> StepOps:
 def free_rank(program: Program, rank: int) -> Program:
     """A program built without `frees`, but for one rank as if it had been built with them."""
     return replace(program, ranks=free(program.ranks, program.layout, only=rank))
+
+
+def with_late_heads(program: Program, count: int) -> Program:
+    """A program as it would have been built with `overlap.pp.defer_head = count`, -1 for all, from one with 0.
+
+    The head's last weight gradients, and what adds up or reduces them, move in front of the step op. Each still waits
+    for the one slot of the head's gradients, and the step for the last of them. `program` is one without `frees`.
+    """
+    rank, _ = program.layout.owner(program.layout.stages - 1)
+    ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
+    late = [p for p, op in enumerate(ops) if op.part == "head" and op.verb in ("wgrad", "add", "reduce")]
+    late = late[next((i for i, p in enumerate(late) if ops[p].microbatch >= first), len(late)) :]
+    if not late:
+        return program
+    moved, last = set(late), len(ops) - 1
+    order = [*(p for p in range(last) if p not in moved), *late, last]
+    position = {old: new for new, old in enumerate(order)}
+    also = {p: before for before, p in pairwise(late) if ops[p].verb == "wgrad"} | {last: late[-1]}
+    lanes = [ops[p].lane for p in order]
+    again: list[Op] = []
+    for new, old in enumerate(order):
+        deps = [position[dep] for dep in ops[old].deps]
+        if old in also:
+            deps = latest_per_lane(lanes, new, [*deps, position[also[old]]])
+        again.append(ops[old]._replace(deps=tuple(sorted(deps))))
+    return replace(program, ranks=(*program.ranks[:rank], tuple(again), *program.ranks[rank + 1 :]))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:

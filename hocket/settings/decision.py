@@ -10,6 +10,9 @@ from hocket.settings.leaves import show
 AUTOMATIC = "auto"
 """The source of what hocket chose because the configuration left it open."""
 
+Choice = tuple[str, object, str]
+"""Setting, value, reason: what becomes a decision."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:

@@ -64,6 +64,19 @@ def fills_bubble(c: Config) -> bool:
     return separate_wgrads(c) or c.plan.order == "merged_v"
 
 
+def nothing_to_put_behind(c: Config) -> str:
+    """Why no weight gradient runs behind a send for the send's sake; empty if some can."""
+    if c.mesh.pp == 1:
+        return "with one pipeline rank nothing is sent"
+    if c.overlap.defer_wgrad == "off":
+        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
+    if separate_wgrads(c):
+        return f"in the order {c.plan.order} all weight gradients have steps of their own"
+    if c.overlap.pp.defer_layers == 0:
+        return "overlap.pp.defer_layers = 0 moves none"
+    return ""
+
+
 def most_layers(c: Config) -> int:
     """Layers of the longest stage; 0 if the stages cannot be, for which rules of their own say why."""
     try:

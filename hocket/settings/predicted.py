@@ -17,7 +17,7 @@ from hocket.machine import hardware_of
 from hocket.plan.capacity import rows_allowed
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_least, at_most, forwards_at_most
-from hocket.plan.lower import build_forward, build_program, choose_order, free_rank
+from hocket.plan.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
 from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import in_flight
 from hocket.plan.schedule import Time, cost_key
@@ -52,6 +52,8 @@ _OPEN = {
     "overlap.pp.defer_head": 0,
 }
 """As what a program takes settings that are still open. On none of them depends what an op costs."""
+_SENDS = "overlap.pp."
+"""Of this section a program reads nothing where nothing is sent."""
 
 
 def model_costs(config: Config) -> CostTable:
@@ -135,7 +137,12 @@ class Trials:
     def _built(self, plan: _Plan) -> Program:
         if plan not in self._programs:
             layout, microbatches, sharding, config = plan
-            self._programs[plan] = build_program(layout, microbatches, config, sharding, frees=False)
+            late = config.overlap.pp.defer_head
+            if isinstance(late, int) and late and layout.pp > 1 and config.overlap.defer_wgrad != "off":
+                plain = layout, microbatches, sharding, changed(config, {"overlap.pp.defer_head": 0})
+                self._programs[plan] = with_late_heads(self._built(plain), late)
+            else:
+                self._programs[plan] = build_program(layout, microbatches, config, sharding, frees=False)
         return self._programs[plan]
 
 
@@ -146,7 +153,8 @@ _Plan = tuple[Layout, int, Sharding, Config]
 def _plan(c: Config, microbatches: int) -> _Plan:
     """Equal ones make equal programs. Of the configuration `build_program` reads the sections `plan` and `overlap`."""
     read = Config(plan=c.plan, overlap=c.overlap)
-    taken = {name: value for name, value in _OPEN.items() if leaf(c, name) == "auto"}
+    alone = c.mesh.pp == 1
+    taken = {name: v for name, v in _OPEN.items() if leaf(c, name) == "auto" or (alone and name.startswith(_SENDS))}
     return layout_of(c), microbatches, sharding_of(c), changed(read, _TOLD | taken)
 
 

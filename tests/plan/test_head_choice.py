@@ -8,12 +8,13 @@ import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.plan.hardware import H200, HARDWARE
-from hocket.plan.simulate import makespan, quiet_end, simulate
+from hocket.plan.lower import build_program, with_late_heads
+from hocket.plan.ops import Program
+from hocket.plan.simulate import quiet_end, simulate
 from hocket.plan.simulate import times as simulated_times
-from hocket.plan.stages import costs_of
+from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.head_choice import moved
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 
@@ -56,14 +57,20 @@ def test_what_fills_the_time_at_the_end_is_deferred() -> None:
     assert 0 <= quiet[count] < quiet[0]
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_moved_program_takes_as_long_as_one_made_anew(count: int, strategy: str) -> None:
-    sharded = {"mesh__dp": 2, "overlap__dp__strategy": strategy, "plan__recompute": ()}
-    plain = program_of(settings(**sharded, overlap__pp__defer_head=0))
-    anew = settings(**sharded, overlap__pp__defer_head=count)
-    costs = costs_of(anew, H200)
-    assert makespan(moved(plain, 3, count), costs) == pytest.approx(makespan(program_of(anew), costs), rel=1e-2)
+@pytest.mark.parametrize("lane", ["on", "off"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("order", [{}, {"plan__chunks": 2}, {"plan__order": "zb_h1"}])
+def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object], strategy: str, lane: str) -> None:
+    behind = {"overlap__pp__defer_layers": 1, "overlap__pp__defer_parts": "attn"}
+    made = {**order, **behind, "mesh__dp": 2, "overlap__dp__strategy": strategy, "overlap__pp__backward_lane": lane}
+
+    def built(count: int) -> Program:
+        s = settings(**made, plan__recompute=(), overlap__pp__defer_head=count)
+        return build_program(layout_of(s), 8, s, sharding_of(s), frees=False)
+
+    plain = built(0)
+    for count in (0, 1, 3, 8, -1):
+        assert with_late_heads(plain, count) == built(count)
 
 
 def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,285 @@
+"""Which weight gradients wait, and whether the ends of a merged order are merged, where that is `auto`: one choice.
+
+Weight gradients can wait behind sends (`overlap.pp.defer_layers` and `defer_parts`), and those of the head until the
+end of a step (`overlap.pp.defer_head`). `overlap.ep.merge_ends` makes pairs of what runs alone at both ends.
+
+Note: [What hides a hop may uncover something else]
+A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. On the other hand, what
+stands behind the send delays nobody: the more of it, the sooner a gradient comes through the pipeline, and the shorter
+is the bubble. So the fewest weight gradients that cover the hop are only one proposal; none, as few as possible and all
+are the others.
+
+Note: [The end of a step]
+The rank of the head has one product more than others, and is done before them: it sends its last gradient, and they
+still have to pass it on. Weight gradients of the head that are left for then shorten what everybody waits for, until
+the others are done as early as that rank; more of them lengthen the step again. Each keeps the logits' gradients of a
+microbatch. So as many are sought as leave that rank nothing to wait for, by halving.
+
+Note: [Each is worth what the others leave]
+Pairs are handed on a step later, which costs least where all weight gradients stand behind sends; and how many of the
+head's fit at the end depends on both. Chosen one after the other, they have cost up to 3 % of a step. So proposals are
+compared again beside as many of the head's as suit the best of them, until none is better; then the best one and all
+weight gradients behind sends are compared with pairs. Of equal steps that one wins which moves least. A few
+microbatches show it: the steady state repeats itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hocket.config import Config, Switch
+from hocket.machine import hardware_of
+from hocket.plan.cost import CostTable
+from hocket.plan.held import at_most
+from hocket.plan.hops import Cover, Parts, smallest_cover
+from hocket.plan.ops import Op
+from hocket.plan.simulate import quiet_end
+from hocket.plan.stages import layout_of
+from hocket.plan.timeline import duration
+from hocket.settings.decision import Choice
+from hocket.settings.leaves import changed, leaf
+from hocket.settings.plan_rules import few_microbatches, group_of, has_pairs, nothing_to_put_behind, separate_wgrads
+from hocket.settings.predicted import Predicted, Trials, gib, memory_of, room
+from hocket.settings.rule import Host
+from hocket.settings.rules import has_experts
+
+_ENDS, _LAYERS, _PARTS, _HEADS = (
+    "overlap.ep.merge_ends",
+    "overlap.pp.defer_layers",
+    "overlap.pp.defer_parts",
+    "overlap.pp.defer_head",
+)
+_WORTH = 0.998
+"""Share of a step's time to which more weight gradients behind the send, or pairs, must bring it."""
+_WORTH_LATE = 0.995
+"""The same of the head's weight gradients, which take memory."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One combination. What the user set is the same in all of them."""
+
+    ends: Switch
+    cover: Cover
+    heads: int = 0
+
+
+def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
+    """The four settings, those that are open in a configuration that is sound otherwise."""
+    if "auto" not in (leaf(c, name) for name in (_ENDS, _LAYERS, _PARTS, _HEADS)):
+        return
+    search = _Search(c, trials)
+    best, ends_reason = _with_room(c, host, search)
+    yield from _told(c, _ENDS, best.ends, _no_pairs(c) or ends_reason)
+    idle = nothing_to_put_behind(c)
+    cover_reason = idle or search.cover_reason(best)
+    yield from _told(c, _LAYERS, 0 if idle else best.cover.layers, cover_reason)
+    beside = not idle and leaf(c, _LAYERS) == "auto"
+    parts = "attn" if idle else best.cover.parts
+    yield from _told(c, _PARTS, parts, f"goes with {_LAYERS}" if beside else cover_reason)
+    if leaf(c, _HEADS) == "auto":
+        yield _HEADS, *_late_heads(c, host, search, best)
+
+
+def _told(c: Config, setting: str, value: object, reason: str) -> Iterator[Choice]:
+    if leaf(c, setting) == "auto":
+        yield setting, value, reason
+
+
+def _no_pairs(c: Config) -> str:
+    """Why pairs at the ends cannot help, without a simulation; empty if they may."""
+    if c.overlap.ep.merge == "off":
+        return "nothing is merged"
+    if not has_experts(c) or c.mesh.ep == 1:
+        return "there is no expert all-to-all to hide"
+    if c.plan.order == "merged_v":
+        return "the order merged_v has none"
+    if not has_pairs(c):
+        return "no two microbatches follow each other on one chunk"
+    enough = 2 * c.mesh.pp  # see Note: [Pairs at the ends]
+    if c.mesh.pp > 1 and (c.plan.chunks == 1 or group_of(c) < enough):
+        possible = c.plan.chunks > 1 and c.train.microbatches >= enough
+        bearable = f"; plan.group = {enough} or more would leave time for that" if possible else ""
+        return f"two forwards at once come to the next rank a step later{bearable}"
+    return ""
+
+
+def _no_late_heads(c: Config) -> str:
+    if c.mesh.pp == 1:
+        return "the only pipeline rank waits for no other at the end"
+    if c.overlap.defer_wgrad == "off":
+        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
+    return ""
+
+
+def _covers(c: Config, costs: CostTable) -> list[Cover]:
+    """What may be put behind sends: nothing, little, as much as hides the hop, and all. Equal ones once."""
+    layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
+    if nothing_to_put_behind(c):
+        return [Cover(0, "attn", 0.0, 0.0)]
+    kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
+    layout = layout_of(c)
+    uncovers = c.overlap.ep.merge == "on" and parts == "auto"  # who asks for parts asks for some
+    least = 0 if uncovers else 1
+    counts = ((least,), (1,), (), (-1,)) if layers == "auto" else ((layers,),) * 4
+    choices = zip(counts, (kinds[:1], kinds[:1], kinds, kinds[-1:]), strict=True)
+    *few, enough, everything = (smallest_cover(layout, costs, numbers, some) for numbers, some in choices)
+    found = list(dict.fromkeys((*few, enough)))
+    return found + ([everything] if everything.seconds > enough.seconds else [])
+
+
+class _Search:
+    """The ways that are compared, by their times. See Note: [Each is worth what the others leave]."""
+
+    def __init__(self, c: Config, trials: Trials) -> None:
+        self.count = few_microbatches(c)
+        self._config, self._trials, self._costs = c, trials, trials.costs(c)
+        self._rank, _ = layout_of(c).owner(layout_of(c).stages - 1)
+        self._covers = _covers(c, self._costs)
+        given = c.overlap.ep.merge_ends
+        self.ends: tuple[Switch, ...] = (given,) if given != "auto" else ("off",) if _no_pairs(c) else ("off", "on")
+        self._open_heads = c.overlap.pp.defer_head == "auto" and not _no_late_heads(c)
+        self._tried: dict[_Way, dict[int, float]] = {}
+        self._seconds: dict[_Way, float] = {}
+
+    def config(self, way: _Way) -> Config:
+        """The configuration that a way stands for."""
+        values = {_ENDS: way.ends, _LAYERS: way.cover.layers, _PARTS: way.cover.parts, _HEADS: way.heads}
+        return changed(self._config, {name: v for name, v in values.items() if leaf(self._config, name) == "auto"})
+
+    def seconds(self, way: _Way) -> float:
+        """Predicted seconds of a step of a few microbatches."""
+        if way not in self._seconds:
+            self._seconds[way] = self._trials.seconds(self.config(way), self.count)
+        return self._seconds[way]
+
+    def quiet(self, way: _Way) -> float:
+        """For how long the rank of the head has nothing to compute at the end, while others have."""
+        config = self.config(way)
+        program, ends = self._trials.program(config, self.count), self._trials.times(config, self.count)[1]
+        return float(quiet_end(program, ends, self._rank))
+
+    def step(self, way: _Way) -> Predicted:
+        """The step of a way, with its memory."""
+        return self._trials.step(self.config(way))
+
+    def best(self, ends: Switch, covers: Sequence[Cover] = ()) -> _Way:
+        """The shortest step with or without pairs, by descent; `covers` are those to choose from, by default all."""
+        covers = covers or self._covers
+        if len(covers) == 1 and not self._open_heads:
+            return _Way(ends, covers[0])
+        found: list[_Way] = []
+        heads = 0
+        for _ in covers:
+            cover = self._best_cover(ends, covers, heads)
+            if found and cover == found[-1].cover:
+                break
+            heads = self._suiting(_Way(ends, cover)) if self._open_heads else 0
+            found.append(_Way(ends, cover, heads))
+        return min(found, key=self.seconds)
+
+    def _best_cover(self, ends: Switch, covers: Sequence[Cover], heads: int) -> Cover:
+        """That of the shortest step; of about equal ones that which moves least."""
+        best, *others = (_Way(ends, cover, heads) for cover in covers)
+        for way in others:
+            best = way if self.seconds(way) < _WORTH * self.seconds(best) else best
+        return best.cover
+
+    def covers_of_pairs(self, plain: _Way) -> list[Cover]:
+        """What to try with pairs: what is best without, and all."""
+        return list(dict.fromkeys((plain.cover, self._covers[-1])))
+
+    def tried(self, way: _Way) -> dict[int, float]:
+        """Numbers of the head's weight gradients that were tried, 0 first, and what a step would take with them."""
+        return self._tried[replace(way, heads=0)]
+
+    def _suiting(self, way: _Way) -> int:
+        """How many of the head's make the step shortest. See Note: [The end of a step]."""
+        tried = self._tried[way] = {0: self.seconds(way)}
+        one, least = float(self._costs.seconds(self._rank, Op("wgrad", "head"))), 0
+        most = heads = min(self.count, math.ceil(self.quiet(way) / one)) if one else 0
+        while least < most:
+            some = replace(way, heads=heads)
+            tried[heads] = self.seconds(some)
+            if self.quiet(some) > 0:
+                least = heads
+            else:
+                most = heads - 1
+            heads = (least + most + 1) // 2
+        best = min(sorted(tried), key=tried.__getitem__)
+        return best if tried[best] <= _WORTH_LATE * tried[0] else 0
+
+    def fitting(self, way: _Way, memory: int) -> int:
+        """How many of its late weight gradients leave a step that fits into so many bytes, 0 for any; 0: none does."""
+        each = self._costs.saved_bytes(self._rank, Op("bwd", "head"))
+        if not memory or not each:
+            return way.heads
+        config = self.config(way)
+        program, beside = self._trials.program(config, self.count), self._trials.beside(config, self.count)
+        bounded = not separate_wgrads(config)
+        if bounded and at_most(program, self._costs, self._rank, way.heads) + beside <= memory:
+            return way.heads
+        missing = self._trials.peak(config, self.count, self._rank) + beside - memory
+        return way.heads if missing <= 0 else max(0, way.heads - math.ceil(missing / each))
+
+    def cover_reason(self, way: _Way) -> str:
+        """Why so much is behind sends."""
+        described = _describe(way.cover)
+        if len(self._covers) == 1:
+            return described
+        compared = [other for cover in self._covers if (other := replace(way, cover=cover)) in self._seconds]
+        others = [f"with {_name(other.cover)} {duration(self._seconds[other])}" for other in compared if other != way]
+        return f"{described}; {self.count} microbatches take {', '.join([duration(self.seconds(way)), *others])}"
+
+
+def _with_room(c: Config, host: Host, search: _Search) -> tuple[_Way, str]:
+    """The best way, with pairs if they fit into memory; and why with or without them."""
+    plain = search.best(search.ends[0])
+    if len(search.ends) == 1:
+        return plain, ""
+    paired = search.best(search.ends[1], search.covers_of_pairs(plain))
+    before, after = search.seconds(plain), search.seconds(paired)
+    times = f"{duration(after)} instead of {duration(before)}"
+    if after >= _WORTH * before:
+        return plain, f"{search.count} microbatches would take {times}"
+    memory, step = memory_of(c, host), search.step(replace(paired, heads=0))
+    if memory and not step.fits(memory):
+        return plain, f"one more activation in flight, {gib(step.nbytes)} of {gib(memory)} in all, does not fit"
+    return paired, f"hides the all-to-alls at the start and the end: {search.count} microbatches take {times}"
+
+
+def _late_heads(c: Config, host: Host, search: _Search, way: _Way) -> tuple[int, str]:
+    """How many of the head's weight gradients run at the end of a step that is settled otherwise, and why."""
+    idle = _no_late_heads(c)
+    if idle:
+        return 0, idle
+    count, (before, *others) = search.count, search.tried(way).values()
+    if not others:
+        return 0, "the rank of the head computes until the end"
+    if not way.heads:
+        return 0, f"{count} microbatches would take {duration(min(others))} instead of {duration(before)}"
+    fitting = search.fitting(way, room(memory_of(c, host)))
+    if not fitting:
+        return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"
+    after = search.seconds(replace(way, heads=fitting))
+    less = "" if fitting == way.heads else f"; for {way.heads}, for which there is time, there is no memory"
+    return fitting, (
+        f"its rank is done {duration(search.quiet(replace(way, heads=0)))} before the last: {count} microbatches take "
+        f"{duration(after)} instead of {duration(before)}{less}"
+    )
+
+
+def _describe(cover: Cover) -> str:
+    if cover.layers == 0:
+        return f"nothing behind a send; a gradient's hop takes {duration(cover.hop)}"
+    return f"{_name(cover)} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"
+
+
+def _name(cover: Cover) -> str:
+    if cover.layers == 0:
+        return "no weight gradients"
+    what = "weight gradients" if cover.parts == "all" else "attention's weight gradients"
+    count = "all layers" if cover.layers < 0 else f"{cover.layers} layer{'s' if cover.layers > 1 else ''}"
+    return f"{what} of {count}"

@@ -1,0 +1,92 @@
+"""Pairs at the ends, weight gradients behind sends, late ones of the head: chosen together, about as well as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from hocket.config import Config
+from hocket.machine import hardware_of, host_for_plan
+from hocket.plan.hardware import H200, HARDWARE
+from hocket.recipes import recipe
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.predicted import Trials
+
+ENDS, LAYERS, PARTS, HEADS = (
+    "overlap.ep.merge_ends",
+    "overlap.pp.defer_layers",
+    "overlap.pp.defer_parts",
+    "overlap.pp.defer_head",
+)
+SMALL = {"model.layers": 8, "mesh.dp": 4, "mesh.ep": 4, "mesh.pp": 2, "plan.chunks": 2, "plan.graphs": "off"}
+LONG = {"data.sequence_length": 8192}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a large vocabulary": ("qwen3_30b_a3b", {**SMALL, **LONG}),
+    "room for pairs": ("qwen3_30b_a3b", {**SMALL, **LONG, "plan.group": 4, "model.vocab": 32768}),
+    "both": ("moonlight_16b", {**SMALL, "plan.group": 4}),
+    "even stages": ("llama3_8b", {"model.layers": 16, "mesh.pp": 4, "plan.chunks": 2, "plan.layers_per_stage": ()}),
+}
+
+
+def settled(name: str, changes: dict[str, Any]) -> Settings:
+    config = changed(recipe(name), changes)
+    return resolve(config, host_for_plan(config))
+
+
+def ways(c: Config, count: int) -> Iterator[Config]:
+    """Every combination but for numbers of layers and heads between those that are here."""
+    pairs = ("off", "on") if c.overlap.ep.merge == "on" else ("off",)
+    covers = [(0, "attn"), *product((1, 2, -1), ("attn", "all"))]
+    for ends, (layers, parts), heads in product(pairs, covers, (*range(0, count, 2), count)):
+        yield changed(c, {ENDS: ends, LAYERS: layers, PARTS: parts, HEADS: heads})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_combination_is_much_better(case: str) -> None:
+    found, trials = settled(*CASES[case]), Trials()
+    count = few_microbatches(found)
+    assert trials.seconds(found, count) < 1.003 * min(trials.seconds(way, count) for way in ways(found, count))
+
+
+def test_few_programs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late heads are moved in programs that are there; pairs are tried with two proposals."""
+    made: list[Config] = []
+    seconds = Trials.seconds
+
+    def asked(self: Trials, c: Config, microbatches: int) -> float:
+        made.append(changed(c, {HEADS: 0}))
+        return seconds(self, c, microbatches)
+
+    monkeypatch.setattr(Trials, "seconds", asked)
+    found = settled(*CASES["both"])
+    assert found.overlap.ep.merge_ends == "on"
+    plans = {(c.overlap.ep.merge_ends, c.overlap.pp.defer_layers, c.overlap.pp.defer_parts) for c in made}
+    assert len([ends for ends, _, _ in plans if ends == "on"]) <= 2
+    assert len(plans) <= 6
+
+
+def test_what_is_set_is_kept_and_the_others_chosen_beside_it() -> None:
+    name, changes = CASES["both"]
+    kept = {ENDS: "off", LAYERS: 1, HEADS: 2}
+    for setting, value in kept.items():
+        found = settled(name, {**changes, setting: value})
+        said = {decision.setting for decision in found.decisions if decision.chosen}
+        assert setting not in said
+        assert {ENDS, LAYERS, PARTS, HEADS} - said == {setting}
+
+
+def test_pairs_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = CASES["both"]
+    sizes = [Trials().step(settled(name, {**changes, ENDS: ends})).nbytes for ends in ("off", "on")]
+    tight = replace(H200, memory=int(sum(sizes) / 2 / 0.9))
+    monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
+    found = settled(name, changes)
+    assert hardware_of(found).memory == tight.memory
+    assert found.overlap.ep.merge_ends == "off"
+    assert "does not fit" in next(d.reason for d in found.decisions if d.setting == ENDS)
