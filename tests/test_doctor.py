@@ -239,9 +239,9 @@ def test_a_host_without_a_fast_network_is_told_what_that_costs_and_has_nothing_t
     [network] = [check for check in examine(HEALTHY) if check.name == "InfiniBand"]
     assert (network.state, "TCP" in network.cost) == ("ok", True)
     both = examine(replace(HEALTHY, ports=(IB, replace(IB, kind="Ethernet"))))
-    assert (
-        next(check.found for check in both if check.name == "InfiniBand") == "2 ports of 400 Gb/s, InfiniBand and RoCE"
-    )
+    [network] = [check for check in both if check.name == "InfiniBand"]
+    assert network.found == "2 ports of 400 Gb/s, InfiniBand and RoCE"
+    assert "network.bandwidth = 25GB/s " in network.cost, "two for four GPUs"
 
 
 def test_the_command_prints_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

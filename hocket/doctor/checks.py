@@ -211,7 +211,11 @@ def _network(f: Found) -> Checks:
         yield _link("InfiniBand", "costs", found, cost, "NCCL_IB_HCA names the fast ones, or mend it")
     elif up:
         kinds = " and ".join(sorted({"RoCE" if port.kind == "Ethernet" else port.kind for port in up}))
-        yield _link("InfiniBand", "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}")
+        each = sum(port.gbits for port in up) / 8 / (f.torch.gpus or 1)
+        told = f"network.bandwidth = {each:g}GB/s tells predictions for several hosts what each GPU's share carries"
+        yield _link(
+            "InfiniBand", "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}", told if f.torch.gpus else ""
+        )
 
 
 def _copy_engine(f: Found) -> Checks:

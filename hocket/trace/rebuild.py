@@ -90,7 +90,7 @@ _WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence
 
 _WAYS = (
     "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits", "overlap.ep.room", "overlap.tp",
-    "precision.wire", "train.transport",
+    "precision.wire", "train.transport", "network",
 )  # fmt: skip
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
 
