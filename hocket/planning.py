@@ -88,6 +88,8 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
     numbers = summary(predict(settings, program, hardware, measured), program)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
+    if wide := network(settings):
+        found["network"] = wide
     return found | ({"measured": costs_as_json(measured)} if measured else {})
 
 

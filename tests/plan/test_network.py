@@ -95,6 +95,8 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     assert links.link("pp_fwd") == links.link("pp_bwd")
     assert (links.link("pp_fwd").bandwidth, links.link("control").bandwidth) == (40e9, 8 * 40e9)
     assert links.link("control").latency == pytest.approx(usual["reduce"].latency + 4 * 5e-6), "up a tree and down"
+    three = hardware_of(settled("llama3_8b", mesh__dp=24)).link("control")
+    assert three.latency == pytest.approx(usual["reduce"].latency + 4 * 10e-6), "as high as that of four"
     wide = hardware_of(settled("qwen3_30b_a3b", **base, mesh__ep=16)).link("a2a")
     assert wide.bandwidth == pytest.approx(40e9 * 15 / 8), "half of the peers are on the other host"
     assert wide.latency == pytest.approx(usual["a2a"].latency + 5e-6)
@@ -216,6 +218,7 @@ def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
     assert "granted" not in network(
         settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s", network__latency="2us")
     )
+    assert as_json(nobody, hardware_of(nobody))["network"] == text
     told = " ".join(report(nobody, hardware_of(nobody), 100, 0).split())
     assert text in told
     assert network(resolve(nobody)) == text, "resolving again forgets nothing"
