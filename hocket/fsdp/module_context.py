@@ -1,4 +1,4 @@
-"""What the units of one sharded model share: queues, the order in which they are needed, and the step's protocol."""
+"""What the units of one sharded model share: queues, the passes over them, and the step's protocol."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import Staging
+from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Lease, Unit
-from hocket.fsdp.order import Order
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.shard_groups import ShardGroups
@@ -66,10 +66,7 @@ class ShardContext:
         self._weights: Ticket | None = None
         self._read_outside: list[Lease] = []
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
-        self._forward_order: Order[Unit] = Order(self.units)
-        self._backward_order: Order[Unit] = Order([])
-        self._left: list[Unit] = []  # whose forward is over, in this pass
-        self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
+        self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, Staging] = {}
         self._fixed_bytes = 0
         self._windows: list[Window] = []
@@ -159,9 +156,6 @@ class ShardContext:
             unit.repeated.clear()
         self._drop_outside()
 
-    # In each of these, what is expected next is the last pass of its kind; a backward that has not been seen yet is
-    # expected to begin units in the reverse of the order in which forward left them.
-
     def need_forward(self, unit: Unit) -> Lease:
         """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
         recomputing = torch._C._current_graph_task_id() != -1
@@ -176,8 +170,7 @@ class ShardContext:
             self._depth -= 1  # nobody leaves a forward that has not begun
             raise
         if not recomputing:
-            self._forward_order.reach(unit)
-            self._look_ahead(self._forward_order)
+            self.ahead.reach_forward(unit)
         lease.wait()
         return lease
 
@@ -186,13 +179,9 @@ class ShardContext:
         self._depth -= 1
         if torch._C._current_graph_task_id() != -1:
             return
-        if not self._left or self._left[-1] is not unit:
-            self._left.append(unit)
+        self.ahead.leave_forward(unit)
         if not self._depth:
-            self._forward_order.finish()
-            if self._left != self._reverse_of:
-                self._backward_order = Order(self._left[::-1])
-            self._reverse_of, self._left = self._left, []
+            self.ahead.end_forward()
             self._drop_outside()
 
     def begin_backward(self) -> None:
@@ -202,15 +191,14 @@ class ShardContext:
     def need_backward(self, unit: Unit) -> Lease:
         """A unit's backward begins; like `need_forward`."""
         lease = unit.acquire()
-        self._backward_order.reach(unit)
-        self._look_ahead(self._backward_order)
+        self.ahead.reach_backward(unit)
         lease.wait()
         return lease
 
     def look_back(self) -> None:
         """Start gathers for which there was no room before."""
         if self.in_backward:
-            self._look_ahead(self._backward_order)
+            self.ahead.go_on_backward()
 
     def end_backward(self) -> None:
         """A backward is over: send what is left, in the order of units. Waits for nothing."""
@@ -218,7 +206,7 @@ class ShardContext:
             invocation.finish()
         for unit in self.units:
             unit.reduce()
-        self._backward_order.finish()
+        self.ahead.end_backward()
         self.in_backward = False
 
     def finish_step(self) -> None:
@@ -262,22 +250,6 @@ class ShardContext:
         self.outer.join()
         for staging in set(self._staging.values()):
             staging.settle()
-
-    def order_of_use(self) -> list[Unit]:
-        """All units, in the order in which a forward is expected to need them."""
-        return list(dict.fromkeys([*self._forward_order.expected, *self.units]))
-
-    def to_gather_first(self, order: Sequence[Unit]) -> list[Unit]:
-        """Those of the units, in their order, that may be gathered before a forward begins."""
-        if not self.policy.free:
-            return list(order)
-        window, found = self.prefetch.window(), list[Unit]()
-        for unit in order:
-            counts = unit.full and not unit.contains_units and any(one.full for one in found)
-            if counts and not window.take(unit.full_bytes):
-                break
-            found.append(unit)
-        return found
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
@@ -353,9 +325,7 @@ class ShardContext:
             staging.settle()
         for unit in self.units:
             unit.abort()
-        self._forward_order.restart()
-        self._backward_order.restart()
-        self._left.clear()
+        self.ahead.restart()
         self._depth = 0
         self.in_backward = self.reductions_open = False
 
@@ -388,18 +358,8 @@ class ShardContext:
 
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
-        orders = self._forward_order.surprises + self._backward_order.surprises
         exceeded = self._residency.exceeded if isinstance(self._residency, Budget) else 0
-        return stats_of(self.units, set(self._staging.values()), self._fixed_bytes, orders, exceeded)
-
-    def _look_ahead(self, order: Order[Unit]) -> None:
-        """Start the gathers of the units that come next, as far as there is room."""
-        window = self.prefetch.window()
-        for unit in order.upcoming():
-            if not unit.full or unit.contains_units:
-                continue
-            if not window.take(unit.full_bytes) or not unit.prefetch():
-                return
+        return stats_of(self.units, set(self._staging.values()), self._fixed_bytes, self.ahead.surprises, exceeded)
 
     def _drop_outside(self) -> None:
         """Give up weights that were read outside of their unit, unless a backward is still to come.

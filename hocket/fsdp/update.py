@@ -59,8 +59,8 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
             f"the step of {type(optimizer).__name__} takes a closure, which computes gradients of the whole model in "
             f"its midst: call optimizer.step(closure)"
         )
-    order = context.order_of_use()
-    ahead = context.to_gather_first(order)
+    order = context.ahead.order_of_use()
+    ahead = context.ahead.to_gather_first(order)
     update = _updates(optimizer, order)
     with context.gradients_arrive() as under_way:
         updated = set[Unit]()

@@ -1,0 +1,95 @@
+"""Which unit is needed next, and the gathers that are started before it is.
+
+What is expected next is the last pass of its kind. A backward that has not been seen yet is expected to begin units in
+the reverse of the order in which forward left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hocket.fsdp.order import Order
+from hocket.fsdp.strategy import Prefetch
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_unit import Unit
+
+
+class Lookahead:
+    """Follows the passes over a model's units, and gathers ahead of them."""
+
+    def __init__(self, units: Sequence[Unit], prefetch: Prefetch, free: bool) -> None:
+        """With `free`, gathered weights make room for others."""
+        self._units, self._prefetch, self._free = units, prefetch, free
+        self._forward: Order[Unit] = Order(units)
+        self._backward: Order[Unit] = Order([])
+        self._left: list[Unit] = []  # whose forward is over, in this pass
+        self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
+
+    def reach_forward(self, unit: Unit) -> None:
+        """Forward needs a unit, which has been gathered: start the gathers of what comes next."""
+        self._forward.reach(unit)
+        self._start(self._forward)
+
+    def leave_forward(self, unit: Unit) -> None:
+        """A unit's forward is over."""
+        if not self._left or self._left[-1] is not unit:
+            self._left.append(unit)
+
+    def end_forward(self) -> None:
+        """A whole forward is over."""
+        self._forward.finish()
+        if self._left != self._reverse_of:
+            self._backward = Order(self._left[::-1])
+        self._reverse_of, self._left = self._left, []
+
+    def reach_backward(self, unit: Unit) -> None:
+        """Backward needs a unit, which has been gathered: start the gathers of what comes next."""
+        self._backward.reach(unit)
+        self._start(self._backward)
+
+    def go_on_backward(self) -> None:
+        """Start gathers for which there was no room before."""
+        self._start(self._backward)
+
+    def end_backward(self) -> None:
+        """A whole backward is over."""
+        self._backward.finish()
+
+    def order_of_use(self) -> list[Unit]:
+        """All units, in the order in which a forward is expected to need them."""
+        return list(dict.fromkeys([*self._forward.expected, *self._units]))
+
+    def to_gather_first(self, order: Sequence[Unit]) -> list[Unit]:
+        """Those of the units, in their order, that may be gathered before a forward begins."""
+        if not self._free:
+            return list(order)
+        window = self._prefetch.window()
+        found: list[Unit] = []
+        for unit in order:
+            counts = unit.full and not unit.contains_units and any(one.full for one in found)
+            if counts and not window.take(unit.full_bytes):
+                break
+            found.append(unit)
+        return found
+
+    @property
+    def surprises(self) -> int:
+        """How often a unit was needed that was not expected next."""
+        return self._forward.surprises + self._backward.surprises
+
+    def restart(self) -> None:
+        """Forget the passes under way, without learning from them."""
+        self._forward.restart()
+        self._backward.restart()
+        self._left.clear()
+
+    def _start(self, order: Order[Unit]) -> None:
+        """Start the gathers of the units that come next, as far as there is room."""
+        window = self._prefetch.window()
+        for unit in order.upcoming():
+            if not unit.full or unit.contains_units:
+                continue
+            if not window.take(unit.full_bytes) or not unit.prefetch():
+                return
