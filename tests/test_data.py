@@ -126,7 +126,7 @@ def test_of_several_processes_one_tokenises(tmp_path):
 def test_waiting_for_another_process_has_an_end(tmp_path):
     write(tmp_path / "text", a="x")
     data = data_in(tmp_path, str(tmp_path / "text"))
-    folder = Path(data.cache) / f"corpus-{corpus_module._key(find_files(data.paths, {}), data)}"
+    folder = Path(data.cache) / f"corpus-{corpus_module._key(find_files(data.paths, {}), data, {})}"
     folder.parent.mkdir()
     with corpus_module._lock(folder.with_suffix(".lock"), 1.0), pytest.raises(ValueError, match="another process"):
         open_corpus(data, {}, timeout=0.2)
@@ -146,10 +146,10 @@ def test_a_full_disk_is_one_message_and_is_left_as_it_was(tmp_path, monkeypatch)
     write(tmp_path / "text", a="x", b="y")
     data = data_in(tmp_path, str(tmp_path / "text"))
 
-    def full(handle: int) -> None:
+    def full(file: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_module.os, "fsync", full)
+    monkeypatch.setattr(corpus_module, "sync", full)
     with pytest.raises(ValueError, match=r"data.cache = .*cannot be written \(No space left on device\); fix:"):
         open_corpus(data, {})
     assert not list((tmp_path / "cache").glob("*.tmp"))
@@ -171,8 +171,34 @@ def test_a_damaged_cache_is_named(tmp_path, name):
 def test_what_has_no_end_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match=rf"{path} is not a file.*; fix:"):
+        with pytest.raises(ValueError, match=rf"data\.paths = .*: {path} is not a file.*; fix:"):
             open_corpus(data_in(tmp_path, path), {})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"data\.paths = .*: .*gone cannot be read \(No such file.*\); fix: make it"):
+        open_corpus(data_in(tmp_path, str(tmp_path / "gone")), {})
+    write(tmp_path, a="some text")
+
+    def vanished(file: Path) -> bytes:
+        raise OSError(116, "Stale file handle", str(file))
+
+    monkeypatch.setattr(Path, "read_bytes", vanished)
+    with pytest.raises(ValueError, match=r"data\.paths = .*: .*/a cannot be read \(Stale file handle\); fix: make it"):
+        open_corpus(data_in(tmp_path, str(tmp_path / "a")), {})
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_bytes_that_are_no_utf8_are_text_and_utf16_is_not(tmp_path):
+    odd = bytes(range(1, 256))
+    (tmp_path / "odd").write_bytes(odd)
+    assert bytes(open_corpus(data_in(tmp_path, str(tmp_path / "odd")), {}).tokens) == odd + b"\0"
+    (tmp_path / "wide").write_bytes("text".encode("utf-16"))
+    with pytest.raises(
+        ValueError, match=r"no text in 1 files \(1 of them binary: with bytes 0, as UTF-16 has\); fix: "
+    ):
+        open_corpus(data_in(tmp_path, str(tmp_path / "wide")), {})
 
 
 def test_what_a_run_writes_is_not_its_text(tmp_path):

@@ -31,7 +31,7 @@ from hocket.config import LABELS
 from hocket.explain.explanation import digest
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown
+from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
 from hocket.runtime.comm import everyone
 from hocket.settings.leaves import problem
@@ -137,10 +137,8 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
 
 def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep: int) -> None:
     """Make a written checkpoint the newest one. Runs on rank 0."""
-    with (folder.temporary / META).open("w") as file:
-        json.dump(meta, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder.temporary / META).write_text(json.dumps(meta, indent=1))
+    sync(folder.temporary / META)
     folder.publish()
     _link_latest(folder.final)
     for old in _newest_first(folder.final.parent)[keep:]:

@@ -16,7 +16,6 @@ import glob
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from hocket.config import DataConfig
+from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.settings.leaves import problem
 from hocket.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -144,7 +144,7 @@ def open_corpus(
     empty corpus, a missing tokenizer, a cache that cannot be written.
     """
     files = find_files(data.paths, origins, without)
-    folder = Path(data.cache) / f"corpus-{_key(files, data)}"
+    folder = Path(data.cache) / f"corpus-{_key(files, data, origins)}"
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str]) -> Corpus:
     return Corpus(tokens, meta["vocab"], meta["documents"], meta["skipped"], len(tokens) - kept, starts)
 
 
-def _key(files: list[Path], data: DataConfig) -> str:
+def _key(files: list[Path], data: DataConfig, origins: Mapping[str, str]) -> str:
     """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
     digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.seed}".encode())
     tokenizer = [] if data.tokenizer == "bytes" else [Path(data.tokenizer)]
@@ -178,9 +178,10 @@ def _key(files: list[Path], data: DataConfig) -> str:
         try:
             stat = file.stat()
         except OSError as error:
-            raise _unreadable(file, error) from None
+            raise _unreadable(file, error, data, origins) from None
         if not S_ISREG(stat.st_mode):  # a pipe or a device may have no end
-            raise ValueError(f"data: {file} is not a file that can be read again; fix: name files, folders or patterns")
+            reason, fix = f"{file} is not a file that can be read again", "name files, folders or patterns"
+            raise ValueError(problem("data.paths", data.paths, origins, reason, fix))
         digest.update(f"\n{file}\t{stat.st_size}\t{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return digest.hexdigest()[:20]
 
@@ -204,26 +205,26 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-def _write(files: list[Path], data: DataConfig, origins: Mapping[str, str], folder: Path) -> None:
-    """Tokenise into `folder`, which appears only once it is complete."""
+def _write(files: list[Path], data: DataConfig, origins: Mapping[str, str], final: Path) -> None:
+    """Tokenise into a folder that appears once it is complete."""
     tokenizer = load_tokenizer(data.tokenizer, origins)
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    folder = WholeFolder(final)
+    folder.begin()
     try:
-        meta = _fill(temporary, files, data, tokenizer)
-    except OSError:  # such as a full disk: leave it emptier
-        shutil.rmtree(temporary, ignore_errors=True)
+        meta = _fill(folder.temporary, files, data, tokenizer, origins)
+        if not meta["documents"]:
+            binary = f" ({meta['skipped']} of them binary: with bytes 0, as UTF-16 has)" if meta["skipped"] else ""
+            reason = f"the corpus is empty: no text in {len(files)} files{binary}"
+            raise ValueError(problem("data.paths", data.paths, origins, reason, "name files that hold text"))
+        folder.publish()
+    except (OSError, ValueError):  # such as a full disk: leave it emptier
+        folder.give_up()
         raise
-    if not meta["documents"]:
-        shutil.rmtree(temporary)
-        binary = f" ({meta['skipped']} of them binary)" if meta["skipped"] else ""
-        reason = f"the corpus is empty: no text in {len(files)} files{binary}"
-        raise ValueError(problem("data.paths", data.paths, origins, reason, "name files that hold text"))
-    temporary.rename(folder)
 
 
-def _fill(temporary: Path, files: list[Path], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _fill(
+    temporary: Path, files: list[Path], data: DataConfig, tokenizer: Tokenizer, origins: Mapping[str, str]
+) -> dict[str, Any]:
     """Write the tokens and what there is to know about them, which is also returned."""
     dtype = np.min_scalar_type(tokenizer.vocab - 1)
     order = np.random.default_rng(data.seed).permutation(len(files))
@@ -231,29 +232,26 @@ def _fill(temporary: Path, files: list[Path], data: DataConfig, tokenizer: Token
     skipped = 0
     with (temporary / "tokens.bin").open("wb") as out:
         for index in order:
-            text = _read(files[index])
+            try:
+                text = files[index].read_bytes()
+            except OSError as error:
+                raise _unreadable(files[index], error, data, origins) from None
             if b"\0" in text:
                 skipped += 1
             elif text:
                 starts.append(out.tell() // dtype.itemsize)
                 out.write(tokenizer.encode(text).astype(dtype).tobytes())
                 out.write(np.array([tokenizer.separator], dtype=dtype).tobytes())
-        out.flush()
-        os.fsync(out.fileno())
         length = out.tell() // dtype.itemsize
     np.save(temporary / "starts.npy", np.array(starts, dtype=np.int64))
     sizes = {"documents": len(starts), "skipped": skipped, "tokens": length}
     meta = {"dtype": dtype.name, "vocab": tokenizer.vocab, **sizes}
     (temporary / "meta.json").write_text(json.dumps(meta))
+    for file in temporary.iterdir():
+        sync(file)
     return meta
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise _unreadable(file, error) from None
-
-
-def _unreadable(file: Path, error: OSError) -> ValueError:
-    return ValueError(f"data: {file} cannot be read ({error.strerror}); fix: make it readable, or leave it out")
+def _unreadable(file: Path, error: OSError, data: DataConfig, origins: Mapping[str, str]) -> ValueError:
+    reason, fix = f"{file} cannot be read ({error.strerror})", "make it readable, or leave it out"
+    return ValueError(problem("data.paths", data.paths, origins, reason, fix))

@@ -38,12 +38,12 @@ class WholeFolder:
 
     def publish(self) -> None:
         """One process, when all have written and their files are on disk: give the folder its name. Raises OSError."""
-        sync_names(self.temporary)
+        sync(self.temporary)
         if self.replaces and self.final.exists():
             self._renaming = True
             self.final.rename(self.replaced)
         self.temporary.rename(self.final)
-        sync_names(self.final.parent)
+        sync(self.final.parent)
         shutil.rmtree(self.replaced, ignore_errors=True)
 
     def give_up(self) -> None:
@@ -83,9 +83,9 @@ def shown(nbytes: int) -> str:
     return f"{nbytes / size:,.1f} {unit}"
 
 
-def sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file is on disk, or the names in a folder are. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
