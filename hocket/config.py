@@ -19,7 +19,7 @@ Purpose = Literal[
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
-    "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a"),
+    "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd"),
     "copy_engine_gathers": ("gather_dense", "gather_experts"),
 }
 """Transports that use copy engines -> the purposes of the groups that these serve. All others are on NCCL's kernels."""

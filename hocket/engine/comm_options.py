@@ -16,6 +16,8 @@ from hocket.runtime.comm import CommOptions, Link
 from hocket.runtime.lanes import spinner
 from hocket.runtime.recorder import MARGIN
 
+_HOP = 64 << 20
+"""Most bytes that wait at an edge of a pipeline for their receiver."""
 _SLACK = 1.25
 """Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
 
@@ -31,7 +33,8 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
     timeout = train.hang_timeout + MARGIN
     piecewise = any(way.piecewise for way in ways_of(config).values())
     tokens = train.sequences * config.data.sequence_length * width if piecewise else 0
-    options = CommOptions(timeout, arrival=arrival, tokens=tokens, device_splits=layout.placed)
+    hop = min(config.tokens * width, _HOP)
+    options = CommOptions(timeout, arrival=arrival, tokens=tokens, hop=hop, device_splits=layout.placed)
     if train.transport != "slow":
         return options
     links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}

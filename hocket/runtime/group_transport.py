@@ -13,12 +13,16 @@ import torch.distributed as dist
 from hocket.config import COPIED
 from hocket.plan.mesh import HOP_SMS, SMS, TP_SMS, Purpose
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
+from hocket.runtime.hop_copies import CopiedHops, hop_copies
 from hocket.runtime.lanes import Side
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
 from hocket.runtime.pushed_rows import PushedRows, pushes
 from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
+
+HOPS: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
+"""Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
 
 TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
@@ -38,6 +42,8 @@ class CommOptions:
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
     tokens: int = 0
     """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
+    hop: int = 32 << 20
+    """Bytes that a pipeline rank has room for on each edge, where copy engines move what is sent over it."""
     device_splits: bool = False
     """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
@@ -66,7 +72,8 @@ def make_transport(
     if on_gpu:
         of_purpose = {"pp_fwd": options.p2p_ctas, "pp_bwd": options.p2p_ctas, "tp": options.tp_ctas}
         ctas = of_purpose.get(purpose, options.max_ctas)
-        pg_options = (copy_engine_options if copied and purpose != "a2a" else nccl_options)(ctas, timeout)
+        collective = copied and purpose != "a2a" and purpose not in HOPS
+        pg_options = (copy_engine_options if collective else nccl_options)(ctas, timeout)
         made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     else:
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
@@ -95,6 +102,8 @@ def _on_gpus(
         return PushedRows(made, ranks, device, options.timeout, arrivals)
     if purpose == "a2a" and copied:
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
+    if purpose in HOPS and copied:
+        return CopiedHops(made, ranks, device, hop_copies(made, options.hop, device))
     if purpose == "tp" and options.tokens:
         return CopyingNccl(made, ranks, device, copied_tokens(made, options.tokens, device, Side(device)))
     return CopyEngine(made, ranks, device) if copied else Nccl(made, ranks, device)

@@ -45,6 +45,11 @@ def drain(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
+def current_queue(device: torch.device) -> int:
+    """The handle of the current queue; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 class Side:
     """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
 
@@ -66,7 +71,7 @@ class Side:
 
     def current(self) -> int:
         """The handle of the current queue; 0 on a CPU."""
-        return torch.cuda.current_stream(self._device).cuda_stream if self._stream is not None else 0
+        return current_queue(self._device)
 
     def fork(self) -> tuple[int, int]:
         """Order the side behind all that the current queue has been given so far: handles of the current, the side."""

@@ -94,6 +94,9 @@ BESIDE: dict[str, Config] = {
     "interleaved": planned(PIPED, defer_layers=2, defer_parts="all"),
     "1f1b": changed(PIPED, APART),
     "zb_h1": changed(PIPED, {**APART, "plan.order": "zb_h1"}),
+    "interleaved, copy engines": changed(
+        planned(PIPED, defer_layers=2, defer_parts="all"), {"train.transport": "copy_engine"}
+    ),
     "recomputed": planned(PIPED, recompute=("attn", "experts")),
 }
 TENSORS = {"mesh.dp": WORLD // 2, "plan.order": "sequential", "overlap.defer_wgrad": "on"}

@@ -74,14 +74,18 @@ EXPERTS = dataclasses.replace(
 )
 """Experts on two ranks, everything merged, the ends in pairs."""
 COPIED = changed(EXPERTS, {"train.transport": "copy_engine"})
+PIPED = changed(BASE, {"mesh.dp": 1, "mesh.ep": 1, "overlap.ep.merge": "off", "plan.order": "interleaved"})
+"""Two pipeline ranks with two chunks each, experts where their tokens are."""
 TWO: dict[str, Config] = {
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates at the start": planned(EXPERTS, gather_in_update="on"),
     "updates at the start, gathered once": planned(EXPERTS, gather_in_update="on", strategy="optim"),
     "updates at the start, copy_engine": planned(COPIED, gather_in_update="on"),
+    "a pipeline": PIPED,
+    "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
 }
-"""What two GPUs can show; the rows and weights of some travel by copies."""
+"""What two GPUs can show; what some move travels by copies."""
 
 
 def restart(engine: Engine) -> None:
@@ -176,5 +180,5 @@ def test_other_plans_equal_the_sequential_one_under_random_delays(name: str) -> 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("name", TWO)
-def test_without_a_pipeline_too(name: str) -> None:
+def test_on_two_gpus_too(name: str) -> None:
     check_on(2, TWO[name], SEEDS)

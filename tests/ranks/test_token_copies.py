@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -15,35 +14,20 @@ from torch import Tensor
 from hocket.engine.graphed import from_turn_one
 from hocket.runtime.lanes import Side
 from hocket.runtime.token_copies import WORDS, CopiedTokens
+from tests.helpers.driver import Memcpy
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, TURNS = 3, 4, 6
 
 
-class Memcpy:
-    """A driver of which every operation is over when it returns."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-
-    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(into, source, nbytes)
-
+class Growing(Memcpy):
     def write(self, stream: int, word: int, value: int) -> None:
-        with self.changed:
-            at = ctypes.c_uint32.from_address(word)
-            assert at.value < value, "turns only grow"
-            at.value = value
-            self.changed.notify_all()
-
-    def wait(self, stream: int, word: int, value: int) -> None:
-        with self.changed:
-            reached = self.changed.wait_for(lambda: ctypes.c_uint32.from_address(word).value >= value, 10.0)
-        assert reached, "nobody said that the tokens are here"
+        assert self.value(word) < value, "turns only grow"
+        super().write(stream, word, value)
 
 
 def on_ranks(size: int, work: Callable[[CopiedTokens], list[Tensor]]) -> list[list[Tensor]]:
-    driver, nbytes = Memcpy(), size * TOKENS * WIDTH * 4
+    driver, nbytes = Growing(), size * TOKENS * WIDTH * 4
     memories = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(CopiedTokens(rank, memories, driver, Side(CPU))), range(size)))
@@ -134,7 +118,7 @@ class Recorded:
 def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
     """Replays and turns that are issued follow each other, on ranks of which one is late."""
     size, nbytes = 2, 2 * TOKENS * WIDTH * 4
-    memories, real = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Memcpy()
+    memories, real = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Growing()
     barrier = threading.Barrier(size, timeout=10.0)
 
     def work(rank: int) -> list[Tensor]:
