@@ -52,7 +52,9 @@ def network(settings: Settings) -> str:
             rows.setdefault(f"{spread.ranks} ranks on {spread.hosts} hosts at {rate:.3g} GB/s", []).append(purpose)
     open_ = {decision.setting for decision in settings.decisions if decision.chosen}
     assumed = [name for name in ("bandwidth", "latency") if f"network.{name}" in open_]
-    words = f"{given.ranks_per_host} ranks on a host, each sends {given.bandwidth} to others after {given.latency}"
+    each = given.ranks_per_host
+    words = f"{each} rank{'' if each == 1 else 's'} on a host, "
+    words += f"each sends {given.bandwidth} to others after {given.latency}"
     words += f" (network.{' and network.'.join(assumed)} taken for granted: nobody said)" if assumed else ""
     return "; ".join([f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())])
 

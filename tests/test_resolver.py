@@ -159,6 +159,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "mesh.dp": (1, 2, 4),
     "mesh.ep": (1, 2),
     "mesh.tp": (1, 2),
+    "network.ranks_per_host": ("auto", 1, 2),
     "model.experts": (0, 4),
     "plan.chunks": (1, 2),
     "plan.group": (0, 2, 4),

@@ -16,10 +16,12 @@ from hocket.explain.explanation import Predicted, Times
 from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hardware import Hardware
+from hocket.plan.network import busy
 from hocket.plan.ops import Program
-from hocket.plan.schedule import KIND_OF
+from hocket.plan.schedule import KIND_OF, cost_key
 from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
+from hocket.plan.stages import carried_by, costs_of
+from hocket.plan.timeline import duration
 from hocket.plan.without_collector import without_collector
 from hocket.planning import network, program_of
 from hocket.resolve import Settings
@@ -42,24 +44,36 @@ class Step:
     kinds: Mapping[str, Times]
     peaks: tuple[int, ...]
     """The most bytes that each pipeline rank holds."""
+    adapter: float
+    """Seconds in which the adapter of a rank is busy, of the pipeline rank that gets most from other hosts."""
 
 
 @without_collector()
 def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
-    hardware, links = hardware_of(settings), network(settings)
+    hardware = hardware_of(settings)
     count = settings.train.microbatches
     per_microbatch = settings.model.layers * OPS_PER_LAYER
     if count * per_microbatch <= MOST_OPS:
         step = _step(settings, hardware, count)
-        return replace(_predicted(hardware, step), note=links), step
+        return replace(_predicted(hardware, step), note=_network(settings, step)), step
     few, more = steady(settings)
     if more * per_microbatch > MOST_OPS or more >= count:
         note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
         return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
     short, long = _step(settings, hardware, few), _step(settings, hardware, more)
-    note = "; ".join(filter(None, [f"simulated with {few} and {more} microbatches, and continued to {count}", links]))
-    return replace(_predicted(hardware, _continued(short, long, (count - few) / (more - few))), note=note), long
+    whole = _continued(short, long, (count - few) / (more - few))
+    how = f"simulated with {few} and {more} microbatches, and continued to {count}"
+    return replace(_predicted(hardware, whole), note="; ".join(filter(None, [how, _network(settings, whole)]))), long
+
+
+def _network(settings: Settings, step: Step) -> str:
+    """What is said of the network; empty on one host."""
+    words = network(settings)
+    if not step.adapter:
+        return words
+    longer = ", longer than the step: lanes share it, which is not simulated" if step.adapter > step.seconds else ""
+    return f"{words}; a rank's adapter is busy for {duration(step.adapter)}{longer}"
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
@@ -83,7 +97,20 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
         idle=sum(float(use.idle) for use in timeline.ranks) / count,
         kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in seconds if seconds[kind]},
         peaks=tuple(use.peak_bytes for use in timeline.ranks),
+        adapter=_adapter(settings, program, costs),
     )
+
+
+def _adapter(settings: Settings, program: Program, costs: CostTable) -> float:
+    """See `Step.adapter`."""
+    each, kinds = busy(settings), program.layout.kinds
+    if not each:
+        return 0.0
+    seconds = {
+        key: cost.wire_bytes * each.get(carried_by(key) or "control", 0.0) + cost.inner_bytes * each.get("tp", 0.0)
+        for key, cost in costs.table.items()
+    }
+    return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
 
 
 def _continued(short: Step, long: Step, periods: float) -> Step:
@@ -105,6 +132,7 @@ def _continued(short: Step, long: Step, periods: float) -> Step:
         compute=further(short.compute, long.compute),
         idle=further(short.idle, long.idle),
         kinds=kinds,
+        adapter=further(short.adapter, long.adapter),
     )
 
 

@@ -19,7 +19,8 @@ come in through a rank's own adapter. (NCCL's authors expect no more of it than 
 A crossing takes `network.latency` longer than a step inside of a host, and a ring of more ranks than a host has takes
 more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
 step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down. NVLink SHARP and
-trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter.
+trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter: how long it
+is busy in all is told beside a prediction (`busy`).
 
 Of all groups for a purpose the one that is spread widest is what is priced, for all ranks: none is quicker than that.
 """
@@ -126,17 +127,30 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
     adapter, late = _described(c)
-    n, hosts, fewest = spread.ranks, spread.hosts, spread.fewest
     each = c.network.ranks_per_host
     assert each != "auto"
-    adapters, crossings, steps = float(fewest), hosts - 1, max(0, n - each)
+    crossings, steps = spread.hosts - 1, max(0, spread.ranks - each)
     if purpose == "a2a":
-        adapters, steps = (n - 1) / (n - fewest), 0
+        steps = 0
     elif purpose in ("pp_fwd", "pp_bwd"):
-        adapters, crossings, steps = 1.0, 1, 0
+        crossings, steps = 1, 0
     elif purpose == "control":
-        crossings, steps = 2 * math.ceil(math.log2(hosts)), 0
-    return Link(link.latency + crossings * late + steps * STEP, min(link.bandwidth, adapters * adapter))
+        crossings, steps = 2 * math.ceil(math.log2(spread.hosts)), 0
+    bandwidth = min(link.bandwidth, _adapters(purpose, spread) * adapter)
+    return Link(link.latency + crossings * late + steps * STEP, bandwidth)
+
+
+def _adapters(purpose: Purpose, spread: Spread) -> float:
+    """How many adapters together bring what one rank gets."""
+    if purpose == "a2a":
+        return (spread.ranks - 1) / (spread.ranks - spread.fewest)
+    return 1.0 if purpose in ("pp_fwd", "pp_bwd") else float(spread.fewest)
+
+
+def busy(c: Config) -> Mapping[Purpose, float]:
+    """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
+    adapter, _ = _described(c)
+    return {purpose: 1 / (_adapters(purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
 
 
 def _described(c: Config) -> tuple[float, float]:

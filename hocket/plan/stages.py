@@ -61,7 +61,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = _with_room(costs, config)
     if config.train.transport == "slow":
         links = config.train.slow_links()
-        late = {key: links[purpose] for key in costs.table if (purpose := _carried_by(key)) in links}
+        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key)) in links}
         for key, (latency, bandwidth) in late.items():
             cost = costs.table[key]
             if cost.wire_bytes:
@@ -88,7 +88,7 @@ def _with_room(costs: CostTable, config: Config) -> CostTable:
     return replace(costs, table=table)
 
 
-def _carried_by(key: CostKey) -> Purpose | None:
+def carried_by(key: CostKey) -> Purpose | None:
     """What the group is for that an op communicates on; None for compute."""
     verb, part, _ = key
     match verb, part:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig, Purpose, Strategy
+from hocket.explain.parts import units
 from hocket.explain.predicted import simulated
 from hocket.machine import hardware_of, host_for_plan
 from hocket.plan.cost import CostTable
@@ -18,6 +19,7 @@ from hocket.plan.mesh import Mesh
 from hocket.plan.network import STEP, Spread, crossing, hosts_of, spread_of
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
+from hocket.plan.timeline import duration
 from hocket.planning import as_json, network, program_of, report
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
@@ -222,6 +224,21 @@ def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
     told = " ".join(report(nobody, hardware_of(nobody), 100, 0).split())
     assert text in told
     assert network(resolve(nobody)) == text, "resolving again forgets nothing"
+
+
+def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_shares_it() -> None:
+    """Gradients alone: both hosts get each other's half, 1 / 8 of it through each adapter of a host."""
+    sizes = {"mesh__dp": 16, "overlap__dp__strategy": "no_shard", "network__latency": "0us", "model__layers": 2}
+    found = settled("llama3_8b", **sizes, network__bandwidth="10MB/s")
+    step, program = simulated(found)
+    assert program is not None
+    weights = sum(row.count * row.elements for row in units(found))
+    assert program.adapter == pytest.approx(2 * weights * 15 / 16 * 2 / 8 / 10e6, rel=1e-3)
+    assert f"a rank's adapter is busy for {duration(program.adapter)}" in step.note
+    assert "longer than the step" not in step.note
+    shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, network__bandwidth="1MB/s", network__ranks_per_host=1)
+    assert "longer than the step: lanes share it" in simulated(shared)[0].note
+    assert "adapter is" not in simulated(settled("llama3_8b", mesh__dp=8))[0].note
 
 
 def test_hosts_are_what_the_launcher_started_or_what_is_said() -> None:
