@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -283,6 +284,19 @@ def error_of(rank: int, folder: Path, where: str, kind: type[Exception], words: 
     with pytest.raises(kind, match=words) as caught:
         stopped(rank, folder, where, False)
     return str(folder) in str(caught.value)
+
+
+def no_room_within_an_archive(rank: int, folder: Path) -> None:
+    ctx = hocket.fully_shard(nn.Linear(99, 99))  # larger than the buffers of files
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match=r"saved can't be written: rank 0 says OSError: \[Errno 27\]") as caught:
+        save(ctx, None, folder)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_a_disk_that_is_full_within_one_of_torchs_archives_is_told_as_such(tmp_path: Path) -> None:
+    run_ranks(no_room_within_an_archive, 1, tmp_path / "saved")
+    assert not os.listdir(tmp_path)
 
 
 class Other(nn.Module):

@@ -63,10 +63,15 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Every rank: write its file and wait until it is on disk."""
+        """Every rank: write its file and wait until it is on disk. Raises OSError."""
         self._begun = True
         self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
-        return super().write_data(plan, planner)
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch's archives, closed after an error, say only that they are too short
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator, when all ranks have written."""
@@ -208,11 +213,9 @@ def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: 
             raise ValueError(str(cause)) from None
         if not isinstance(cause, Exception):
             raise
-        # Of a full disk torch's archives say only that what they had written is not there.
-        cut = isinstance(cause, RuntimeError) and "inline_container" in str(cause)
-        text = f"{failed}rank {rank} says {'that a file was cut short, ' if cut else ''}{type(cause).__name__}: {cause}"
-        if not (cut or isinstance(cause, OSError)):
+        text = f"{failed}rank {rank} says {type(cause).__name__}: {cause}"
+        if not isinstance(cause, OSError):
             raise ValueError(text) from error
         refused = OSError(text)
-        refused.errno = getattr(cause, "errno", None)
+        refused.errno = cause.errno
         raise refused from error
