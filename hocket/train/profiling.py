@@ -9,10 +9,10 @@ from pathlib import Path
 from hocket.engine import Engine
 from hocket.resolve import Settings
 from hocket.runtime.comm import everyone
-from hocket.train.exposed import TraceReader
 from hocket.train.metrics import Metrics
 from hocket.train.recording import Recording
 from hocket.train.signals import StopRequest
+from hocket.train.trace_reader import TraceReader
 
 WARM_UP = 3
 """Steps before a window that is to be soon after the start: kernels are loaded, memory is there."""

@@ -27,7 +27,7 @@ class TraceReader:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         # The new process must find the same hocket, wherever this one was started.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from hocket.train.exposed import main; main(sys.argv[1:])"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from hocket.train.trace_reader import main; main(sys.argv[1:])"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, paths)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
