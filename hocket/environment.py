@@ -222,7 +222,7 @@ def _look(copies: bool) -> Gpus:
     """Touches CUDA."""
     import torch
 
-    from hocket.runtime import copy_engine, pushed_rows
+    from hocket.runtime import copy_engine, reach
 
     count = torch.cuda.device_count()
     if not count:
@@ -232,7 +232,7 @@ def _look(copies: bool) -> Gpus:
         name=torch.cuda.get_device_name(0),
         memory=min(torch.cuda.get_device_properties(i).total_memory for i in range(count)),
         no_copy_engine=copy_engine.problem() if copies else "",
-        no_peer_memory=pushed_rows.place()[1],
+        no_peer_memory=reach.unreachable(),
     )
 
 

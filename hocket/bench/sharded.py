@@ -25,7 +25,8 @@ from hocket.config import Strategy
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.comm import CommOptions, Group
+from hocket.plan.mesh import SMS
+from hocket.runtime.comm import Group
 from hocket.runtime.sinks import drop_sink
 
 PREFETCH = 2
@@ -166,7 +167,7 @@ class Sharded:
             "weights": f"fp32 shards, cast to {dtype} as they are gathered",
             "memory of gathered weights": "whole, until the next update" if late else slots,
             "prefetch": f"{PREFETCH} units",
-            "transport": f"{TRANSPORTS[how.transport]}; {SMS}" if device.type == "cuda" else "gloo",
+            "transport": f"{TRANSPORTS[how.transport]}; {_KERNELS}" if device.type == "cuda" else "gloo",
             "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
@@ -207,7 +208,7 @@ TRANSPORTS: dict[ShardTransport, str] = {
     "null": "null",
 }
 """What a contender's transport is on GPUs, for its settings."""
-SMS = f"NCCL's kernels have at most {CommOptions().max_ctas} SMs"
+_KERNELS = f"NCCL's kernels have at most {SMS} SMs"
 
 
 def first_values(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> Callable[[nn.Module], None]:

@@ -65,11 +65,11 @@ class Lookahead:
         """Those of the units, in their order, that may be gathered before a forward begins."""
         if not self._free:
             return list(order)
-        window = self._prefetch.window()
+        allowance = self._prefetch.allowance()
         found: list[Unit] = []
         for unit in order:
             counts = unit.full and not unit.contains_units and any(one.full for one in found)
-            if counts and not window.take(unit.full_bytes):
+            if counts and not allowance.take(unit.full_bytes):
                 break
             found.append(unit)
         return found
@@ -87,9 +87,9 @@ class Lookahead:
 
     def _start(self, order: Order[Unit]) -> None:
         """Start the gathers of the units that come next, as far as there is room."""
-        window = self._prefetch.window()
+        allowance = self._prefetch.allowance()
         for unit in order.upcoming():
             if not unit.full or unit.contains_units:
                 continue
-            if not window.take(unit.full_bytes) or not unit.prefetch():
+            if not allowance.take(unit.full_bytes) or not unit.prefetch():
                 return

@@ -41,7 +41,7 @@ def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> 
     )
 
 
-class Window:
+class Allowance:
     """What may still be gathered ahead from where a pass stands."""
 
     def __init__(self, units: int | None, nbytes: int | None) -> None:
@@ -77,8 +77,9 @@ class Prefetch:
             raise ValueError(f"prefetch={value} is negative: give a number of units, 0 for none")
         return cls(value, None)
 
-    def window(self) -> Window:
-        return Window(self.units, self.nbytes)
+    def allowance(self) -> Allowance:
+        """A new one."""
+        return Allowance(self.units, self.nbytes)
 
     def budget(self, units: Sequence[Unit]) -> Budget:
         """Room for the unit in use and those ahead of it."""

@@ -52,7 +52,7 @@ def split_of(name: str) -> Split | None:
     return SPLITS.get(".".join(name.split(".")[-2:]))
 
 
-def copies_of(name: str, at: TensorRank) -> int:
+def sharers_of(name: str, at: TensorRank) -> int:
     """How many neighbouring ranks, itself included, have the same part of a parameter; all, where that is the whole."""
     split = split_of(name)
     return at.size if split is None else at.sharing if split.keys else 1
@@ -60,16 +60,16 @@ def copies_of(name: str, at: TensorRank) -> int:
 
 def whole_shape(name: str, shape: Sequence[int], at: TensorRank) -> tuple[int, ...]:
     """The shape in the whole model of a parameter that has `shape` on each rank."""
-    split, parts = split_of(name), at.size // copies_of(name, at)
+    split, parts = split_of(name), at.size // sharers_of(name, at)
     return tuple(n * parts if split and i == split.dim else n for i, n in enumerate(shape))
 
 
 def part_of(name: str, whole: Sequence[int], at: TensorRank) -> Part | None:
     """Where a rank's part of a parameter of the shape `whole` lies in it; None if it has all of it."""
-    split, copies = split_of(name), copies_of(name, at)
-    if split is None or at.size == copies:
+    split, sharers = split_of(name), sharers_of(name, at)
+    if split is None or at.size == sharers:
         return None
-    parts, number = at.size // copies, at.rank // copies
+    parts, number = at.size // sharers, at.rank // sharers
     shape = tuple(n // parts if i == split.dim else n for i, n in enumerate(whole))
     block, mine = whole[split.dim] // split.blocks, shape[split.dim] // split.blocks
     return Part(shape, split.dim, tuple(i * block + number * mine for i in range(split.blocks)))

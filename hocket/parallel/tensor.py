@@ -43,7 +43,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.runtime.comm import Group
 from hocket.runtime.lanes import Side
-from hocket.runtime.managed_or_not import push
+from hocket.runtime.managed_or_not import keep, push, value_now
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of, write_product
@@ -174,10 +174,6 @@ def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Te
     return _Row.apply(x_TF, weight_of(param_DF) or param_DF, tensors, way, current_queue())
 
 
-def _value(weight: Weight | Tensor) -> Tensor:
-    return weight.tensor() if isinstance(weight, Weight) else weight
-
-
 def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor, add: bool, scale: float) -> None:
     write_product(g.get().t(), x.get(), out_FD, add, scale)
 
@@ -254,7 +250,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x, *ordinary)
         ctx.managed = [None if isinstance(w, Tensor) else w for w in weights]
         ctx.tensors, ctx.way, ctx.queue = tensors, way, queue
-        x_SD, values = x.reshape(-1, x.shape[-1]), [_value(w).t() for w in weights]
+        x_SD, values = x.reshape(-1, x.shape[-1]), [value_now(w).t() for w in weights]
         if way.forward == "ring":
             return tuple(gathered_products(x_SD, values, tensors, way.splits[0])[0])
         x_TD = tensors.gather(x_SD)
@@ -267,7 +263,7 @@ class _Column(torch.autograd.Function):
         saved = iter(ordinary)
         weights = [managed or next(saved) for managed in ctx.managed]
         x_SD = x.detach().reshape(-1, x.shape[-1])
-        pairs = [(g.contiguous(), _value(w)) for g, w in zip(grads, weights, strict=True)]
+        pairs = [(g.contiguous(), value_now(w)) for g, w in zip(grads, weights, strict=True)]
         # x is gathered first, beside the product of the input gradient. Gradients of ordinary weights are wanted now,
         # and the sum over ranks runs beside their product; those of managed ones are not, and nothing is left for it.
         now = bool(ordinary)
@@ -289,10 +285,8 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Weight | Tensor, tensors: Tensors, way: Way, queue: WgradQueue | None
     ) -> Tensor:
-        managed = isinstance(weight, Weight)
-        ctx.save_for_backward(*((x,) if managed else (x, weight)))
-        ctx.weight, ctx.tensors, ctx.way, ctx.queue = weight if managed else None, tensors, way, queue
-        x_TF, value_FD = x.reshape(-1, x.shape[-1]), _value(weight).t()
+        ctx.tensors, ctx.way = tensors, way
+        x_TF, value_FD = x.reshape(-1, x.shape[-1]), keep(ctx, x, weight, queue).t()
         if way.forward == "pipeline":
             return summed_products([(x_TF, value_FD)], tensors, way.splits[0])
         return tensors.sum(x_TF @ value_FD)
@@ -302,7 +296,7 @@ class _Row(torch.autograd.Function):
         x, *ordinary = ctx.saved_tensors
         tensors, way = ctx.tensors, ctx.way
         weight = ctx.weight or ordinary[0]
-        g_SD, value_DF = g.reshape(-1, g.shape[-1]), _value(weight)
+        g_SD, value_DF = g.reshape(-1, g.shape[-1]), value_now(weight)
         if way.backward == "ring":
             (dx,), g_TD = gathered_products(g_SD, [value_DF], tensors, way.splits[1], keep=True)
             assert g_TD is not None

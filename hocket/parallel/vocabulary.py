@@ -30,9 +30,7 @@ def split_embedding(ids_T: Tensor, param_VD: Tensor, tensors: Tensors) -> Tensor
     queue = current_queue()
     if queue is None or not torch.is_grad_enabled():
         return tensors.sum(_look_up(ids_T, weight, tensors))
-    if queue.anchor is None:  # as in `functional.embedding`
-        queue.anchor = torch.empty(0, requires_grad=True)
-    return _SplitEmbedding.apply(queue.anchor, ids_T, weight, tensors, queue)
+    return _SplitEmbedding.apply(queue.anchored(), ids_T, weight, tensors, queue)
 
 
 def split_cross_entropy(logits_TV: Tensor, targets_T: Tensor, tensors: Tensors) -> Tensor:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from hocket.config import COPIED
 from hocket.plan.mesh import PURPOSES, Mesh, Purpose
-from hocket.runtime import pushed_rows
 from hocket.runtime.blocks import Blocks
-from hocket.runtime.copy_engine import CopyEngine, place, refuse
+from hocket.runtime.copy_engine import CopyEngine, problem
 from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
+from hocket.runtime.reach import place, refuse, unreachable
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
@@ -134,6 +134,11 @@ class Group:
         self.calls[call] += 1
         self.last = call
         self.sent_bytes += nbytes if self.size > 1 else 0
+
+    def forget_calls(self) -> None:
+        """Count from here on."""
+        self.calls.clear()
+        self.sent_bytes = 0
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """`out` (size * n) becomes the ranks' `shard`s (n) in rank order."""
@@ -283,16 +288,7 @@ def make_groups(
     on a CPU and NCCL on a GPU. Raises ValueError if the copy engine is asked for and cannot be had.
     """
     options = options or CommOptions()
-    if transport in COPIED:
-        refuse(everyone(place()))
-    elif options.tokens and transport == "nccl":
-        places = everyone(place())
-        for ranks in mesh.groups("tp"):
-            refuse([places[member] for member in ranks], "overlap.tp.method", "overlap.tp.method = bulk")
-    if options.device_splits and device.type == "cuda" and transport != "null":
-        places = everyone(pushed_rows.place())
-        for ranks in mesh.groups("a2a"):
-            pushed_rows.refuse([places[member] for member in ranks])
+    _refuse_distance(mesh, device, transport, options)
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
@@ -304,6 +300,25 @@ def make_groups(
     groups = Groups(**mine, made=tuple(mine))
     _warm(groups, mesh, rank, device)
     return groups
+
+
+_COPY_ENGINE = "transport = copy_engine", "transport = nccl"
+"""A setting, and another one that needs no memory of peers."""
+
+
+def _refuse_distance(mesh: Mesh, device: torch.device, transport: TransportName, options: CommOptions) -> None:
+    """Raise ValueError where ranks are to use each other's memory and cannot."""
+    if transport in COPIED:
+        refuse(everyone(place(problem())), *_COPY_ENGINE)
+    if device.type != "cuda" or transport == "null":
+        return
+    places = everyone(place(unreachable())) if options.tokens or options.device_splits else []
+    if options.tokens:
+        for ranks in mesh.groups("tp"):
+            refuse([places[member] for member in ranks], "overlap.tp.method", "overlap.tp.method = bulk")
+    if options.device_splits:
+        for ranks in mesh.groups("a2a"):
+            refuse([places[member] for member in ranks], "overlap.ep.splits = device", "overlap.ep.splits = host")
 
 
 def make_group(
@@ -319,15 +334,14 @@ def make_group(
     Every rank of the world calls this at the same point, members or not. Raises ValueError like `make_groups`.
     """
     if transport in COPIED:
-        places = everyone(place())
-        refuse([places[member] for member in ranks])
+        places = everyone(place(problem()))
+        refuse([places[member] for member in ranks], *_COPY_ENGINE)
     moved_by = make_transport(purpose, ranks, rank, device, transport, options or CommOptions())
     if moved_by is None:
         return None
     group = Group(purpose, ranks, ranks.index(rank), moved_by)
     _warm_collectives(group, torch.zeros(group.size, 64, device=device))
-    group.calls.clear()
-    group.sent_bytes = 0
+    group.forget_calls()
     return group
 
 
@@ -354,8 +368,7 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
             else:
                 _warm_collectives(group, row.expand(group.size, -1).contiguous())
     for group in groups:
-        group.calls.clear()
-        group.sent_bytes = 0
+        group.forget_calls()
     groups.control.barrier()
 
 

@@ -24,7 +24,6 @@ when the last tensor in it does: the pool is only a claim, and the allocator beh
 from __future__ import annotations
 
 import atexit
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.lanes import drain, on_default_stream
-from hocket.runtime.transports import DONE, Nccl, Pending, Window, _all_gather, local_sum, nccl_options
+from hocket.runtime.reach import unreachable
+from hocket.runtime.transports import DONE, Nccl, Pending, Window, gather_flat, local_sum, nccl_options
 
 NCCL_VERSION = (2, 28)
 """The first whose copy engine serves all-gathers and all-to-alls without multicast."""
@@ -55,24 +55,7 @@ def problem() -> str:
     missing += [name for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:
         return f"torch {torch.__version__} has no {', '.join(missing)}"
-    apart = [gpu for gpu in range(1, torch.cuda.device_count()) if not torch.cuda.can_device_access_peer(0, gpu)]
-    return f"GPU 0 cannot reach the memory of GPUs {apart}" if apart else ""
-
-
-def place() -> tuple[str, str]:
-    """(host, problem) of this rank, for `refuse`."""
-    return platform.node(), problem()
-
-
-def refuse(
-    places: list[tuple[str, str]], setting: str = "transport = copy_engine", fix: str = "transport = nccl"
-) -> None:
-    """Raise ValueError unless the ranks, whose places these are, can use copy engines together."""
-    hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
-    if len(hosts) > 1:
-        reasons.append(f"the ranks are on {len(hosts)} hosts, and copy engines reach the GPUs of one")
-    if reasons:
-        raise ValueError(f"{setting}: {'; '.join(reasons)}; fix: {fix}")
+    return unreachable()
 
 
 def copy_engine_options(max_ctas: int, timeout: timedelta) -> Any:
@@ -202,7 +185,7 @@ class CopyEngine(Nccl):
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         self._check("all_gather", out)
         self._check("all_gather", shard)
-        return self._finish(_all_gather(out, shard, group=self.group, async_op=on_default_stream(self.device)))
+        return self._finish(gather_flat(out, shard, group=self.group, async_op=on_default_stream(self.device)))
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         # One buffer is enough: a rank's part of an exchange begins, and so its peers write, when its stream has come

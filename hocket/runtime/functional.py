@@ -70,11 +70,7 @@ def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
     queue = current_queue()
     if queue is None:
         return F.embedding(ids_T, weight.tensor())
-    # Token ids require no gradient, and autograd calls no backward below an output that requires none: the
-    # anchor, a leaf without elements, makes it.
-    if queue.anchor is None:
-        queue.anchor = torch.empty(0, requires_grad=True)
-    return _Embedding.apply(queue.anchor, ids_T, weight, queue)
+    return _Embedding.apply(queue.anchored(), ids_T, weight, queue)
 
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:

@@ -29,15 +29,9 @@ TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "n
 
 @dataclass(frozen=True)
 class CommOptions:
-    """How groups are made. Times in seconds, sizes in SMs."""
+    """How groups are made. Times in seconds."""
 
     timeout: float = 300.0
-    max_ctas: int = SMS
-    """SMs of one collective on NCCL."""
-    tp_ctas: int = TP_SMS
-    """SMs of a collective of tensor-parallel ranks: nothing computes beside most of these."""
-    p2p_ctas: int = HOP_SMS
-    """SMs of one pipeline send or receive on NCCL."""
     arrival: int = 64 << 20
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
     tokens: int = 0
@@ -70,10 +64,9 @@ def make_transport(
     copied = purpose in COPIED.get(name, ())
     timeout = timedelta(seconds=options.timeout)
     if on_gpu:
-        of_purpose = {"pp_fwd": options.p2p_ctas, "pp_bwd": options.p2p_ctas, "tp": options.tp_ctas}
-        ctas = of_purpose.get(purpose, options.max_ctas)
+        sms = {"pp_fwd": HOP_SMS, "pp_bwd": HOP_SMS, "tp": TP_SMS}.get(purpose, SMS)
         collective = copied and purpose != "a2a" and purpose not in HOPS
-        pg_options = (copy_engine_options if collective else nccl_options)(ctas, timeout)
+        pg_options = (copy_engine_options if collective else nccl_options)(sms, timeout)
         made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     else:
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)

@@ -13,8 +13,12 @@ from hocket.runtime.weights import Weight, WgradQueue, Write, current_queue, wei
 
 def value_of(param: Tensor) -> Tensor:
     """What the parameter is right now."""
-    weight = weight_of(param)
-    return param if weight is None else weight.tensor()
+    return value_now(weight_of(param) or param)
+
+
+def value_now(weight: Weight | Tensor) -> Tensor:
+    """What a function's weight is right now: an ordinary parameter is its own."""
+    return weight.tensor() if isinstance(weight, Weight) else weight
 
 
 def apply(function: Any, x: Tensor, param: Tensor, *args: Any) -> Any:
@@ -42,7 +46,7 @@ def keep(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None)
     managed = isinstance(weight, Weight)
     ctx.save_for_backward(*((x,) if managed else (x, weight)))
     ctx.weight, ctx.queue = weight if managed else None, queue
-    return weight.tensor() if managed else weight
+    return value_now(weight)
 
 
 def kept(ctx: Any) -> tuple[Tensor, Tensor]:

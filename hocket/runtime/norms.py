@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hocket.kernels.usable import usable
 from hocket.runtime.functional import scale
-from hocket.runtime.managed_or_not import apply, contribute, keep, kept, value_of
+from hocket.runtime.managed_or_not import apply, contribute, keep, kept, value_now, value_of
 from hocket.runtime.weights import Weight, WgradQueue
 
 
@@ -95,8 +95,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from hocket.kernels import norm
 
-        value_D = weight.tensor() if isinstance(weight, Weight) else weight
-        total, y = norm.forward(x, value_D, eps, more)
+        total, y = norm.forward(x, value_now(weight), eps, more)
         keep(ctx, total, weight, queue)
         ctx.eps, ctx.added = eps, more is not None
         return total, y

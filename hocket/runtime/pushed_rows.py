@@ -9,7 +9,6 @@ room for the capacity (`blocks.py`).
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,24 +19,6 @@ from torch import Tensor
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.peer_copies import shared_buffers
 from hocket.runtime.transports import DONE, Nccl, Pending
-
-
-def place() -> tuple[str, str]:
-    """(host, why its GPUs cannot store into each other's memory, empty if they can), for `refuse`. Touches CUDA."""
-    count = torch.cuda.device_count()
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    return platform.node(), f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}" if apart else ""
-
-
-def refuse(places: list[tuple[str, str]]) -> None:
-    """Raise ValueError unless the ranks of a group, whose places these are, can store into each other's memory."""
-    hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
-    if len(hosts) > 1:
-        reasons.append(f"ranks that exchange rows are on {len(hosts)} hosts, and rows are stored into the GPUs of one")
-    if reasons:
-        raise ValueError(f"overlap.ep.splits = device: {'; '.join(reasons)}; fix: overlap.ep.splits = host")
-
 
 COUNTS = 1 << 20
 """Bytes at the end of an arrival buffer, where counts arrive."""

@@ -30,8 +30,8 @@ from torch import Tensor
 from hocket.runtime.blocks import Blocks, rows_of
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -167,17 +167,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def write_scaled(total: Tensor, into: Tensor, scale: float) -> None:
-    """`into` = scale * `total`, computed in the dtype of `into`."""
-    into.copy_(total)
-    if scale != 1.0:
-        into.mul_(scale)
-
-
 def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
     """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in the dtype of `into`.
 
-    Into fp32 one kernel reads every part once on a GPU; a CPU gets the same bits.
+    Multiplied, then added, in two roundings: what that means when written out, whether or not a kernel would fuse the
+    two. Into fp32 one kernel reads every part once on a GPU; a CPU gets the same bits.
     """
     assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
     assert parts_WS.is_contiguous()
@@ -249,7 +243,7 @@ class Gloo:
         self.scratch = Scratch(torch.device("cpu"))
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        return Pending(_all_gather(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
+        return Pending(gather_flat(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         received = self.scratch.take(full.numel(), full.dtype)
@@ -257,18 +251,7 @@ class Gloo:
         assert work is not None
 
         def accumulate() -> None:
-            # Multiply, then add, in two roundings: what `into + scale * sum` means when written out, whether
-            # or not a kernel would fuse the two.
-            first, *rest = received.view(len(self.ranks), into.numel())
-            total = self.scratch.take(into.numel(), into.dtype)
-            total.copy_(first)
-            for part in rest:
-                total.add_(part)
-            if add:
-                into.add_(total if scale == 1.0 else total.mul_(scale))
-            else:
-                write_scaled(total, into, scale)
-            self.scratch.give(total)
+            local_sum(received.view(len(self.ranks), -1), into.view(-1), scale, add)
             self.scratch.give(received)
 
         return Pending(work.wait).then(accumulate)
@@ -276,15 +259,12 @@ class Gloo:
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         # Everything goes everywhere, more than an all-reduce would send, for the order of the sum.
         received = self.scratch.take(len(self.ranks) * full.numel(), full.dtype)
-        work = _all_gather(_bytes(received), _bytes(full), group=self.group, async_op=True)
+        work = gather_flat(_bytes(received), _bytes(full), group=self.group, async_op=True)
 
         def accumulate() -> None:
-            first, *rest = received.view(len(self.ranks), full.numel())
             total = self.scratch.take(into.numel(), into.dtype)
-            total.copy_(first)
-            for part in rest:
-                total.add_(part)
-            full.copy_(total)
+            local_sum(received.view(len(self.ranks), -1), total, 1.0, add=False)
+            full.view(-1).copy_(total)
             local_sum(full.view(1, -1), into.view(-1), scale, add)
             self.scratch.give(total)
             self.scratch.give(received)
@@ -314,7 +294,7 @@ class Gloo:
 
     def all_counts(self, counts: Tensor) -> Tensor:
         out = counts.new_empty(len(self.ranks), *counts.shape)
-        _all_gather(out.view(-1), counts.contiguous().view(-1), group=self.group)
+        gather_flat(out.view(-1), counts.contiguous().view(-1), group=self.group)
         return out
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -351,16 +331,16 @@ class Nccl:
         self.scratch = Scratch(self.device)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        _all_gather(out, shard, group=self.group)
+        gather_flat(out, shard, group=self.group)
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
         if into.dtype == full.dtype and not add and scale == 1.0:
-            _reduce_scatter(into, full, group=self.group)
+            reduce_scatter_flat(into, full, group=self.group)
             return DONE
         # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
         part = self.scratch.take(into.numel(), full.dtype)
-        _reduce_scatter(part, full, group=self.group)
+        reduce_scatter_flat(part, full, group=self.group)
         local_sum(part.view(1, -1), into.view(-1), scale, add)
         self.scratch.give(part)
         return DONE
@@ -379,7 +359,7 @@ class Nccl:
 
     def all_counts(self, counts: Tensor) -> Tensor:
         out = counts.new_empty(len(self.ranks), *counts.shape)
-        _all_gather(out.view(-1), counts.contiguous().view(-1), group=self.group)
+        gather_flat(out.view(-1), counts.contiguous().view(-1), group=self.group)
         return out
 
     def send(self, tensor: Tensor, to: int) -> Pending:

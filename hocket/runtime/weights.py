@@ -91,6 +91,12 @@ class WgradQueue:
     def push(self, weight: Weight, write: Write) -> None:
         self._work.append((weight, write))
 
+    def anchored(self) -> Tensor:
+        """The anchor. Autograd calls no backward below an output that requires no gradient, as token ids make it."""
+        if self.anchor is None:
+            self.anchor = torch.empty(0, requires_grad=True)
+        return self.anchor
+
     def drain(
         self,
         target: Callable[[Weight], Tensor],

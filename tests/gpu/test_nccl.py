@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hocket.plan.mesh import Mesh
+from hocket.plan.mesh import SMS, Mesh
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from tests.helpers.ranks import run_ranks
 
@@ -123,7 +123,7 @@ def _grids(rank):
 def test_collectives_hold_few_multiprocessors():
     for found in run_ranks(_grids, 2, backend="nccl"):
         assert len(found) == 2
-        assert max(found.values()) <= CommOptions().max_ctas
+        assert max(found.values()) <= SMS
 
 
 def _slow(rank):

@@ -29,8 +29,9 @@ from hocket.model.microbatch import Microbatch
 from hocket.plan.mesh import Mesh
 from hocket.runtime import copy_engine
 from hocket.runtime.comm import Group, Groups, everyone, make_groups
-from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow, refuse
+from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
+from hocket.runtime.reach import refuse
 from hocket.runtime.transports import Gloo, local_sum
 from tests.helpers.plans import planned
 from tests.helpers.pools import CpuPool
@@ -138,8 +139,8 @@ def test_parts_are_added_in_rank_order(world, numel, dtype):
 )
 def test_ranks_that_cannot_are_refused_with_reason_and_fix(places, reason):
     with pytest.raises(ValueError, match=rf"^transport = copy_engine: .*{reason}.*; fix: transport = nccl$"):
-        refuse(places)
-    refuse([("a", ""), ("a", "")])
+        refuse(places, "transport = copy_engine", "transport = nccl")
+    refuse([("a", ""), ("a", "")], "transport = copy_engine", "transport = nccl")
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -155,7 +156,7 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("New", (), able), raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: peer != 2)
-    assert copy_engine.problem() == "GPU 0 cannot reach the memory of GPUs [2]"
+    assert copy_engine.problem() == "GPU 0 cannot reach the memory of GPU 2"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: True)
     assert copy_engine.problem() == ""
 

@@ -21,7 +21,7 @@ from hocket.plan.mesh import Mesh
 from hocket.plan.stages import costs_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
-from hocket.runtime.pushed_rows import refuse
+from hocket.runtime.reach import refuse
 from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
@@ -186,11 +186,12 @@ def test_where_more_room_does_not_fit_on_one_rank_the_hosts_of_all_know_splits_f
 
 
 def test_ranks_that_cannot_reach_each_other_are_refused() -> None:
-    refuse([("a", ""), ("a", "")])
+    said = "overlap.ep.splits = device", "overlap.ep.splits = host"
+    refuse([("a", ""), ("a", "")], *said)
     with pytest.raises(ValueError, match=r"overlap.ep.splits = device: .* on 2 hosts.*; fix: overlap.ep.splits = host"):
-        refuse([("a", ""), ("b", "")])
+        refuse([("a", ""), ("b", "")], *said)
     with pytest.raises(ValueError, match="GPU 0 cannot reach"):
-        refuse([("a", ""), ("a", "GPU 0 cannot reach the memory of GPU 1")])
+        refuse([("a", ""), ("a", "GPU 0 cannot reach the memory of GPU 1")], *said)
 
 
 def test_no_rank_ever_gets_more_than_all_rows() -> None:

@@ -48,7 +48,7 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.parallel.parts import Part
-from hocket.parallel.slices import ALONE, TensorRank, copies_of, part_of, take, whole_shape
+from hocket.parallel.slices import ALONE, TensorRank, part_of, sharers_of, take, whole_shape
 from hocket.plan.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, WgradQueue, manage
@@ -319,7 +319,7 @@ class PlannedUnit:
                 shape, lo = self.group.place_of(shard)
                 name = shard.full_name
                 shape = whole_shape(name, shape, self.tensors)
-                shared = 1 if self.kind == "experts" else copies_of(name, self.tensors)
+                shared = 1 if self.kind == "experts" else sharers_of(name, self.tensors)
                 part = part_of(name, shape, self.tensors)
                 found.append(Piece(name, shape, lo, lo + shard.numel(), shard, part, shared))
         return found
