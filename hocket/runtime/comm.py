@@ -22,7 +22,7 @@ from hocket.config import COPIED
 from hocket.plan.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks
 from hocket.runtime.copy_engine import CopyEngine, problem
-from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
+from hocket.runtime.group_transport import HOPS, CommOptions, TransportName, make_transport
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.reach import place, refuse, unreachable
@@ -347,7 +347,7 @@ def make_group(
 
 def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
     """The field of `Groups` that a group fills. Activations flow along an edge, gradients against it."""
-    if purpose not in ("pp_fwd", "pp_bwd"):
+    if purpose not in HOPS:
         return purpose
     part = "act" if purpose == "pp_fwd" else "grad"
     sends = (ranks[0] == rank) == (part == "act")
@@ -362,7 +362,7 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
             if rank not in ranks:
                 continue
             group = getattr(groups, _field(purpose, ranks, rank, mesh))
-            if purpose in ("pp_fwd", "pp_bwd"):
+            if purpose in HOPS:
                 sends = (group.rank == 0) == (purpose == "pp_fwd")
                 (group.send if sends else group.recv)(row[0], group.other).wait()
             else:
