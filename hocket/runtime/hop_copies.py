@@ -42,40 +42,46 @@ class HopCopies:
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, queue: Callable[[], int]) -> None:
         """`memories` are the bytes of both ranks, as `blank` has made them; `queue` says what stream is current."""
         assert len(memories) == 2, f"an edge has two ranks, not {len(memories)}"
-        self._driver, self._queue, self._memories = driver, queue, tuple(memories)
-        self.nbytes = (memories[0].numel() - WORDS) // HALVES
+        self._driver, self._queue = driver, queue
+        self._mine, self._other = memories[rank], memories[1 - rank]
+        self.nbytes = (self._mine.numel() - WORDS) // HALVES
         """Bytes of a half."""
-        self._mine, self._other = memories[rank].data_ptr(), memories[1 - rank].data_ptr()
 
     def send(self, tensor: Tensor) -> None:
         """Issue the copies of a contiguous tensor to the other rank, on the current stream."""
-        for half, source, nbytes in self._pieces(tensor):
-            stream = self._own(_FREE, half)
-            self._driver.copy(stream, self._other + half * self.nbytes, source, nbytes)
-            self._driver.write(stream, self._word(self._other, _FULL, half), 1)
+        for half, piece in self._pieces(tensor):
+            self._take(_FREE, half)
+            self._half(self._other, half, piece).copy_(piece)
+            self._give(_FULL, half)
 
     def receive(self, tensor: Tensor) -> None:
         """Issue the copies of what arrives into a contiguous tensor, on the current stream."""
-        for half, into, nbytes in self._pieces(tensor):
-            stream = self._own(_FULL, half)
-            self._driver.copy(stream, into, self._mine + half * self.nbytes, nbytes)
-            self._driver.write(stream, self._word(self._other, _FREE, half), 1)
+        for half, piece in self._pieces(tensor):
+            self._take(_FULL, half)
+            piece.copy_(self._half(self._mine, half, piece))
+            self._give(_FREE, half)
 
-    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Which half each piece of a tensor goes through, its address and its bytes."""
-        assert tensor.is_contiguous()
-        for number, low in enumerate(range(0, tensor.nbytes, self.nbytes)):
-            yield number % HALVES, tensor.data_ptr() + low, min(self.nbytes, tensor.nbytes - low)
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Which half each piece of a tensor goes through, and its bytes."""
+        for number, piece in enumerate(tensor.view(-1).view(torch.uint8).split(self.nbytes) if tensor.numel() else ()):
+            yield number % HALVES, piece
 
-    def _own(self, words: int, half: int) -> int:
-        """Wait until a word of this rank is one, and make it zero; returns the stream that does."""
+    def _half(self, memory: Tensor, half: int, piece: Tensor) -> Tensor:
+        """As many bytes of a half as a piece has."""
+        return memory[half * self.nbytes : half * self.nbytes + piece.numel()]
+
+    def _take(self, words: int, half: int) -> None:
+        """Wait until a word of this rank is one, and make it zero."""
         stream, word = self._queue(), self._word(self._mine, words, half)
         self._driver.wait(stream, word, 1)
         self._driver.write(stream, word, 0)
-        return stream
 
-    def _word(self, memory: int, words: int, half: int) -> int:
-        return memory + HALVES * self.nbytes + words + 4 * half
+    def _give(self, words: int, half: int) -> None:
+        """Make a word of the other rank one."""
+        self._driver.write(self._queue(), self._word(self._other, words, half), 1)
+
+    def _word(self, memory: Tensor, words: int, half: int) -> int:
+        return memory.data_ptr() + HALVES * self.nbytes + words + 4 * half
 
 
 def blank(memory: Tensor) -> None:

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import pytest
 import torch
@@ -74,32 +73,33 @@ def test_a_tensor_that_fits_waits_for_its_receiver_beside_the_sender() -> None:
 
 
 class Stepwise(Memcpy):
-    """Says which words were written and waited for, and which bytes were copied."""
+    """Says which words were written and waited for, and what the receiver had got by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, received: Tensor) -> None:
         super().__init__()
-        self.done: list[str] = []
+        self.received, self.done = received, list[tuple[str, bool]]()
 
-    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
-        super().copy(stream, into, source, nbytes)
-        self.done.append("copy")
+    def _note(self, what: str) -> None:
+        self.done.append((what, bool(self.received.any())))
 
     def write(self, stream: int, word: int, value: int) -> None:
         super().write(stream, word, value)
-        self.done.append(f"write {value}")
+        self._note(f"write {value}")
 
     def wait(self, stream: int, word: int, value: int) -> None:
         super().wait(stream, word, value)
-        self.done.append("wait")
+        self._note("wait")
 
 
 def test_words_change_only_around_the_copy() -> None:
     """Its own word becomes zero before the copy: one that became it behind could undo what the other rank says."""
-    driver = Stepwise()
+    received = torch.zeros(16)
+    driver = Stepwise(received)
     sender, receiver = edge(driver)
-    sender.send(sent(0))
-    receiver.receive(torch.empty(16))
-    assert driver.done == ["wait", "write 0", "copy", "write 1"] * 2
+    sender.send(sent(0) + 1)
+    assert driver.done == [("wait", False), ("write 0", False), ("write 1", False)]
+    receiver.receive(received)
+    assert driver.done[3:] == [("wait", False), ("write 0", False), ("write 1", True)]
 
 
 def test_all_words_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
@@ -109,7 +109,7 @@ def test_all_words_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
     here, there = sent(5), torch.empty_like(sent(5))
 
     def words() -> list[list[int]]:
-        return [memory[-WORDS:].view(torch.int32)[: 2 * HALVES].tolist() for memory in sender._memories]
+        return [memory[-WORDS:].view(torch.int32)[: 2 * HALVES].tolist() for memory in (sender._mine, sender._other)]
 
     before = words()
     assert before == [[0, 0, 1, 1]] * 2
@@ -128,6 +128,6 @@ def test_pieces_cover_every_byte_once() -> None:
     for number in range(len(SIZES)):
         tensor = sent(number)
         pieces = list(sender._pieces(tensor))
-        assert sum(nbytes for _, _, nbytes in pieces) == tensor.nbytes
-        assert all(low + nbytes == high for (_, low, nbytes), (_, high, _) in pairwise(pieces))
-        assert [half for half, _, _ in pieces] == [number % 2 for number in range(len(pieces))]
+        found = torch.cat([tensor.new_empty(0).view(torch.uint8), *(piece for _, piece in pieces)])
+        assert torch.equal(found.view(torch.float32), tensor)
+        assert [half for half, _ in pieces] == [number % 2 for number in range(len(pieces))]
