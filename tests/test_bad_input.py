@@ -342,16 +342,20 @@ def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path):
     assert (tmp_path / "runs/tiny/checkpoints/step-00000030").is_dir()
 
 
-def test_ranks_that_find_different_text_are_refused(tmp_path):
+@pytest.mark.parametrize("same_size", [False, True])
+def test_ranks_that_find_different_text_are_refused(tmp_path, same_size):
     text_in(tmp_path)
     (tmp_path / "one.txt").write_text("other text " * 300)
+    if same_size:  # as under other paths, which put documents into another order
+        shutil.rmtree(tmp_path / "text")
+        (tmp_path / "text").write_text("text other " * 300)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths"]
     ranks = [start(tmp_path, "train", *words, path, RANK=str(i), **place) for i, path in enumerate(["text", "one.txt"])]
     for process, path in zip(ranks, ["text", "one.txt"], strict=True):
-        one_message(finish(process), f"data.paths = {path}", "ranks find different text: this one")
+        one_message(finish(process), f"data.paths = {path}", "ranks find different text, or in another order: this one")
 
 
 def test_ranks_that_do_not_meet_say_so(tmp_path):

@@ -14,7 +14,6 @@ on all.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,11 +79,12 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
     written, or if the ranks' hosts do not share it.
     """
     folder = checkpoints_of(settings)
-    here = folder / everyone(f"{platform.node()}-{os.getpid()}-{time.time_ns()}.tmp")[0]
+    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
+    here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
     try:
-        _together(lambda: _make(here) if _is_first() else None)
+        _together(lambda: here.mkdir(parents=True) if _is_first() else None)
         _together(lambda: _require_shared(here))
-        _together(lambda: here.unlink() if _is_first() else None)
+        _together(lambda: here.rmdir() if _is_first() else None)
     except (OSError, ValueError) as error:
         fix = "name a folder that you can write to, on a file system that all hosts share"
         raise ValueError(_problem(settings, f"no place for checkpoints: {error}", fix)) from None
@@ -97,11 +97,6 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
     what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
     text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
     return [_problem(settings, text, "make room before the first one")]
-
-
-def _make(here: Path) -> None:
-    here.parent.mkdir(parents=True, exist_ok=True)
-    here.touch()
 
 
 def _require_shared(here: Path) -> None:

@@ -45,13 +45,14 @@ class Trainer:
     def _require_same_text(self) -> None:
         """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
         corpus, control = self.corpus, self.engine.groups.control
-        mine = torch.tensor([len(corpus.train), len(corpus.validation), corpus.documents], device=self.device)
+        found = [len(corpus.train), len(corpus.validation), corpus.documents, corpus.sample]
+        mine = torch.tensor(found, device=self.device)
         least, most = mine.clone(), mine.clone()
         control.all_reduce(least, "min").wait()
         control.all_reduce(most, "max").wait()
         if not torch.equal(least, most):
-            reason = f"ranks find different text: this one {corpus}"
-            fix = "the same files on all hosts, and files that do not change"
+            reason = f"ranks find different text, or in another order: this one {corpus}"
+            fix = "the same files under the same paths on all hosts, and files that do not change"
             raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def run(self) -> int:
