@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import resource
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hocket.fsdp.saving import whole
+from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.leaves import changed
 from hocket.train import checkpoint
 from hocket.train import damage as damage_module
@@ -33,6 +38,28 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     assert first == second
     assert first.startswith("run.folder = ")
     assert "fix:" in first
+
+
+def slower_than_patience(rank: int, folder: Path) -> str:
+    """Rank 1 writes for longer than the other waits for it."""
+    checkpoint.dcp.save = functools.partial(
+        checkpoint.dcp.save, process_group=dist.new_group(timeout=timedelta(seconds=1))
+    )
+    write = CheckpointWriter.write_data
+    if rank == 1:
+        CheckpointWriter.write_data = lambda *args: (time.sleep(4), write(*args))[1]  # type: ignore[method-assign]
+    try:
+        checkpoint.save(settings_in(folder), 1, 1, groups(1))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_that_takes_longer_than_ranks_wait_names_the_setting(tmp_path):
+    first, _ = run_ranks(slower_than_patience, 2, tmp_path)
+    words = r"train\.hang_timeout = 300.* \(configuration\): a rank has waited longer than that for .* of step 1; fix: a longer"
+    assert re.match(words, first), first
+    assert not list(checkpoint.checkpoints_of(settings_in(tmp_path)).glob("step-*[0-9]"))
 
 
 def place_not_shared(rank: int, folder: Path) -> str:

@@ -109,7 +109,8 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
     `text` says what the stream is of: `position` means another place in another text. Raises SaveFailed if the file
-    system refuses; what it has written is removed then, for on a full disk nothing else would find room.
+    system refuses; what it has written is removed then, for on a full disk nothing else would find room. ValueError if
+    it takes some rank much longer than others.
     """
     folder = WholeFolder(checkpoints_of(settings) / f"step-{step:08d}", replaces=True)
     writer = CheckpointWriter(folder, publishes=False)
@@ -127,6 +128,12 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
     except (OSError, ValueError) as error:
         writer.give_up()
         raise SaveFailed(_refused(settings, step, groups, error)) from None
+    except RuntimeError as error:  # of gloo: the others may still be writing
+        if "Timed out" not in str(error):
+            raise
+        limit = settings.train.hang_timeout
+        reason = f"a rank has waited longer than that for the others to write the checkpoint of step {step}"
+        raise ValueError(problem("train.hang_timeout", limit, settings.origins, reason, "a longer one")) from None
     return folder.final
 
 
