@@ -315,3 +315,14 @@ def test_sizes_that_do_not_fit_are_our_own_mistake():
         group.all_to_all(torch.empty(2, 1), torch.empty(3, 1), RowTable([[2]], 0))
     with pytest.raises(AssertionError, match="3 rows to receive"):
         group.all_to_all(torch.empty(3, 1), torch.empty(2, 1), RowTable([[2]], 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [(CommOptions(tokens=1), "overlap.tp.method"), (CommOptions(device_splits=True), "overlap.ep.splits = device")],
+)
+def test_gpus_that_cannot_reach_each_other_are_refused_what_needs_it(options, setting, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: gpu == 0)
+    with pytest.raises(ValueError, match=rf"^{setting}: GPU 1 cannot reach the memory of GPU 0; fix: "):
+        make_groups(Mesh(), 0, torch.device("cuda"), "nccl", options)
