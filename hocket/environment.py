@@ -1,6 +1,6 @@
 """What a run finds where it starts: its place among workers, GPUs, cores; and the variables that must be set.
 
-The environment comes as a value: `launch.py` and those commands that need it read it.
+The environment comes as a value: `launching/` and those commands that need it read it.
 """
 
 from __future__ import annotations

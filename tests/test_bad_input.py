@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hocket import ports
 from hocket.environment import Worker
-from hocket.launch import Child, explain
-from hocket.ports import nobody_met, port_in_use
+from hocket.launching import ports
+from hocket.launching.children import Child, explain
+from hocket.launching.ports import nobody_met, port_in_use
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed

@@ -93,7 +93,8 @@ def test_settings_that_name_others_exist():
 
 
 def test_the_parts_a_user_touches_first_import_no_torch():
-    code = "import sys, hocket.cli, hocket.launch, hocket.planning, hocket.resolve; sys.exit('torch' in sys.modules)"
+    parts = "hocket.cli, hocket.launching.launch, hocket.planning, hocket.resolve"
+    code = f"import sys, {parts}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

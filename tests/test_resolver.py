@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hocket.config import Config, MeshConfig
 from hocket.environment import Worker, probe
 from hocket.explain.overlaps import overlaps
-from hocket.launch import too_few_gpus
+from hocket.launching.launch import too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision

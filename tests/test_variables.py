@@ -124,7 +124,7 @@ ARRIVE = (
     "import os, sys\n"
     "from hocket.commands.options import parse\n"
     "from hocket.commands.train import Train\n"
-    "from hocket.launch import arrive\n"
+    "from hocket.launching.launch import arrive\n"
     "options, origins = parse(Train, 'train', ['tiny', *sys.argv[1:]])\n"
     "arrive(options.config, origins)\n"
     "assert 'torch' not in sys.modules\n"

@@ -61,9 +61,10 @@ def run(words: list[str]) -> int:
     names = chosen(options.against, config)
     find(names)
     names = (*names, *own)
-    from hocket import launch
     from hocket.bench.run import Bench as Measurement
     from hocket.bench.run import Sized, bench_rank
+    from hocket.launching import launch
+    from hocket.launching.worker import Job
 
     configs = [changed(config, {"data.sequence_length": length}) for length in _lengths(options)]
     if options.lengths:
@@ -94,7 +95,7 @@ def run(words: list[str]) -> int:
         until=began + options.seconds if options.seconds else math.inf,
         former=former,
     )
-    return launch.work(settings, worker, launch.Job(functools.partial(bench_rank, measurement, say), "start it again"))
+    return launch.work(settings, worker, Job(functools.partial(bench_rank, measurement, say), "start it again"))
 
 
 def _lengths(options: Bench) -> tuple[int, ...]:

@@ -31,6 +31,6 @@ def run(words: list[str]) -> int:
             )
         config = changed(config, {"train.profile": (0, min(PROFILED, config.train.steps))})
         origins["train.profile"] = "command line, --profile"
-    from hocket import launch
+    from hocket.launching import launch
 
     return launch.train(config, origins)

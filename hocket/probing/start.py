@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hocket.environment import Worker, prepare
-from hocket.ports import find_port
+from hocket.launching.ports import find_port
 from hocket.probing.request import Measured, Request
 
 LIMIT = 180.0

@@ -1,0 +1,84 @@
+"""What `hocket train` and `hocket bench` begin with: as one worker, or as the parent of all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hocket.config import Config
+from hocket.environment import Worker, find_worker, prepare, probe
+from hocket.launching.folder import run_folder
+from hocket.launching.parent import start_workers
+from hocket.launching.worker import Job, end_now, outcome
+from hocket.resolve import Settings, resolve
+from hocket.variables import passed, survey
+
+
+def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
+    """Train as this process's place demands: as one worker, or as the parent of all. Ends the process.
+
+    Raises ValueError for settings that cannot work, before any work starts.
+    """
+    settings, worker = arrive(config, origins)
+    check_corpus(settings)
+    if settings.train.transport == "null":
+        job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
+    else:
+        again = "the same command continues from the last checkpoint, if there is one"
+        job = Job(train_rank, again, "saving and ending after this step", "ended without saving")
+    work(settings, worker, job)
+
+
+def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
+    """Prepare this process, and resolve a configuration for where it runs. The place is None for a parent of workers.
+
+    Raises ValueError for settings that cannot work.
+    """
+    worker = find_worker(os.environ, config.run.port)
+    local_world = worker.local_world if worker else config.mesh.world
+    policy, now = config.overlap.env, passed(sys.modules)
+    variables = survey(os.environ, policy, now)
+    notes = prepare(os.environ, local_world, policy, now)
+    settings = resolve(config, probe(config, origins, worker, variables), origins)
+    if worker is None or worker.rank == 0:
+        sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings)])
+    return settings, worker
+
+
+def too_few_gpus(settings: Settings) -> list[str]:
+    """Why ranks that GPUs were meant for compute on CPUs: said before they make weights there, which may take long."""
+    meant = settings.host.gpus > 0 or settings.precision.compute == "bf16"
+    return [
+        str(decision)
+        for decision in settings.decisions
+        if decision.setting == "train.device" and decision.value == "cpu" and meant
+    ]
+
+
+def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
+    """Do a job as one worker, or start all workers and wait for them. Ends the process."""
+    if worker:
+        end_now(outcome(settings, worker, job))
+    with run_folder(settings):
+        code = start_workers(settings, job)
+    end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
+
+
+def train_rank(settings: Settings, rank: int, device: Any) -> None:
+    """The job of training."""
+    from hocket.train.trainer import Trainer
+
+    Trainer(settings, rank, device).run()
+
+
+def check_corpus(settings: Settings) -> None:
+    """Find missing paths and too little text now, not once all workers are up. Tokenises if nobody has yet."""
+    from hocket.train.corpus import open_corpus
+
+    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
+    from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
+
+    make_streams(corpus, settings)

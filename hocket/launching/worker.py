@@ -1,0 +1,130 @@
+"""One rank of a run: a process that torchrun or Slurm has started, or a fork of the parent of all.
+
+Note: [No worker is left behind]
+Each worker is the leader of a process group and asks the kernel to be killed when its parent dies (Linux), however
+that happens. When one worker fails, the parent kills the groups of all others: they would only wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hocket.environment import Worker
+from hocket.launching.folder import run_folder
+from hocket.launching.ports import nobody_met, port_in_use
+from hocket.resolve import Settings
+from hocket.train.signals import asking
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a run do."""
+
+    run: Callable[[Settings, int, Any], None]
+    """Called by every worker once all have met, with the settings, its rank and its device."""
+    again: str
+    """What the user can do about a failure."""
+    ending: str = "ending now"
+    """What the workers do when they are asked to end."""
+    ended: str = "ended"
+    """What they have done when they are asked again."""
+
+
+def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
+    """Run one rank in this process. Returns the exit code; the caller ends the process with `end_now`."""
+    os.environ.update(worker.variables())
+    import torch
+    import torch.distributed as dist
+
+    from hocket.runtime.comm import join_world, leave_world
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    device = torch.device("cpu")
+    if settings.train.device == "cuda":
+        device = torch.device("cuda", worker.local_rank)
+        torch.cuda.set_device(device)
+    try:
+        join_world(device.type == "cuda", settings.train.hang_timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
+        raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
+    job.run(settings, worker.rank, device)
+    leave_world()
+    return 0
+
+
+def outcome(settings: Settings, worker: Worker, job: Job) -> int:
+    """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
+    try:
+        # One of the ranks is enough to hold the folder.
+        with run_folder(settings) if worker.rank == 0 else contextlib.nullcontext():
+            return be_worker(settings, worker, job)
+    except ValueError as error:
+        sys.stderr.write(f"hocket: {error}\n")
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: int, parent: int) -> NoReturn:
+    """The life of a forked worker."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with(parent)
+        for number in asking():
+            signal.signal(number, signal.SIG_DFL)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(file, 2)
+        if worker.rank:
+            os.dup2(file, 1)
+        code = be_worker(settings, worker, job)
+    except ValueError as error:
+        say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))
+        code = 2
+        log_error()
+    except BaseException as error:
+        say(pipe, "crash", f"{type(error).__name__}: {error}")
+        log_error()
+    end_now(code)
+
+
+def log_error() -> None:
+    """Print the traceback of the exception at hand into the log, if the disk has room for it."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
+def end_now(code: int) -> NoReturn:
+    """End without clean-up. A worker's groups still exist, and what it inherited by forking is its parent's."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def say(pipe: int, kind: str, text: str) -> None:
+    """Tell the parent why this worker fails. Short enough for a pipe without a reader, which holds 64 KiB."""
+    os.write(pipe, json.dumps({"kind": kind, "text": text[:8000], "time": time.monotonic()}).encode())
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent ends. See Note: [No worker is left behind]."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
