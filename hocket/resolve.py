@@ -102,7 +102,9 @@ def resolve(
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, trials)]
+    decisions += [
+        Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, host, trials)
+    ]
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))

@@ -204,12 +204,12 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
 def latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
     """See Note: [Only cross-lane dependencies are written down]."""
     mine = lanes[position]
-    latest: dict[Lane, int] = {}
-    for p in needed:
-        lane = lanes[p]
-        if lane != mine and p > latest.get(lane, -1):
-            latest[lane] = p
-    return tuple(sorted(latest.values()))
+    others = [p for p in needed if lanes[p] != mine]
+    if len(others) < 2:
+        return tuple(others)
+    others.sort()
+    latest = {lanes[p]: p for p in others}
+    return tuple(others if len(latest) == len(others) else sorted(latest.values()))
 
 
 def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane) -> list[int]:

@@ -81,24 +81,44 @@ def schedule(program: Program, durations: Sequence[Time], friction: Friction) ->
 
 
 def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Time], list[Time]]:
-    """The same where nothing rubs: then it does not matter what runs beside what."""
+    """The same where nothing rubs: then it does not matter what runs beside what.
+
+    Rank by rank, in the order of the lists, where most of what an op waits for has come before; what has not, such as
+    another rank's send, is looked up first.
+    """
     before = _predecessors(program)
-    after = _turned(before)
-    waiting = [len(needed) for needed in before]
     starts: list[Time] = [0] * len(before)
-    ends: list[Time] = [0] * len(before)
-    ready = [number for number, count in enumerate(waiting) if not count]
-    for number in ready:  # which grows
-        end = ends[number] = starts[number] + durations[number]
-        for later in after[number]:
-            if end > starts[later]:
-                starts[later] = end
-            waiting[later] -= 1
-            if not waiting[later]:
-                ready.append(later)
-    if len(ready) < len(before):
-        raise ValueError(_stuck(program, waiting))
-    return starts, ends
+    ends: list[Time | None] = [None] * len(before)
+    for number in range(len(before)):
+        path = [number] if ends[number] is None else []
+        while path:
+            top = path[-1]
+            start: Time = 0
+            for earlier in before[top]:
+                end = ends[earlier]
+                if end is None:
+                    path.append(earlier)
+                    break
+                if end > start:
+                    start = end
+            else:
+                starts[top] = start
+                ends[top] = start + durations[top]
+                path.pop()
+            if len(path) > len(before):
+                raise ValueError(_stuck(program, _never(before)))
+    return starts, [end for end in ends if end is not None]
+
+
+def _never(before: Sequence[Sequence[int]]) -> list[bool]:
+    """Which ops wait for themselves, or for one that does."""
+    never, more = [True] * len(before), True
+    while more:
+        more = False
+        for number, needed in enumerate(before):
+            if never[number] and not any(never[earlier] for earlier in needed):
+                never[number], more = False, True
+    return never
 
 
 def _turned(before: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -237,33 +257,36 @@ class _Schedule:
 
 def _predecessors(program: Program) -> list[list[int]]:
     """For each op, numbered through all ranks, the ops that must have ended before it starts."""
-    sends: dict[tuple[int, Key], int] = {}
-    for number, (rank, _, op) in enumerate(program):
-        if op.verb == "send":
-            sends[rank, op.key] = number
     before: list[list[int]] = []
+    together: list[int] = []  # what the steps of all ranks wait for
+    sends: dict[tuple[int, Key], int] = {}
+    receives: list[tuple[int, int, Op]] = []
     for rank, ops in enumerate(program.ranks):
         first = len(before)
         last_on_lane: dict[Lane, int] = {}
-        for position, op in enumerate(ops):
-            needed = [first + dep for dep in op.deps]
-            if op.lane in last_on_lane:
-                needed.append(last_on_lane[op.lane])
-            last_on_lane[op.lane] = first + position
-            if op.verb == "recv":
-                peer = program.layout.peer(op, rank)
-                if peer not in sends:
-                    raise ValueError(f"rank {rank} waits at '{op}' for a send that rank {peer[0]} does not have")
-                needed.append(sends[peer])
+        for number, op in enumerate(ops, first):
+            verb, _, _, _, _, lane, _, deps, _ = op
+            needed = [first + dep for dep in deps]
+            if lane in last_on_lane:
+                needed.append(last_on_lane[lane])
+            last_on_lane[lane] = number
+            if verb == "send":
+                sends[rank, op.key] = number
+            elif verb == "recv":
+                receives.append((number, rank, op))
+            elif verb == "step":
+                together += needed
+                needed = together
             before.append(needed)
-    steps = [number for number, (_, _, op) in enumerate(program) if op.verb == "step"]
-    together = [earlier for number in steps for earlier in before[number]]
-    for number in steps:
-        before[number] = together
+    for number, rank, op in receives:
+        peer = program.layout.peer(op, rank)
+        if peer not in sends:
+            raise ValueError(f"rank {rank} waits at '{op}' for a send that rank {peer[0]} does not have")
+        before[number].append(sends[peer])
     return before
 
 
-def _stuck(program: Program, waiting: list[int]) -> str:
+def _stuck(program: Program, waiting: Sequence[int]) -> str:
     """Name the first op of every lane that never runs."""
     heads: dict[tuple[int, Lane], str] = {}
     for number, (rank, position, op) in enumerate(program):

@@ -113,12 +113,16 @@ def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
 
 
 def quiet_end(program: Program, ends: Sequence[Time], rank: int) -> Time:
-    """For how long at the end of a step a rank has nothing left to compute while others have; ends as of `times`."""
+    """How much earlier than the last of the others a rank ends its last compute op; ends as of `times`.
+
+    Negative if it ends last.
+    """
     last: list[Time] = [0] * len(program.ranks)
     for number, (where, _, op) in enumerate(program):
         if op.lane == "compute" and op.verb != "step":
             last[where] = max(last[where], ends[number])
-    return max(last) - last[rank]
+    mine = last.pop(rank)
+    return max(last, default=mine) - mine
 
 
 def _durations(program: Program, costs: Costs) -> list[Time]:

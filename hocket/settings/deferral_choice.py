@@ -197,17 +197,17 @@ class _Search:
 
     def _suiting(self, way: _Way) -> int:
         """How many of the head's make the step shortest. See Note: [The end of a step]."""
-        tried = self._tried[way] = {0: self.seconds(way)}
-        one, least = float(self._costs.seconds(self._rank, Op("wgrad", "head"))), 0
-        most = heads = min(self.count, math.ceil(self.quiet(way) / one)) if one else 0
-        while least < most:
+        tried, quiet = {0: self.seconds(way)}, {0: self.quiet(way)}
+        one = float(self._costs.seconds(self._rank, Op("wgrad", "head")))
+        least, most = 0, min(self.count, math.ceil(quiet[0] / one)) + 1 if one and quiet[0] > 0 else 1
+        heads = most - 1
+        while least < heads < most:
             some = replace(way, heads=heads)
-            tried[heads] = self.seconds(some)
-            if self.quiet(some) > 0:
-                least = heads
-            else:
-                most = heads - 1
-            heads = (least + most + 1) // 2
+            tried[heads], quiet[heads] = self.seconds(some), self.quiet(some)
+            least, most = (heads, most) if quiet[heads] > 0 else (least, heads)
+            early, late = quiet[least], quiet.get(most, 0.0)
+            heads = least + max(1, int((most - least) * early / (early - late)))
+        self._tried[way] = tried
         best = min(sorted(tried), key=tried.__getitem__)
         return best if tried[best] <= _WORTH_LATE * tried[0] else 0
 

@@ -11,7 +11,8 @@ from hocket.plan.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches, group_of, lane_matters, nothing_to_put_behind
-from hocket.settings.predicted import Trials
+from hocket.settings.predicted import Trials, memory_of
+from hocket.settings.rule import Host
 
 
 def choose_lane(c: Config) -> Iterator[Choice]:
@@ -28,7 +29,7 @@ def _lane(c: Config) -> tuple[str, str]:
     return "on", "it makes no difference here: every step begins with the op that reads its gradient"
 
 
-def stride_remark(c: Config, trials: Trials) -> Iterator[Choice]:
+def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the hop.
 
     `c` has nothing open.
@@ -42,8 +43,10 @@ def stride_remark(c: Config, trials: Trials) -> Iterator[Choice]:
     price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
     if 2 * cover.exposed <= cover.hop or price is None:
         return
-    count = few_microbatches(changed(c, {"plan.group": price.group}))
-    wide = changed(c, {"plan.stride": 3, "plan.group": price.group})
+    wide, memory = changed(c, {"plan.stride": 3, "plan.group": price.group}), memory_of(c, host)
+    if memory and not trials.step(wide).may_fit(memory):
+        return
+    count = max(few_microbatches(c), price.group)
     before, after = (trials.seconds(each, count) for each in (c, wide))
     if after < before:
         reason = (

@@ -169,6 +169,8 @@ class Predicted:
 
     def __init__(self, c: Config, trials: Trials) -> None:
         self.microbatches = enough_microbatches(c)
+        # A rank of a merged V holds as much as it ever does after half of them.
+        self._holding = min(self.microbatches, group_of(c)) if c.plan.order == "merged_v" else self.microbatches
         self._config, self._trials = c, trials
 
     @cached_property
@@ -178,18 +180,32 @@ class Predicted:
     @cached_property
     def nbytes(self) -> int:
         """Memory."""
-        return self._peak + self._trials.beside(self._config, self.microbatches)
+        peak = 0
+        for rank in self._by_bound:
+            if self._bounds[rank] > peak or not self._bounded:
+                peak = max(peak, self._trials.peak(self._config, self._holding, rank))
+        return peak + self._beside
 
     def fits(self, memory: int) -> bool:
         """Whether ranks of so much memory can hold it; without the simulation, where bounds suffice."""
         c, costs = self._config, self._trials.costs(self._config)
-        order, _ = choose_order(layout_of(c), self.microbatches, c)
-        if at_least(layout_of(c), [in_flight(steps) for steps in order], costs) > room(memory):
+        if not self.may_fit(memory):
             return False
-        left = room(memory) - _arrivals(c) - (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
-        if not separate_wgrads(c) and max(self._bounds.values()) <= left:
-            return True
-        return self._peak <= left or fits(self.nbytes, memory)
+        beside = _arrivals(c) + (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
+        for rank in self._by_bound:
+            if self._bounded and fits(self._bounds[rank] + beside, memory):
+                return True
+            peak = self._trials.peak(c, self._holding, rank)
+            if not fits(peak + beside, memory) and not fits(peak + self._beside, memory):
+                return False
+        return True
+
+    def may_fit(self, memory: int) -> bool:
+        """False if ranks of so much memory cannot hold it, by a bound for which nothing is built."""
+        layout = layout_of(self._config)
+        order, _ = choose_order(layout, self._holding, self._config)
+        held = at_least(layout, [in_flight(steps) for steps in order], self._trials.costs(self._config))
+        return fits(held, memory)
 
     @cached_property
     def moved(self) -> int:
@@ -206,19 +222,26 @@ class Predicted:
         return max(map(len, self._program.ranks))
 
     @cached_property
-    def _peak(self) -> int:
-        peak, bounds = 0, self._bounds
-        for rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
-            if bounds[rank] > peak or separate_wgrads(self._config):
-                peak = max(peak, self._trials.peak(self._config, self.microbatches, rank))
-        return peak
+    def _beside(self) -> int:
+        return self._trials.beside(self._config, self._holding)
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether `_bounds` are bounds."""
+        return not separate_wgrads(self._config)
+
+    @property
+    def _by_bound(self) -> list[int]:
+        """Ranks, the one first that may hold most."""
+        return sorted(self._bounds, key=self._bounds.__getitem__, reverse=True)
 
     @cached_property
     def _bounds(self) -> dict[int, int]:
         """Rank -> more than it holds, if weight gradients have no steps of their own."""
         late, costs = self._config.overlap.pp.defer_head, self._trials.costs(self._config)
-        late = 0 if late == "auto" else late if late >= 0 else self.microbatches
-        return {rank: at_most(self._program, costs, rank, late) for rank in range(self._config.mesh.pp)}
+        late = 0 if late == "auto" else late if late >= 0 else self._holding
+        program = self._trials.program(self._config, self._holding)
+        return {rank: at_most(program, costs, rank, late) for rank in range(self._config.mesh.pp)}
 
     @property
     def _program(self) -> Program:

@@ -37,9 +37,13 @@ def _chosen(c: Config, memory: int, trials: Trials) -> tuple[Strategy, str]:
         return _LEAST, "with one data-parallel rank nothing is shared out"
     if not memory:
         return _LEAST, f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
-    steps: dict[Strategy, Predicted] = {s: trials.step(changed(c, {_SETTING: s})) for s in get_args(Strategy)}
+    steps: dict[Strategy, Predicted] = {s: trials.step(changed(c, {_SETTING: s})) for s in reversed(get_args(Strategy))}
     least = steps[_LEAST]
-    fitting = {name: step for name, step in steps.items() if step.fits(memory)}
+    fitting: dict[Strategy, Predicted] = {}
+    for name, step in steps.items():
+        if not step.fits(memory):
+            break  # those that follow keep more
+        fitting[name] = step
     if not fitting:
         return _LEAST, f"{gib(least.nbytes)} of {gib(memory)} are needed, and the others need more"
     shortest = min(step.seconds for step in fitting.values())

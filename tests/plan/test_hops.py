@@ -220,7 +220,7 @@ def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_s
     assert said(settings(), "plan.stride") == []
     found = settings(train__slow_latency=(0.5,), train__microbatches=12, **slow)
     (reason,) = said(found, "plan.stride")
-    assert "with plan.stride = 3 and plan.group = 3, 9 microbatches would take" in reason
+    assert "with plan.stride = 3 and plan.group = 3, 6 microbatches would take" in reason
     assert "GiB" in reason
 
 
