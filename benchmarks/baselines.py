@@ -93,7 +93,7 @@ PIPELINE = (
 """The recipe with a pipeline of 2: sends, all-to-alls and sharding at once."""
 PIPELINE_DENSE = (
     "llama3_8b --model.vocab 8192 --mesh.pp 4 --plan.chunks 2 --optimizer off "
-    "--against hocket,hocket_signal,pipelining_interleaved --blocks 4 --steps 2"
+    "--against hocket,hocket_ce,hocket_signal,pipelining_interleaved --blocks 4 --steps 2"
 )
 """Llama-3 8B in a pipeline, with so few words that the head weighs on no rank: sends and bubble alone."""
 EVERYTHING = (

@@ -28,7 +28,7 @@ from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
-from benchmarks.markdown import WIDTH, Result, ms, table
+from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
 from benchmarks.prediction_tables import predicted, predicted_steps
@@ -47,6 +47,7 @@ from benchmarks.sharding_tables import (
     row_exchange,
     weight_grads,
 )
+from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from hocket import best_plan
 from hocket.bench.record import origins
 from hocket.commands.options import parse
@@ -83,63 +84,6 @@ def step_time(result: Result) -> str:
         rows.append([*cells, *(f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in ratios)])
     head = ["plan", "step", "TFLOP/s per GPU (MFU)", "speed-up over sequential", "over interleaved", "share of bound"]
     return table(head, rows)
-
-
-def overlap_trace(result: Result) -> str:
-    """Kinds of communication by pipeline rank: how long they ran, waited and were hidden."""
-    stages = result["stages"]
-    found = [{row["kind"]: row for row in stage["kinds"]} for stage in stages]
-    rows = []
-    for kind in (row["kind"] for row in result["report"]["kinds"] if row["kind"] != "control"):
-        cells = [kind]
-        for rows_here in found:
-            row = rows_here.get(kind, {"seconds": 0.0, "waiting_seconds": 0.0, "hidden_fraction": 1.0})
-            waits = "not known" if row["waiting_seconds"] is None else ms(row["waiting_seconds"])
-            cells += [ms(row["seconds"]), waits, f"{row['hidden_fraction']:.0%}"]
-        rows.append(cells)
-    for words, key in (("compute", "compute"), ("exposed, all kinds", "exposed"), ("whole step", "rank")):
-        rows.append([words, *(c for stage in stages for c in (ms(stage["step"][f"{key}_seconds"]), "", ""))])
-    names = ("busy, pipeline rank {}", "waiting for a peer", "hidden")
-    return table(["kind", *(name.format(p) for p in range(len(stages)) for name in names)], rows)
-
-
-def hidden(*results: Result) -> str:
-    """Replayed steps: per kind of communication how long it ran and what of that nothing covered; and whole steps."""
-    rows = []
-    for result in results:
-        config, step, tax = result["config"], result["report"]["step"], result["report"]["tax"]
-        tokens = f"{config['train']['sequences'] * config['data']['sequence_length']:,}"
-        # In a replay nothing tells for what a copy is, but that rows are stored by kernels.
-        names = {"other": "gather, reduce"} if config["train"]["transport"] == "copy_engine" else {}
-        for row in (row for row in result["report"]["kinds"] if row["kind"] != "control"):
-            times = [row["seconds"], row["exposed_seconds"]]
-            share = f"{row['hidden_fraction']:.1%}"
-            rows.append([f"{tokens}: {names.get(row['kind'], row['kind'])}", *map(_tenths, times), share])
-        times = [step["rank_seconds"], step["exposed_seconds"]]
-        rows.append([f"{tokens}: whole step", *map(_tenths, times), f"{step['hidden_fraction']:.1%}"])
-        rows.append([f"{tokens}: without communication", _tenths(tax["null_step_seconds"]), "", ""])
-    return table(["tokens per microbatch: kind", "busy", "exposed", "hidden"], rows)
-
-
-def _tenths(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-def overlap_tax(result: Result) -> str:
-    """A step with and without communication, where the difference shows, and which compute became slower."""
-    tax, plain = result["report"]["tax"], result["seconds_without_profiler"]
-    lines = [("step, without the profiler", plain["null"], plain["real"])]
-    lines += [("step, profiled", tax["null_step_seconds"], tax["step_seconds"])]
-    lines += [("all compute kernels", tax["contention"]["null_seconds"], tax["contention"]["seconds"])]
-    lines += [(row["class"], row["null_seconds"], row["seconds"]) for row in tax["classes"]]
-    rows = [
-        [name, ms(null), ms(real), f"{round(real / null - 1, 2) + 0.0:+.0%}" if null else ""]
-        for name, null, real in lines
-    ]
-    parts = {row["part"]: row["seconds"] for row in tax["parts"]}
-    words = {"compute": "longer compute", "exposed": "exposed communication", "host_bound": "late host", "idle": "idle"}
-    shown = [[f"profiled step, {words[part]}", "", "", f"{1e3 * seconds:+,.0f} ms"] for part, seconds in parts.items()]
-    return table(["", "without communication", "with it", "change"], [*rows[:2], *shown, *rows[2:]])
 
 
 def executor_cost(result: Result) -> str:
@@ -247,6 +191,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),
+    "sends_tax": ("overlap_trace_pipeline_2 overlap_trace_pipeline_2_ce", sends_tax),
     "overlap_trace_everything": ("overlap_trace_everything", overlap_trace),
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
@@ -283,6 +228,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "data_parallel": ("data_parallel", contenders),
     "data_parallel_whole": ("data_parallel_whole", contenders),
     "data_parallel_adamw": ("data_parallel_adamw", contenders),
+    "gather_in_update": ("gather_in_update", contenders),
     "data_parallel_settings": ("data_parallel", settings),
     "fsdp_parts": ("fsdp_steps", parts),
     "fsdp_parts_settings": ("fsdp_steps", parts_settings),

@@ -332,8 +332,9 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
-    """How collectives move bytes; with copy_engine gathers, reduces and experts' all-to-alls take no SM from compute,
-    with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a network.
+    """How collectives move bytes; with copy_engine gathers, reduces, experts' all-to-alls and pipeline sends take no SM
+    from compute, with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a
+    network.
     """
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
