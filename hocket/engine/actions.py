@@ -46,7 +46,7 @@ class Activation:
 
 
 class Actions:
-    """The work behind the ops of one rank. Set `microbatches` before each step."""
+    """The work behind the ops of one rank, on the microbatches that the executor was given last."""
 
     def __init__(
         self,

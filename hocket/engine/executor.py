@@ -63,9 +63,10 @@ class Executor:
         order: Sequence[int],
     ) -> None:
         self._lanes, self.actions, self.recorder = lanes, actions, recorder
-        self._plain = self._list = _compile(program.ranks[rank], program.layout, rank, actions)
+        self._plain = _compile(program.ranks[rank], program.layout, rank, actions)
+        self._list = self._plain  # or the same, shown under their names: see `annotate`
         self._order = order
-        self._ops = [self._list[p] for p in order]
+        self._ops = [self._list[p] for p in order]  # as the next step issues them
         self._names: Sequence[str] | None = None
         self._rehearse = lanes.needs_rehearsal
         self._values: list[Any] = [None] * len(self._list)

@@ -73,11 +73,11 @@ class PeerCopies:
                 a, b = max(low, first), min(high, first + table.send[peer])
                 if a < b:
                     into = here[peer][(a - low) * width : (b - low) * width]
-                    into.copy_(_bytes(rows[sent[peer] + a - first : sent[peer] + b - first]))
+                    into.copy_(_flat_bytes(rows[sent[peer] + a - first : sent[peer] + b - first]))
             self._barrier()
             for a, b in ((low, min(high, received[me])), (max(low, received[me + 1]), min(high, received[-1]))):
                 if a < b:
-                    _bytes(out[a:b]).copy_(here[me][(a - low) * width : (b - low) * width])
+                    _flat_bytes(out[a:b]).copy_(here[me][(a - low) * width : (b - low) * width])
 
 
 @dataclass
@@ -120,5 +120,5 @@ def _edges(counts: Sequence[int]) -> list[int]:
     return edges
 
 
-def _bytes(rows: Tensor) -> Tensor:
+def _flat_bytes(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.uint8)
