@@ -49,8 +49,7 @@ def _chosen(c: Config, memory: int, trials: Trials) -> tuple[Strategy, str]:
     shortest = min(step.seconds for step in fitting.values())
     short = {name: step for name, step in fitting.items() if step.seconds <= (1 + _SAME) * shortest}
     fewest = min(step.moved for step in short.values())
-    sparing = [name for name, step in short.items() if step.moved == fewest]
-    best = min(sparing, key=lambda name: short[name].nbytes) if len(sparing) > 1 else sparing[0]
+    best = next(name for name, step in short.items() if step.moved == fewest)
     return best, _reason(best, steps[best], least, memory)
 
 
@@ -62,7 +61,7 @@ def _reason(best: Strategy, step: Predicted, least: Predicted, memory: int) -> s
     return (
         f"a step of {step.microbatches} microbatch{plural} is predicted to take {duration(step.seconds)} and move "
         f"{_moved(step)} per rank, instead of {duration(least.seconds)} and {_moved(least)} with {_LEAST}; it needs "
-        f"{needs}, instead of {gib(least.nbytes)}"
+        f"{needs}"
     )
 
 
