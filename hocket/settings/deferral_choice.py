@@ -55,6 +55,8 @@ _WORTH = 0.998
 """Share of a step's time to which more weight gradients behind the send, or pairs, must bring it."""
 _WORTH_LATE = 0.995
 """The same of the head's weight gradients, which take memory."""
+_EQUAL = 1.0005
+"""By how much longer a step is that lasts as long."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ class _Search:
             early, late = quiet[least], quiet.get(most, 0.0)
             heads = least + max(1, int((most - least) * early / (early - late)))
         self._tried[way] = tried
-        best = min(sorted(tried), key=tried.__getitem__)
+        best = _fewest(tried)
+        while len(tried) > 1 and best < self.count and best + 1 not in tried:
+            tried[best + 1] = self.seconds(replace(way, heads=best + 1))
+            best = _fewest(tried)
         return best if tried[best] <= _WORTH_LATE * tried[0] else 0
 
     def fitting(self, way: _Way, memory: int) -> int:
@@ -269,6 +274,11 @@ def _late_heads(c: Config, host: Host, search: _Search, way: _Way) -> tuple[int,
         f"its rank is done {duration(search.quiet(replace(way, heads=0)))} before the last: {count} microbatches take "
         f"{duration(after)} instead of {duration(before)}{less}"
     )
+
+
+def _fewest(tried: dict[int, float]) -> int:
+    """The number whose step is the shortest, the least of about equal ones."""
+    return min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))
 
 
 def _describe(cover: Cover) -> str:

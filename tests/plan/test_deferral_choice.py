@@ -40,10 +40,10 @@ def settled(name: str, changes: dict[str, Any]) -> Settings:
 
 
 def ways(c: Config, count: int) -> Iterator[Config]:
-    """Every combination but for numbers of layers and heads between those that are here."""
+    """Every combination but for numbers of layers between those that are here."""
     pairs = ("off", "on") if c.overlap.ep.merge == "on" else ("off",)
     covers = [(0, "attn"), *product((1, 2, -1), ("attn", "all"))]
-    for ends, (layers, parts), heads in product(pairs, covers, (*range(0, count, 2), count)):
+    for ends, (layers, parts), heads in product(pairs, covers, range(count + 1)):
         yield changed(c, {ENDS: ends, LAYERS: layers, PARTS: parts, HEADS: heads})
 
 
@@ -51,7 +51,7 @@ def ways(c: Config, count: int) -> Iterator[Config]:
 def test_no_combination_is_much_better(case: str) -> None:
     found, trials = settled(*CASES[case]), Trials()
     count = few_microbatches(found)
-    assert trials.seconds(found, count) < 1.003 * min(trials.seconds(way, count) for way in ways(found, count))
+    assert trials.seconds(found, count) < 1.0022 * min(trials.seconds(way, count) for way in ways(found, count))
 
 
 def test_few_programs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

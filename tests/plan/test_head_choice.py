@@ -15,7 +15,10 @@ from hocket.plan.simulate import times as simulated_times
 from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
+from hocket.settings.deferral_choice import _fewest
 from hocket.settings.leaves import changed
+from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
 
 MODEL = ModelConfig(vocab=128256, hidden=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -71,6 +74,26 @@ def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object
     plain = built(0)
     for count in (0, 1, 3, 8, -1):
         assert with_late_heads(plain, count) == built(count)
+
+
+NARROW = {
+    "model__layers": 12, "model__vocab": 32768, "train__sequences": 1, "train__microbatches": 12, "plan__chunks": 3,
+    "data__sequence_length": 1024, "plan__group": 12, "plan__layers_per_stage": (), "plan__recompute": ("attn",),
+    "mesh__dp": 2,
+}  # fmt: skip
+"""One more than leaves the head's rank nothing to wait for is best here."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"plan__chunks": 2, "plan__layers_per_stage": ()}, NARROW])
+def test_neither_more_nor_fewer_are_better(changes: dict[str, object]) -> None:
+    found, trials = settings(**changes), Trials()
+    steps = few_microbatches(found)
+    times = [trials.seconds(changed(found, {"overlap.pp.defer_head": n}), steps) for n in range(steps + 1)]
+    assert 0 < times[found.overlap.pp.defer_head] < 1.001 * min(times)  # type: ignore[index]
+
+
+def test_of_about_equal_numbers_the_least_is_taken() -> None:
+    assert _fewest({0: 2.0, 5: 1.0, 3: 1.0003, 2: 1.01}) == 3
 
 
 def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
