@@ -1,27 +1,34 @@
-"""What a run finds where it starts: its place among workers, GPUs, cores; and the variables that must be set.
+"""What a run finds where it starts: its place among workers, GPUs, cores, ports; and the variables that must be set.
 
 The environment comes as a value: `launching/` and those commands that need it read it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
 import runpy
+import socket
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hocket.config import COPIED, Config
+from hocket.model.tokenizer import tokenizer_vocab
 from hocket.settings.problems import stop_if
 from hocket.settings.rule import Host
-from hocket.train.tokenizer import tokenizer_vocab
 from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
+
+PORTS = range(20_000, 32_000)
+"""Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it
+before rank 0 listens there."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,17 @@ class Worker:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def find_port(wanted: int = 0) -> int:
+    """The wanted TCP port of this host if it is free, any free one without a wish; 0 if there is none."""
+    for port in [wanted] if wanted else random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+            return port
+    return 0
 
 
 def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:

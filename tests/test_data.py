@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
+from hocket.model.tokenizer import load_tokenizer, tokenizer_vocab
 from hocket.resolve import resolve
 from hocket.train import corpus as corpus_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
-from hocket.train.tokenizer import load_tokenizer, tokenizer_vocab
 from tests.helpers.ranks import run_ranks
 
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hocket.environment import Worker, prepare
-from hocket.launching.ports import find_port
+from hocket.environment import Worker, find_port, prepare
 from hocket.probing.request import Measured, Request
 
 LIMIT = 180.0

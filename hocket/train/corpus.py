@@ -31,8 +31,8 @@ import numpy as np
 
 from hocket.config import DataConfig
 from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.model.tokenizer import Tokenizer, load_tokenizer
 from hocket.settings.leaves import problem
-from hocket.train.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 3
 """Changes whenever what is cached changes its meaning."""
