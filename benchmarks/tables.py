@@ -238,6 +238,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "row_exchange": ("row_exchange", row_exchange),
     "expert_parallel": ("expert_parallel expert_parallel_long?", contenders),
     "expert_parallel_settings": ("expert_parallel expert_parallel_long?", settings),
+    "expert_parallel_torchtitan": ("expert_parallel_torchtitan", contenders),
     "expert_parallel_even": ("expert_parallel_even", contenders),
     "expert_parallel_host": ("expert_parallel_host", host_cost),
     "shared_expert": ("shared_expert", contenders),
