@@ -115,11 +115,14 @@ def lane_of(op: str) -> str:
     return "a2a" if part in ("dispatch", "combine") else "compute"
 
 
-def is_communication(name: str, launcher: str) -> bool:
-    """Whether a kernel, copy or memset moves data between ranks, from its name and the op that launched it.
+def is_communication(name: str, launcher: str, op: str = "") -> bool:
+    """Whether a kernel, copy or memset moves data between ranks, from its name, what launched it and the plan's op.
 
-    A copy within the GPU counts if a collective made it: the rank's own part of a copy-engine collective.
+    A copy within the GPU counts if a collective made it, the rank's own part of a copy-engine collective, or a receive:
+    what a neighbour has copied to this rank is brought to where it is wanted.
     """
+    if op.startswith("recv ") and name.startswith("Memcpy DtoD"):
+        return True
     if name.startswith(("Memcpy", "Memset")) and launcher.startswith(("nccl:", "c10d::", "symm_mem::_low_contention")):
         return True
     return not _ONLY_COMPUTE.search(name) and _TRANSFER.search(name) is not None

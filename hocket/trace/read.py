@@ -71,7 +71,7 @@ def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
     if turned := next((one.number for one in steps if one.end < one.start), None):
         raise TraceError(f"{events.source}: step {turned} ends before it starts: a clock jumped; fix: record it again")
     run = events.about.get("hocket") or {}
-    labels = _labels(found, groups, rank, words)
+    labels = _labels(found, groups, rank, words, pretended=run.get("transport") == "null")
     if run.get("transport") == "null":
         labels["kernel_class"] = _with_stand_ins(found, labels["kernel_class"], words)
     notes = (
@@ -155,14 +155,20 @@ class _Groups:
         return title, self.description[number], self.members[title]
 
 
-def _labels(found: Activities, groups: _Groups, rank: int, words: _Words) -> dict[str, Any]:
-    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once."""
+def _labels(found: Activities, groups: _Groups, rank: int, words: _Words, pretended: bool) -> dict[str, Any]:
+    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once.
+
+    Where communication is `pretended`, nothing arrives.
+    """
     n = len(found.start)
     communicates = (
         _for_distinct(
-            lambda name, launcher: label.is_communication(found.words[name], found.words[launcher]),
+            lambda name, launcher, op: label.is_communication(
+                found.words[name], found.words[launcher], "" if pretended else found.words[op]
+            ),
             found.name,
             found.opened.launcher,
+            found.opened.op,
         ).astype(bool)
         | found.transfer
     )

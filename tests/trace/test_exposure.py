@@ -156,6 +156,27 @@ def test_layers_and_kinds_have_their_shares(tmp_path: Path) -> None:
     assert math.isclose(gather.bandwidth, 2000 / (30 * US), rel_tol=1e-4)
 
 
+@pytest.mark.parametrize("transport", ["copy_engine", "null"])
+def test_what_brings_a_copied_hop_to_its_place_belongs_to_the_hop(transport: str, tmp_path: Path) -> None:
+    """Without communication such a copy only stands in for one."""
+    made = (
+        grouped()
+        .metadata(hocket={"rank": 0, "transport": transport})
+        .kernel("gemm", 0, 30, op="aten::mm", plan_op="fwd mlp m0 c0 l0")
+        .peer_copy(10, 20, 4096, op="aten::copy_", plan_op="send act m0 c0")
+    )
+    for start in (20, 40):
+        made.kernel(
+            "Memcpy DtoD (Device -> Device)", start, start + 5, op="aten::copy_", plan_op="recv grad m0 c0",
+            stream=32, cat="gpu_memcpy", bytes=4096,
+        )  # fmt: skip
+    step = only_step(tmp_path, made)
+    copied = transport == "copy_engine"
+    assert close(step.kinds["pp"].seconds, 20 if copied else 10)
+    assert close(step.exposed, 5 if copied else 0)
+    assert step.kinds["pp"].bytes == 4096  # counted where it is sent
+
+
 def test_copy_engine_transfers_are_communication(tmp_path: Path) -> None:
     made = (
         grouped()
