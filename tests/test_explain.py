@@ -108,8 +108,8 @@ RUN = Explanation(
         GroupRow(purpose="control", members=8, count=1, lanes=(), moved_by="NCCL, at most 16 SMs"),
     ),
     memory=(
-        MemoryRow(rank=0, state=12 << 30, slots=2 << 30, peak=40 << 30, fits=True),
-        MemoryRow(rank=1, state=13 << 30, slots=2 << 30, peak=160 << 30, fits=False),
+        MemoryRow(rank=0, state=12 << 30, slots=2 << 30, peak=40 << 30, arrivals=256 << 20, fits=True),
+        MemoryRow(rank=1, state=13 << 30, slots=2 << 30, peak=160 << 30, arrivals=256 << 20, fits=False),
     ),
     environment=tuple(survey({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1"})),
     check=("hocket bench run --against hocket_null",),

@@ -15,6 +15,7 @@ from hocket.plan.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings import predicted
+from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials
 
@@ -58,7 +59,7 @@ def test_a_step_is_the_one_that_would_be_built(name: str, settings: dict[str, An
         timeline = simulate(built, costs)
         assert step.seconds == timeline.makespan
         assert step.ops == max(map(len, built.ranks))
-        assert step.nbytes - predicted._arrivals(each) == max(use.peak_bytes for use in timeline.ranks)
+        assert step.nbytes - arrival_bytes(each) == max(use.peak_bytes for use in timeline.ranks)
         assert step.fits(int(1.2 * step.nbytes))
         assert not step.fits(step.nbytes)
 

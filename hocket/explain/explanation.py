@@ -106,6 +106,8 @@ class MemoryRow:
     """Gathered weights and gradients on their way."""
     peak: int
     """All of it with activations, at its most; 0 where the step was not simulated."""
+    arrivals: int
+    """Beside it, where other ranks write what they send."""
     fits: bool
 
 

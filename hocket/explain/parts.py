@@ -16,10 +16,8 @@ from hocket.plan.shard import ALIGN
 from hocket.plan.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.tensor_costs import model_of_rank
 from hocket.resolve import Settings
-from hocket.settings.leaves import leaf
+from hocket.settings.arrivals import arrival_bytes, by_pieces
 from hocket.settings.rules import has_experts
-from hocket.settings.tensor_choice import setting_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
@@ -82,7 +80,7 @@ def _moved_by(settings: Settings, purpose: str) -> str:
     transport, on_gpu = settings.train.transport, settings.train.device == "cuda"
     if purpose == "a2a" and settings.overlap.ep.splits == "device" and on_gpu and transport != "null":
         return "kernels that store into the peers' memory"
-    if purpose == "tp" and _by_pieces(settings) and on_gpu and transport != "null":
+    if purpose == "tp" and by_pieces(settings) and on_gpu and transport != "null":
         return f"copy engines, piece by piece; else NCCL, at most {TP_SMS} SMs"
     if purpose in COPIED.get(transport, ()):
         return "copy engines, no SM"
@@ -92,19 +90,15 @@ def _moved_by(settings: Settings, purpose: str) -> str:
     return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
 
 
-def _by_pieces(settings: Settings) -> bool:
-    """Whether some layer moves tokens piece by piece."""
-    return any(leaf(settings, setting_of(r, d)) in ("ring", "pipeline") for r in ROLES for d in DIRECTIONS)
-
-
 def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
     """What pipeline ranks hold; nothing of a step that was not simulated."""
     if step is None:
         return ()
-    room = hardware_of(settings).memory
+    room, arrivals = hardware_of(settings).memory, arrival_bytes(settings)
     rows = []
     for rank, peak in enumerate(step.peaks):
         state = step.costs.state_bytes[rank]
         slots = step.costs.fixed_bytes(step.program, rank) - state
-        rows.append(MemoryRow(rank=rank, state=state, slots=slots, peak=peak, fits=not room or peak <= room))
+        fits = not room or peak + arrivals <= room
+        rows.append(MemoryRow(rank=rank, state=state, slots=slots, peak=peak, arrivals=arrivals, fits=fits))
     return tuple(rows)

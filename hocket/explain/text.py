@@ -133,6 +133,8 @@ def _memory(found: Explanation) -> Lines:
         for m in found.memory
     ]
     yield from table([head, *rows], right=(0, 1, 2))
+    if arrivals := max(m.arrivals for m in found.memory):
+        yield f"  and {size(arrivals)} on each, where other ranks write what they send"
 
 
 def _environment(found: Explanation) -> Lines:

@@ -62,11 +62,6 @@ class Way:
     backward: Method = "off"
     splits: tuple[int, int] = (0, 0)
 
-    @property
-    def piecewise(self) -> bool:
-        """Whether tokens are moved piece by piece."""
-        return bool({self.forward, self.backward} & {"ring", "pipeline"})
-
 
 def ways_of(config: Config) -> dict[str, Way]:
     """How every role of a resolved configuration communicates; empty without tensor parallelism."""

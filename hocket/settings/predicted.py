@@ -14,7 +14,6 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.machine import hardware_of
-from hocket.plan.capacity import rows_allowed
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
@@ -24,6 +23,7 @@ from hocket.plan.schedule import Time, cost_key
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import peak_bytes, simulate, spans_of, times
 from hocket.plan.stages import costs_of, layout_of, sharding_of
+from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
@@ -107,7 +107,7 @@ class Trials:
 
     def beside(self, c: Config, microbatches: int) -> int:
         """Bytes that a rank holds beside what the simulator counts of a step."""
-        return _arrivals(c) + (self._validation(c, microbatches) if _validates(c) else 0)
+        return arrival_bytes(c) + (self._validation(c, microbatches) if _validates(c) else 0)
 
     def _validation(self, c: Config, microbatches: int) -> int:
         """Bytes of values that a validation holds in the slots of a step."""
@@ -191,7 +191,7 @@ class Predicted:
         c, costs = self._config, self._trials.costs(self._config)
         if not self.may_fit(memory):
             return False
-        beside = _arrivals(c) + (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
+        beside = arrival_bytes(c) + (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
         for rank in self._by_bound:
             if self._bounded and fits(self._bounds[rank] + beside, memory):
                 return True
@@ -256,12 +256,6 @@ def enough_microbatches(c: Config) -> int:
 def _validates(c: Config) -> bool:
     """Whether a validation lies beside a graph."""
     return c.plan.graphs == "on" and c.train.eval_batches > 0
-
-
-def _arrivals(c: Config) -> int:
-    """Bytes of the two buffers in which rows arrive that no host counts."""
-    placed = c.overlap.ep.splits == "device" and c.mesh.ep > 1
-    return 2 * rows_allowed(c) * c.model.hidden * c.element_bytes if placed else 0
 
 
 def memory_of(c: Config, host: Host) -> int:

@@ -6,7 +6,8 @@
     communication    without waiting for peers: median over ops. If the waiting is not known, because not all ranks of a
                      group are given, the tenth percentile: the ops that happened to wait least
     a hop            from when both sides have started to the end of the receive; not measured if the sender's trace is
-                     not given, since a receive is posted early and mostly waits
+                     not given, since a receive is posted early and mostly waits, nor of a hop by copies, which do
+                     not tell whose they are
     the host         from an op's first launch to the next op's; at a dispatch, from its start until the host goes on
 
 A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. Who computes longest is asked
@@ -52,8 +53,9 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     notes: list[str] = []
     if unknown:
         notes.append(
-            f"not all ranks are given, so waiting for peers is not known ({', '.join(sorted(unknown))}): the tenth "
-            "percentile of those ops counts, and for a recv the hardware's figures"
+            "not all ranks are given, or copies do not tell whom they wait for, so waiting for peers is not known "
+            f"({', '.join(sorted(unknown))}): the tenth percentile of those ops counts, and for a recv the hardware's "
+            "figures"
         )
     if not null:
         notes.append("no null trace: contention was found by comparing ops of this run with each other")

@@ -156,22 +156,9 @@ class _Groups:
 
 
 def _labels(found: Activities, groups: _Groups, rank: int, words: _Words, pretended: bool) -> dict[str, Any]:
-    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once.
-
-    Where communication is `pretended`, nothing arrives.
-    """
+    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once."""
     n = len(found.start)
-    communicates = (
-        _for_distinct(
-            lambda name, launcher, op: label.is_communication(
-                found.words[name], found.words[launcher], "" if pretended else found.words[op]
-            ),
-            found.name,
-            found.opened.launcher,
-            found.opened.op,
-        ).astype(bool)
-        | found.transfer
-    )
+    communicates = _communicates(found, pretended)
     kind, group = np.full(n, words["compute"]), np.full(n, words[""])
     size = np.zeros(n)
     planned = any(found.words[i] for i in np.unique(found.opened.op))
@@ -218,6 +205,19 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words, preten
         "lane": words.column(found.words, found.lane),
         "layer": found.opened.layer,
     }
+
+
+def _communicates(found: Activities, pretended: bool) -> NDArray[np.bool_]:
+    """Which activities are communication. Where that is only `pretended`, nothing arrives."""
+    by_words = _for_distinct(
+        lambda name, launcher, op: label.is_communication(
+            found.words[name], found.words[launcher], "" if pretended else found.words[op]
+        ),
+        found.name,
+        found.opened.launcher,
+        found.opened.op,
+    )
+    return by_words.astype(bool) | found.transfer
 
 
 def _with_stand_ins(found: Activities, kernel_class: Ints, words: _Words) -> Ints:

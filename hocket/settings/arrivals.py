@@ -1,0 +1,58 @@
+"""Memory into which other ranks write what they send: how much of it a rank has. Imports no torch.
+
+Copy engines, and kernels that store into a peer's memory, need a place there. It is made with the groups and stays, so
+it lies beside all that a step holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hocket.config import COPIED, Config
+from hocket.plan.capacity import rows_allowed
+from hocket.plan.copies import copies_of
+from hocket.plan.stages import layout_of, mesh_of
+from hocket.settings.leaves import leaf
+from hocket.settings.tensor_choice import setting_of
+from hocket.settings.tensor_times import DIRECTIONS, ROLES
+
+_HOP = 64 << 20
+"""Most bytes that wait at an edge of a pipeline for their receiver."""
+_SLACK = 1.25
+"""Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
+
+
+def rows_bytes(c: Config) -> int:
+    """Bytes of a microbatch's rows that a rank has room for in one round of an exchange; there are two such buffers."""
+    layout = layout_of(c)
+    copies = copies_of(c.model, c.mesh.ep, layout.per_rank, c.element_bytes)
+    rows = math.ceil(_SLACK * c.tokens * copies.count)
+    if layout.placed:
+        rows = max(rows, rows_allowed(c))
+    return rows * (c.model.hidden + copies.label) * c.element_bytes
+
+
+def tokens_bytes(c: Config) -> int:
+    """Bytes of all tokens of a microbatch, which tensor-parallel ranks write; 0 if none do. There are two buffers."""
+    tokens = c.train.sequences * c.data.sequence_length
+    return tokens * c.model.hidden * c.element_bytes if by_pieces(c) else 0
+
+
+def hop_bytes(c: Config) -> int:
+    """Bytes that a rank has room for in each direction of an edge of a pipeline."""
+    return min(c.tokens * c.model.hidden * c.element_bytes, _HOP)
+
+
+def by_pieces(c: Config) -> bool:
+    """Whether some layer moves tokens piece by piece."""
+    ways = {leaf(c, setting_of(role, direction)) for role in ROLES for direction in DIRECTIONS}
+    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
+
+
+def arrival_bytes(c: Config) -> int:
+    """Bytes of all such memory of a rank, of the pipeline rank that has most."""
+    copied = COPIED.get(c.train.transport, ())
+    rows = c.mesh.ep > 1 and (layout_of(c).placed or "a2a" in copied)
+    edges = mesh_of(c).edges if "pp_fwd" in copied else ()
+    directions = 2 * max(sum(rank in edge for edge in edges) for rank in range(c.mesh.pp))
+    return 2 * (rows_bytes(c) if rows else 0) + 2 * tokens_bytes(c) + directions * hop_bytes(c)

@@ -1,0 +1,54 @@
+"""Memory into which other ranks write: counted where it is made, told, and left free by choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hocket.config import Config
+from hocket.engine.comm_options import comm_options
+from hocket.explain.build import explain
+from hocket.resolve import resolve
+from hocket.settings.arrivals import arrival_bytes
+from hocket.settings.leaves import changed
+from hocket.settings.predicted import Trials
+from hocket.settings.rule import Host
+
+GPUS = Host(gpus=8)
+TOKENS = 2 * 64 * 128 * 2
+"""Bytes of a microbatch: two sequences of 64 tokens, 128 wide, in bf16."""
+BASE: dict[str, Any] = {
+    "train.device": "cuda", "train.sequences": 2, "train.microbatches": 8, "data.sequence_length": 64,
+    "model.layers": 8, "model.hidden": 128, "precision.compute": "bf16", "plan.graphs": "off",
+}  # fmt: skip
+EXPERTS = BASE | {"model.experts": 8, "mesh.dp": 4, "mesh.ep": 4, "overlap.ep.copies": "per_expert"}
+COPIED = {"train.transport": "copy_engine"}
+
+CASES: list[tuple[str, dict[str, Any], float]] = [
+    ("none by NCCL", BASE | {"mesh.pp": 4, "train.transport": "nccl"}, 0),
+    ("two edges, each both ways", BASE | COPIED | {"mesh.pp": 4}, 4),
+    ("the two edges of two ranks", BASE | COPIED | {"mesh.pp": 2}, 4),
+    ("a V: two edges there and two back", BASE | COPIED | {"mesh.pp": 4, "plan.order": "zb_v", "plan.chunks": 2}, 8),
+    ("gathers alone", BASE | {"train.transport": "copy_engine_gathers", "mesh.pp": 4}, 0),
+    ("experts: two rows a token, twice, and some more", EXPERTS | COPIED | {"overlap.ep.splits": "host"}, 2 * 2 * 1.25),
+    ("the same, where hosts know the rows and NCCL moves them", EXPERTS | {"overlap.ep.splits": "host"}, 0),
+    ("ranks without peers", BASE | COPIED, 0),
+]
+
+
+@pytest.mark.parametrize(("what", "settings", "microbatches"), CASES, ids=[case[0] for case in CASES])
+def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], microbatches: float) -> None:
+    c = resolve(changed(Config(), settings), GPUS)
+    assert arrival_bytes(c) == microbatches * TOKENS
+    step = Trials().step(c)
+    assert step.nbytes - arrival_bytes(c) == Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
+    assert {row.arrivals for row in explain(c, ()).memory} == {arrival_bytes(c)}
+
+
+def test_a_hop_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:
+    c = resolve(changed(Config(), BASE | COPIED | {"mesh.pp": 2}), GPUS)
+    assert comm_options(c, torch.device("cpu")).hop == TOKENS
+    long = changed(c, {"data.sequence_length": 1 << 20})
+    assert comm_options(long, torch.device("cpu")).hop == 64 << 20
