@@ -246,8 +246,8 @@ def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
         return [known(other)[i] for i in positions[lane]]
 
     for p, who in rank.readers.items():
-        mine = lanes[p]
-        last = {lanes[i]: i for i in who}.items()
-        k = max(turn[i] if lane == mine else bisect_left(learned(mine, lane), i) for lane, i in last)
+        mine, k = lanes[p], 0
+        for i in who:
+            k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
         frees[positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1].append(p)
     return {i: sorted(values) for i, values in frees.items()}

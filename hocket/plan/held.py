@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import activation
 from hocket.plan.ops import Layout, Op, Part, Program
+from hocket.plan.values import reads
 
-_RECEIVED = ("act", "grad", "embed", "dispatch", "combine")
-"""What a chunk starts from, and what it gets from other ranks: these values may live until its backward."""
+_STARTS = ("act", "grad", "embed")
+"""What a chunk's forward and backward start from: these values may live until its backward is done."""
 
 
 def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
@@ -28,8 +29,8 @@ def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
 def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> int:
     """More bytes than a rank holds, if weight gradients have no steps of their own; `late_heads` are those at the end.
 
-    All that is in flight and one chunk more, at the largest chunk's size, with all that a chunk gets from other ranks;
-    whatever two chunks have besides; and all gradients.
+    All that is in flight and one chunk more, at the largest chunk's size, with what it starts from and what backward
+    reads of forward's values; whatever two chunks have besides; and all gradients.
     """
     layout = program.layout
     grads = {(op.verb, op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
@@ -37,8 +38,9 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
     for chunk in range(layout.chunks):
         ops = _ops(layout, rank, chunk)
         values = {op: costs.output_bytes(rank, op) for op in ops}
-        received = sum(values[op] for op in ops if op.verb != "bwd" and op.part in _RECEIVED)
-        kept = max(kept, activation(layout, costs, rank, chunk) + received)
+        later = {key for op in ops if op.verb == "bwd" for key in reads(op, layout, rank)}
+        lasting = sum(values[op] for op in ops if op.verb != "bwd" and (op.part in _STARTS or op.key in later))
+        kept = max(kept, activation(layout, costs, rank, chunk) + lasting)
         saved = (costs.saved_bytes(rank, op) for op in ops if op.verb == "bwd" or op.part == "head")
         rest = max(rest, sum(saved) + sum(values.values()))
     return (

@@ -2,7 +2,8 @@
 
 Note: [A choice asks for no more than it needs]
 A program takes longer to build than to simulate, and where values are dropped is half of that. So choices share their
-programs and times (`Trials`); they ask for times first, which need no drops; and for memory only where it decides.
+programs and times (`Trials`); they ask for times first, which need no drops; and for memory only where it decides, of
+one rank after the other. The head's weight gradients are moved to the end of a program that is there.
 """
 
 from __future__ import annotations
