@@ -12,8 +12,8 @@ are the others.
 Note: [The end of a step]
 The rank of the head has one product more than others, and is done before them: it sends its last gradient, and they
 still have to pass it on. Weight gradients of the head that are left for then shorten what everybody waits for, until
-the others are done as early as that rank; more of them lengthen the step again. Each keeps the logits' gradients of a
-microbatch. So as many are sought as leave that rank nothing to wait for, by halving.
+the others are done as early as that rank; more of them lengthen the step again. So as many are sought as leave that
+rank nothing to wait for. Each keeps the logits' gradients of a microbatch, so memory may allow fewer.
 
 Note: [Each is worth what the others leave]
 Pairs are handed on a step later, which costs least where all weight gradients stand behind sends; and how many of the
@@ -74,6 +74,9 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         return
     search = _Search(c, trials)
     best, ends_reason = _with_room(c, host, search)
+    heads, heads_reason = _late_heads(c, host, search, best)
+    if heads != best.heads:
+        best = search.beside(best, heads)
     yield from _told(c, _ENDS, best.ends, _no_pairs(c) or ends_reason)
     idle = nothing_to_put_behind(c)
     cover_reason = idle or search.cover_reason(best)
@@ -81,8 +84,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     beside = not idle and leaf(c, _LAYERS) == "auto"
     parts = "attn" if idle else best.cover.parts
     yield from _told(c, _PARTS, parts, f"goes with {_LAYERS}" if beside else cover_reason)
-    if leaf(c, _HEADS) == "auto":
-        yield _HEADS, *_late_heads(c, host, search, best)
+    yield from _told(c, _HEADS, heads, heads_reason)
 
 
 def _told(c: Config, setting: str, value: object, reason: str) -> Iterator[Choice]:
@@ -189,6 +191,10 @@ class _Search:
             best = way if self.seconds(way) < _WORTH * self.seconds(best) else best
         return best.cover
 
+    def beside(self, way: _Way, heads: int) -> _Way:
+        """The best for another number of the head's, which memory asks for."""
+        return replace(way, heads=heads, cover=self._best_cover(way.ends, self._covers, heads))
+
     def covers_of_pairs(self, plain: _Way) -> list[Cover]:
         """What to try with pairs: what is best without, and all."""
         return list(dict.fromkeys((plain.cover, self._covers[-1])))
@@ -258,7 +264,7 @@ def _with_room(c: Config, host: Host, search: _Search) -> tuple[_Way, str]:
 def _late_heads(c: Config, host: Host, search: _Search, way: _Way) -> tuple[int, str]:
     """How many of the head's weight gradients run at the end of a step that is settled otherwise, and why."""
     idle = _no_late_heads(c)
-    if idle:
+    if idle or leaf(c, _HEADS) != "auto":
         return 0, idle
     count, (before, *others) = search.count, search.tried(way).values()
     if not others:

@@ -61,6 +61,18 @@ def test_what_is_behind_sends_is_chosen_beside_late_heads() -> None:
     assert settled(name, changes).overlap.pp.defer_layers == 1
 
 
+def test_without_room_for_late_heads_it_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = CASES["a large vocabulary"]
+    plain = settled(name, {**changes, HEADS: 0})
+    changes = {**changes, "plan.layers_per_stage": plain.plan.layers_per_stage}
+    held = Trials().peak(plain, few_microbatches(plain), 1)
+    tight = replace(H200, memory=int(1.001 * held / 0.9))
+    monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
+    found = settled(name, changes)
+    assert (found.overlap.pp.defer_head, found.overlap.pp.defer_layers) == (0, plain.overlap.pp.defer_layers)
+    assert "does not fit" in next(d.reason for d in found.decisions if d.setting == HEADS)
+
+
 def test_few_programs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Late heads are moved in programs that are there; pairs are tried with two proposals."""
     made: list[Config] = []
