@@ -1,9 +1,10 @@
 """Pipeline sends that hold no SM: the sender's copy engine writes what its neighbour receives into memory there.
 
 A receive is issued early, so that what it brings is there when it is wanted. NCCL's receive is a kernel, which spins on
-its SMs until the sender comes, and so does the send of a rank whose neighbour is late. All memory of one NVLink domain
-can be mapped into each process (torch's symmetric memory). So here the sender's stream copies, and the receiver's
-stream waits for a word in memory, which takes no SM from the products beside it.
+its SMs until the sender comes, and so does the send of a rank whose neighbour is late. Ranks of one NVLink domain can
+write into each other's memory (`shared_memory.py`). So here the sender's stream copies, and the receiver's stream waits
+for a word in memory, which takes no SM from the products beside it. Such a wait has no limit of its own: a step that
+hangs in one is ended by the watchdog (`recorder.py`), which names its ops, or by the limit of a later NCCL call.
 
 Note: [Two halves, each with two words]
 What is sent goes in pieces through two halves of a buffer at the receiver, and copies bring it from there to where it
@@ -18,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import current_queue
+from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending
 
 HALVES = 2
@@ -105,16 +105,8 @@ class CopiedHops(Nccl):
         return DONE
 
 
-def hop_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> HopCopies:
-    """Room for `nbytes` at each of two GPUs that reach each other's memory: both ranks call this together.
-
-    NVLink multicast must be switched off before (`hocket/environment.py`): torch would make a multicast object.
-    """
+def hop_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> HopCopies:
+    """Room for `nbytes` at each of two GPUs that reach each other's memory: both ranks call this together."""
     half = -(-nbytes // (HALVES * WORDS)) * WORDS
-    mine = symm_mem.empty(HALVES * half + WORDS, dtype=torch.uint8, device=device)
-    blank(mine)
-    handle: Any = symm_mem.rendezvous(mine, group)
-    handle.barrier()  # nobody writes before everybody's words are as they should be
-    memories = [handle.get_buffer(rank, mine.shape, torch.uint8) for rank in range(handle.world_size)]
-    memories[handle.rank] = mine  # the other is a view of memory that the handle keeps
-    return HopCopies(handle.rank, memories, Cuda(), lambda: current_queue(device))
+    rank, memories, _ = shared_memory(group, HALVES * half + WORDS, device, timeout, blank)
+    return HopCopies(rank, memories, Cuda(), lambda: current_queue(device))

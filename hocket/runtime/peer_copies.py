@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, RowTable
 
 
@@ -101,15 +100,10 @@ def shared_buffers(
 ) -> tuple[int, list[Tensor], Callable[[], object]]:
     """Return (this rank, every rank's two buffers of `nbytes` as bytes [2, n], a barrier of current streams).
 
-    All ranks of the group call it together. A barrier that lasts more than `timeout` seconds ends its process' use of
-    the GPU, with an error.
-    NVLink multicast must be switched off before (`hocket/environment.py`): torch would make a multicast object.
+    All ranks of the group call it together; see `shared_memory`.
     """
-    mine = symm_mem.empty(2, nbytes, dtype=torch.uint8, device=device)
-    handle: Any = symm_mem.rendezvous(mine, group)
-    arrivals = [handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(handle.world_size)]
-    arrivals[handle.rank] = mine  # the others are views of memory that the handle keeps
-    return handle.rank, arrivals, lambda: handle.barrier(channel=0, timeout_ms=round(timeout * 1000))
+    rank, memories, barrier = shared_memory(group, 2 * nbytes, device, timeout)
+    return rank, [memory.view(2, nbytes) for memory in memories], barrier
 
 
 def _edges(counts: Sequence[int]) -> list[int]:

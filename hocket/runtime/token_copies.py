@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import Side
+from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.tokens import Collect, Spread, add_up
 from hocket.runtime.transports import Nccl
 
@@ -163,16 +163,10 @@ class CopyingNccl(Nccl):
     tokens: CopiedTokens
 
 
-def copied_tokens(group: dist.ProcessGroup, nbytes: int, device: torch.device, side: Side) -> CopiedTokens:
-    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together.
-
-    NVLink multicast must be switched off before (`hocket/environment.py`): torch would make a multicast object.
-    """
+def copied_tokens(
+    group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float, side: Side
+) -> CopiedTokens:
+    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
     nbytes = -(-nbytes // WORDS) * WORDS
-    mine = symm_mem.empty(2 * nbytes + WORDS, dtype=torch.uint8, device=device)
-    mine.zero_()
-    handle: Any = symm_mem.rendezvous(mine, group)
-    handle.barrier()  # nobody writes before everybody's words are zero
-    everyones = [handle.get_buffer(rank, mine.shape, torch.uint8) for rank in range(handle.world_size)]
-    everyones[handle.rank] = mine  # the others are views of memory that the handle keeps
-    return CopiedTokens(handle.rank, everyones, Cuda(), side)
+    rank, memories, _ = shared_memory(group, 2 * nbytes + WORDS, device, timeout, Tensor.zero_)
+    return CopiedTokens(rank, memories, Cuda(), side)

@@ -1,0 +1,74 @@
+"""Memory that a group shares, with torch's part of it imitated: what is done to it, in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.runtime import shared_memory as module
+from hocket.runtime.hop_copies import HALVES, WORDS, blank, hop_copies
+from hocket.runtime.peer_copies import shared_buffers
+
+CPU = torch.device("cpu")
+GROUP: Any = "the group"
+
+
+class Imitated:
+    """Symmetric memory of this rank, the second of two; the other's is all sevens."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.rank, self.world_size = 1, 2
+
+    def empty(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.mine = torch.full((nbytes,), 9, dtype=dtype, device=device)
+        return self.mine
+
+    def rendezvous(self, mine: Tensor, group: object) -> Imitated:
+        assert mine is self.mine
+        assert group is GROUP
+        return self
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        self.done.append(f"barrier of {timeout_ms} ms, {'blank' if self.mine[-WORDS] == 0 else 'raw'}")
+
+    def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, 7, dtype=dtype)
+
+
+@pytest.fixture
+def imitated(monkeypatch: pytest.MonkeyPatch) -> Imitated:
+    found = Imitated()
+    monkeypatch.setattr(module, "symm_mem", found)
+    return found
+
+
+def test_nobody_writes_before_memory_is_prepared_and_no_barrier_is_endless(imitated: Imitated) -> None:
+    rank, memories, barrier = module.shared_memory(GROUP, HALVES * 8 + WORDS, CPU, 2.5, blank)
+    assert imitated.done == ["barrier of 2500 ms, blank"]
+    assert rank == 1
+    assert memories[1] is imitated.mine
+    assert memories[0].eq(7).all()
+    barrier()
+    assert len(imitated.done) == 2
+
+
+def test_memory_that_needs_no_preparation_needs_no_barrier(imitated: Imitated) -> None:
+    _, buffers, _ = shared_buffers(GROUP, 64, CPU, 2.5)
+    assert not imitated.done
+    assert [buffer.shape for buffer in buffers] == [(2, 64)] * 2
+    assert buffers[1].data_ptr() == imitated.mine.data_ptr()
+
+
+@pytest.mark.parametrize(("nbytes", "half"), [(1, 256), (512, 256), (513, 512), (64 << 10, 32 << 10)])
+def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(
+    nbytes: int, half: int, imitated: Imitated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.runtime.hop_copies.Cuda", lambda: None)
+    copies = hop_copies(GROUP, nbytes, CPU, 2.5)
+    assert copies.nbytes == half
+    assert copies._mine is imitated.mine
+    assert len(list(copies._pieces(torch.zeros(nbytes, dtype=torch.uint8)))) <= HALVES
