@@ -68,12 +68,12 @@ def sends_tax(*results: Result) -> str:
     for result in results:
         tax, plain = result["report"]["tax"], result["seconds_without_profiler"]
         copied = result["config"]["train"]["transport"] == "copy_engine"
-        held = 0.0 if copied else sum(row["seconds"] for row in result["report"]["kinds"] if row["kind"] == "pp")
+        held = _tenths(sum(row["seconds"] for row in result["report"]["kinds"] if row["kind"] == "pp"))
         slower = {
             row["class"]: row["seconds"] / row["null_seconds"] - 1 for row in tax["classes"] if row["null_seconds"]
         }
         shares = f"{slower['gemm']:.1%}", f"{tax['contention']['slowdown_share']:.1%}"
         name = "copy engines" if copied else "NCCL's kernels"
-        rows.append([name, _tenths(plain["real"]), _tenths(plain["null"]), _tenths(held), *shares])
+        rows.append([name, _tenths(plain["real"]), _tenths(plain["null"]), "none" if copied else held, *shares])
     head = ["sends by", "step", "without communication", "kernels that send or receive"]
     return table([*head, "products take longer", "all compute takes longer"], rows)

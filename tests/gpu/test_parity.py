@@ -84,6 +84,9 @@ TWO: dict[str, Config] = {
     "updates at the start, copy_engine": planned(COPIED, gather_in_update="on"),
     "a pipeline": PIPED,
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
+    "a V, copy_engine": changed(
+        planned(APART, order="zb_v"), {"mesh.dp": 1, "mesh.ep": 1, "train.transport": "copy_engine"}
+    ),
 }
 """What two GPUs can show; what some move travels by copies."""
 
