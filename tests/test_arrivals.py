@@ -47,6 +47,13 @@ def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], 
     assert {row.arrivals for row in explain(c, ()).memory} == {arrival_bytes(c)}
 
 
+@pytest.mark.parametrize("way", [{"train.transport": "null"}, {"train.device": "cpu", "precision.compute": "fp32"}])
+def test_nothing_is_told_of_where_nobody_writes(way: dict[str, Any]) -> None:
+    wanted = EXPERTS | {"mesh.tp": 2, "overlap.ep.splits": "device", "overlap.tp.fc1_forward": "ring"}
+    assert arrival_bytes(resolve(changed(Config(), wanted), GPUS)) > 0
+    assert arrival_bytes(resolve(changed(Config(), wanted | way), GPUS)) == 0
+
+
 def test_a_hop_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:
     c = resolve(changed(Config(), BASE | COPIED | {"mesh.pp": 2}), GPUS)
     assert comm_options(c, torch.device("cpu")).hop == TOKENS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hocket.settings.sizes import WITH_UNITS
+
 ABSENT: dict[str, str] = {
     "precision.gather": "weights are gathered in precision.compute, which nothing narrower could be computed with",
     "precision.main": "main weights are fp32, or small updates would be lost",
@@ -31,14 +33,10 @@ def why_no(setting: str) -> str:
     return ABSENT.get(setting, "")
 
 
-_UNITS = {"network.bandwidth": "50GB/s", "network.latency": "10us"}
-"""Texts of which somebody might give the number alone."""
-
-
 def why_not(setting: str, value: Any) -> str:
     """Why a setting cannot have that value, where there is more to say than its type; else empty."""
-    if setting in _UNITS and isinstance(value, int | float):
-        return f'has no unit, as "{_UNITS[setting]}" has'
+    if setting in WITH_UNITS and isinstance(value, int | float):
+        return f'has no unit, as "{WITH_UNITS[setting][1]}" has'
     said = str(value).lower().replace("float", "fp").replace("mxfp", "fp")
     known = next((why for start, why in _FORMATS.items() if said.startswith(start)), "")
     return known if setting.startswith("precision.") else ""

@@ -50,7 +50,9 @@ def by_pieces(c: Config) -> bool:
 
 
 def arrival_bytes(c: Config) -> int:
-    """Bytes of all such memory of a rank, of the pipeline rank that has most."""
+    """Bytes of all such memory of a rank, of the pipeline rank that has most. There is none without GPUs."""
+    if c.train.device != "cuda" or c.train.transport == "null":
+        return 0
     copied = COPIED.get(c.train.transport, ())
     rows = c.mesh.ep > 1 and (layout_of(c).placed or "a2a" in copied)
     edges = mesh_of(c).edges if "pp_fwd" in copied else ()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 from hocket.settings.absent import why_not
-from hocket.settings.sizes import parse_rate, parse_time
+from hocket.settings.sizes import WITH_UNITS
 
 ANY = float("inf")
 _UNSEEN = ("Cc", "Cs")
@@ -59,13 +59,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
 Numbers from which tables and plans are made have a largest one, so that a slip of the keyboard is a message at once,
 and no process that says nothing for minutes.
 """
-
-
-MEASURED: dict[str, tuple[Callable[[str], float], str]] = {
-    "network.bandwidth": (parse_rate, "50GB/s"),
-    "network.latency": (parse_time, "10us"),
-}
-"""Settings that are texts with a unit: what reads them, and an example."""
 
 
 @cache
@@ -117,7 +110,7 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
         elif reason := unreadable(setting, value):
-            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {MEASURED[setting][1]}")
+            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {WITH_UNITS[setting][1]}")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
@@ -131,9 +124,9 @@ def unseen(value: object) -> bool:
 
 def unreadable(setting: str, value: object) -> str:
     """Why a text is no rate or time where one is wanted; empty if it is, or if none is."""
-    if setting in MEASURED and isinstance(value, str) and value != "auto":
+    if setting in WITH_UNITS and isinstance(value, str) and value != "auto":
         try:
-            MEASURED[setting][0](value)
+            WITH_UNITS[setting][0](value)
         except ValueError as error:
             return str(error)
     return ""

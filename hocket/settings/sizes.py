@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,7 +75,7 @@ def parse_bytes(text: str, setting: str) -> int:
 
 def parse_rate(text: str) -> float:
     """Bytes per second of a rate such as "50GB/s" or "400 Gb/s". Raises ValueError with a reason for anything else."""
-    rate = _measured(text, RATES, "rate")
+    rate = _in_units(text, RATES, "rate")
     if not rate:
         raise ValueError("nothing would ever arrive")
     return rate
@@ -83,10 +83,17 @@ def parse_rate(text: str) -> float:
 
 def parse_time(text: str) -> float:
     """Seconds of a time such as "10us". Raises ValueError with a reason for anything else."""
-    return _measured(text, TIMES, "time")
+    return _in_units(text, TIMES, "time")
 
 
-def _measured(text: str, units: Mapping[str, float], what: str) -> float:
+WITH_UNITS: dict[str, tuple[Callable[[str], float], str]] = {
+    "network.bandwidth": (parse_rate, "50GB/s"),
+    "network.latency": (parse_time, "10us"),
+}
+"""Settings that are texts with a unit: what reads them, and an example."""
+
+
+def _in_units(text: str, units: Mapping[str, float], what: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]*)\s*", text)
     if match is None or match[2] not in units:
         bare = match is not None and not match[2]

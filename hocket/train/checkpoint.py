@@ -35,7 +35,7 @@ from hocket.resolve import Settings
 from hocket.runtime.comm import everyone
 from hocket.settings.leaves import problem
 from hocket.train.changes import changes, stored, told
-from hocket.train.damage import FORMAT, META, damage_of, my_checksums, place
+from hocket.train.damage import FORMAT, META, damage_of, my_checksums, rank_and_world
 from hocket.train.pieces import Range
 
 T = TypeVar("T")
@@ -82,9 +82,9 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
     # Named like a checkpoint that is being written, so that what is left of it is removed like one.
     here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
     try:
-        _together(lambda: here.mkdir(parents=True) if _is_first() else None)
+        _by_first(lambda: here.mkdir(parents=True))
         _together(lambda: _require_shared(here))
-        _together(lambda: here.rmdir() if _is_first() else None)
+        _by_first(here.rmdir)
     except (OSError, ValueError) as error:
         fix = "name a folder that you can write to, on a file system that all hosts share"
         raise ValueError(_problem(settings, f"no place for checkpoints: {error}", fix)) from None
@@ -101,7 +101,7 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
 
 def _require_shared(here: Path) -> None:
     if not here.exists():
-        rank, _ = place()
+        rank, _ = rank_and_world()
         raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
 
 
@@ -124,7 +124,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
             "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
             "files": {name: entry for part in sums for name, entry in part.items()},
         }  # fmt: skip
-        _together(lambda: _publish(folder, meta, settings.train.keep) if _is_first() else None)
+        _by_first(lambda: _publish(folder, meta, settings.train.keep))
     except (OSError, ValueError) as error:
         writer.give_up()
         raise SaveFailed(_refused(settings, step, groups, error)) from None
@@ -188,7 +188,7 @@ def restore(settings: Settings, groups: Groups, text: str = "") -> Restored | No
 def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
     """Have rank 0 move checkpoints of earlier runs. Nobody else writes there: a run holds its folder."""
     try:
-        _together(lambda: action() if _is_first() else None)
+        _by_first(action)
     except OSError as error:
         reason = f"the checkpoints of an earlier run there cannot be moved ({error})"
         raise ValueError(_problem(settings, reason, "make it writable, or name another folder")) from None
@@ -303,10 +303,6 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob(STEPS) if p.is_dir() and not p.suffix), reverse=True)
 
 
-def _is_first() -> bool:
-    return place()[0] == 0
-
-
 def _problem(settings: Settings, reason: str, fix: str) -> str:
     return problem("run.folder", settings.run.folder, settings.origins, reason, fix)
 
@@ -323,3 +319,8 @@ def _together(action: Callable[[], T]) -> list[T]:
     for kind, text in (found for _, found in answers if found):  # of the lowest rank, so that all say the same
         raise kind(text)
     return [answer for answer, _ in answers]
+
+
+def _by_first(action: Callable[[], object]) -> None:
+    """Have rank 0 do something, on a file system that all share. Its OSError or ValueError is raised on all."""
+    _together(lambda: action() if rank_and_world()[0] == 0 else None)

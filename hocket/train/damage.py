@@ -19,7 +19,7 @@ META = "meta.json"
 
 def my_checksums(folder: Path) -> dict[str, list[int]]:
     """Those of the files of DCP's that this rank has written into a folder. Raises OSError."""
-    rank, _ = place()
+    rank, _ = rank_and_world()
     files = [folder / ".metadata"] if rank == 0 else []
     return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
 
@@ -46,7 +46,7 @@ def _damage_seen(path: Path) -> str:
             return f"{path / META} cannot be read"
         if meta["format"] != FORMAT:
             return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
-        rank, world = place()
+        rank, world = rank_and_world()
         found = (_damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
         return next(filter(None, found), "")
     except FileNotFoundError:
@@ -71,6 +71,6 @@ def _damage_of_file(file: Path, entry: list[int]) -> str:
     return "" if checksum(file) == entry else f"the checksum of {file} is wrong"
 
 
-def place() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """(rank, ranks), also where there is no process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
