@@ -47,7 +47,12 @@ def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str)
 
 
 def init_biases(chunk: Chunk, device: torch.device | str) -> None:
-    """Put fp32 zeros into the balance biases of a chunk's routers, the only tensors it has beside weights."""
+    """Put fp32 zeros into the balance biases of a chunk's routers, the only tensors it has beside weights.
+
+    Those that have memory keep it: a recorded step goes on reading it.
+    """
     for module in chunk.modules():
         if isinstance(module, Router) and module.bias is not None:
-            module.bias = torch.zeros(module.bias.shape, device=device, dtype=torch.float32)
+            if module.bias.is_meta:
+                module.bias = torch.empty(module.bias.shape, device=device, dtype=torch.float32)
+            module.bias.zero_()

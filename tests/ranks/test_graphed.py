@@ -167,6 +167,26 @@ def test_a_replayed_step_that_fails_is_abandoned_like_others() -> None:
     assert run_ranks(interrupted, 2, True) == run_ranks(interrupted, 2, False)
 
 
+def begun_anew(rank: int) -> list[bool]:
+    """Whether first values come to where the former ones lay, for weights and balance biases, and are the first ones."""
+    engine = Engine(CONFIG, rank, torch.device("cpu"))
+    engine.init_weights()
+    (batches,) = random_batches(CONFIG.model, 1, CONFIG.train.microbatches, CONFIG.mesh.dp, (2, 8))
+    tensors = [*engine.balance.biases().values(), *(unit.group.main for unit in engine.sharded.units.values())]
+    first = [tensor.clone() for tensor in tensors]
+    engine.train_step([Microbatch(*batch[rank]) for batch in batches], 1e-2)
+    moved = [not torch.equal(*pair) for pair in zip(tensors, first, strict=True)]
+    engine.init_weights()
+    now = [*engine.balance.biases().values(), *(unit.group.main for unit in engine.sharded.units.values())]
+    same = [a is b or a.data_ptr() == b.data_ptr() for a, b in zip(tensors, now, strict=True)]
+    return [any(moved[:2]), all(moved[2:]), all(same), all(map(torch.equal, now, first))]
+
+
+def test_a_recorded_step_reads_first_values_that_are_given_again() -> None:
+    """They lie where the recording has found them."""
+    assert run_ranks(begun_anew, 2) == [[True] * 4] * 2
+
+
 class Streams:
     """Lanes of which a recording only asks whether they were left."""
 
