@@ -18,6 +18,7 @@ from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
+from hocket.settings.arrivals import arrival_bytes
 
 
 def program_of(settings: Settings) -> Program:
@@ -73,7 +74,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
-        *_misfits(timeline, hardware),
+        *_misfits(timeline, hardware, arrival_bytes(settings)),
         *(_origin_of_costs(measured) if measured else wrap(network(settings), max(width, 80), subsequent_indent="  ")),
         "",
         "PROGRAM",
@@ -130,10 +131,11 @@ def _heading(settings: Settings, program: Program) -> Iterator[str]:
     yield from (f"  note: {note}" for note in program.notes)
 
 
-def _misfits(timeline: Timeline, hardware: Hardware) -> Iterator[str]:
+def _misfits(timeline: Timeline, hardware: Hardware, arrivals: int) -> Iterator[str]:
+    """What to say of ranks without room for a step, beside `arrivals` bytes into which other ranks write."""
     for rank, use in enumerate(timeline.ranks):
-        if hardware.memory and use.peak_bytes > hardware.memory:
-            needed, there = (f"{size / 2**30:.0f}" for size in (use.peak_bytes, hardware.memory))
+        if hardware.memory and use.peak_bytes + arrivals > hardware.memory:
+            needed, there = (f"{size / 2**30:.0f}" for size in (use.peak_bytes + arrivals, hardware.memory))
             yield (
                 f"DOES NOT FIT: rank {rank} needs {needed} GiB of the {there} "
                 f"GiB of one {hardware.name}; shorter sequences, fewer train.sequences or more ranks need less"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from hocket.config import Config
 from hocket.engine.comm_options import comm_options
 from hocket.explain.build import explain
+from hocket.machine import hardware_of
+from hocket.planning import predict, program_of, report
 from hocket.resolve import resolve
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed
@@ -52,6 +55,14 @@ def test_nothing_is_told_of_where_nobody_writes(way: dict[str, Any]) -> None:
     wanted = EXPERTS | {"mesh.tp": 2, "overlap.ep.splits": "device", "overlap.tp.fc1_forward": "ring"}
     assert arrival_bytes(resolve(changed(Config(), wanted), GPUS)) > 0
     assert arrival_bytes(resolve(changed(Config(), wanted | way), GPUS)) == 0
+
+
+@pytest.mark.parametrize(("transport", "fits"), [("nccl", True), ("copy_engine", False)])
+def test_a_step_fits_only_beside_what_others_write_into(transport: str, fits: bool) -> None:
+    c = resolve(changed(Config(), BASE | {"mesh.pp": 2, "train.transport": transport}), GPUS)
+    hardware = hardware_of(c)
+    peak = max(use.peak_bytes for use in predict(c, program_of(c), hardware).ranks)
+    assert ("DOES NOT FIT" not in report(c, replace(hardware, memory=peak), 80, 0)) == fits
 
 
 def test_a_hop_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:
