@@ -168,7 +168,7 @@ def test_a_replayed_step_that_fails_is_abandoned_like_others() -> None:
 
 
 def begun_anew(rank: int) -> list[bool]:
-    """Whether first values come to where the former ones lay, for weights and balance biases, and are the first ones."""
+    """Whether a step moves biases and weights, and first values come to where the former ones lay, and are the same."""
     engine = Engine(CONFIG, rank, torch.device("cpu"))
     engine.init_weights()
     (batches,) = random_batches(CONFIG.model, 1, CONFIG.train.microbatches, CONFIG.mesh.dp, (2, 8))
