@@ -160,7 +160,7 @@ def _refused(settings: Settings, step: int, groups: Groups, error: OSError | Val
     there = _newest_first(folder)
     last = f"the last one is {there[0]}" if there else "there is no earlier one"
     reason = f"the checkpoint of step {step} ({size}) cannot be written: {error}; {shown(free(folder))} are free there"
-    return everyone(_problem(settings, f"{reason}, and {last}", "make room there"))[0]
+    return everyone(_problem(settings, f"{reason}, and {last}", "make room there, or make it writable"))[0]
 
 
 def _size_of(groups: Groups) -> int:

@@ -227,13 +227,13 @@ class Metrics:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             refused = self._lines.add(json.dumps(finite))  # JSON has no number for the others
             if refused and not self._waits:
-                self.say(f"WARNING  {self._unwritten(refused)}; the run goes on, and its lines wait until there is")
+                self.say(f"WARNING  {self._unwritten(refused)}; the run goes on, and its lines wait until they can be")
             self._waits = bool(refused)
 
     def _unwritten(self, why: str) -> str:
-        settings = self.settings
-        reason = f"{self.path} cannot be written: {why}"
-        return problem("run.folder", settings.run.folder, settings.origins, reason, "make room there")
+        run, origins = self.settings.run, self.settings.origins
+        reason, fix = f"{self.path} cannot be written: {why}", "make room there, or make it writable"
+        return problem("run.folder", run.folder, origins, reason, fix)
 
 
 def peak_flops(gpu: str) -> float:
