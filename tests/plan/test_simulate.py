@@ -110,10 +110,15 @@ def test_all_ranks_take_the_optimizer_step_together() -> None:
 
 def test_a_program_that_cannot_finish_names_where_it_stops() -> None:
     crossed = [
-        [Op("recv", "grad", 0, 0, lane="recv_grad"), Op("send", "act", 0, 0, lane="send_act", deps=(0,))],
+        [
+            Op("fwd", "attn", 0, 0, 0),
+            Op("recv", "grad", 0, 0, lane="recv_grad"),
+            Op("send", "act", 0, 0, lane="send_act", deps=(1,)),
+        ],
         [Op("recv", "act", 0, 0, lane="recv_act"), Op("send", "grad", 0, 0, lane="send_grad", deps=(0,))],
     ]
-    with pytest.raises(ValueError, match=r"never finishes.*rank 0 lane recv_grad: 'recv grad m0 c0' \(position 0\)"):
+    first = r"rank 0 lane recv_grad: 'recv grad m0 c0' \(position 1\)"
+    with pytest.raises(ValueError, match=f"never finishes.*; stuck at {first}"):
         simulate(program(*crossed), Table({}))
     with pytest.raises(ValueError, match=r"rank 1 waits at 'recv act m0 c0' for a send that rank 0 does not have"):
         simulate(program([], [Op("recv", "act", 0, 0, lane="recv_act")]), Table({}))
