@@ -14,7 +14,8 @@ from hocket.bench.contender import Contender, Resting
 from hocket.bench.plain import optimizer_name
 from hocket.bench.workload import Workload
 from hocket.config import Config
-from hocket.engine import Engine, comm_options
+from hocket.engine import Engine
+from hocket.engine.comm_options import comm_options
 from hocket.machine import hardware_of
 from hocket.model.microbatch import Microbatch
 from hocket.plan.capacity import lack

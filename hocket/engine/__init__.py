@@ -11,7 +11,6 @@ comm_options.py  how groups are made
 
 from __future__ import annotations
 
-from hocket.engine.comm_options import comm_options
 from hocket.engine.engine import Engine, StepResult
 
-__all__ = ["Engine", "StepResult", "comm_options"]
+__all__ = ["Engine", "StepResult"]
