@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hocket.fsdp.saving import whole
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, remove
+from hocket.fsdp.saving.whole import WholeFolder, clean_up
 
 
 def written(final: Path, text: str, replaces: bool = False) -> WholeFolder:
@@ -72,12 +72,3 @@ def test_what_interrupted_saves_have_left_goes_and_what_they_took_comes_back(tmp
         (tmp_path / name / "a").write_text(name)
     clean_up(tmp_path, "[xyz]")
     assert found(tmp_path) == {"x": "x.replaced", "y": "y", "other.tmp": "other.tmp"}
-
-
-def test_a_folder_loses_its_name_before_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "x", "first").publish()
-    gone: list[Path] = []
-    monkeypatch.setattr("shutil.rmtree", gone.append)
-    remove(tmp_path / "x")
-    assert gone == [tmp_path / "x.tmp"]
-    assert found(tmp_path) == {"x.tmp": "first"}
