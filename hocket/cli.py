@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.reconfigure(errors="replace")
     try:
         code = run(words)
+        sys.stdout.flush()  # a pipe that nobody reads any more is noticed here, not when Python ends
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()

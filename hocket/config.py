@@ -123,7 +123,7 @@ class NetworkConfig:
     """What a rank sends between hosts, and receives at the same time, such as 50GB/s or 400Gb/s: its own adapter's
     share, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
     latency: str = "auto"
-    """What it takes longer to reach another host than a rank of one's own, such as 10us. auto is 10us."""
+    """How much longer a message takes to another host than to a rank of the same one, such as 10us. auto is 10us."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,8 @@ class DataOverlap:
     """Layer passes by which a gather runs ahead of its reader."""
     gather_in_update: Switch = "auto"
     """Update weights unit by unit when the next step begins, so that its first gathers run beside the updates of other
-    units; off: update all of them when a step ends. auto is off."""
+    units; off: update all of them when a step ends. auto is on where copy engines gather and 2% of a step or more is
+    hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from textwrap import wrap
 from typing import Any
 
 from hocket.machine import hardware_of
-from hocket.plan.cost import Measurement
+from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
-from hocket.plan.network import crossing
+from hocket.plan.network import busy, crossing
 from hocket.plan.ops import Program
-from hocket.plan.schedule import NO_FRICTION, Friction
+from hocket.plan.schedule import NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.stages import costs_of, layout_of, sharding_of
+from hocket.plan.stages import carried_by, costs_of, layout_of, sharding_of
 from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
@@ -60,10 +60,36 @@ def network(settings: Settings) -> str:
     return "; ".join([f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())])
 
 
+def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> float:
+    """Seconds of a step in which a rank's adapter is busy, of the pipeline rank that gets most from other hosts."""
+    each, kinds = busy(settings), program.layout.kinds
+    if not each:
+        return 0.0
+    seconds = {
+        key: cost.wire_bytes * each.get(carried_by(key) or "control", 0.0) + cost.inner_bytes * each.get("tp", 0.0)
+        for key, cost in costs.table.items()
+    }
+    return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
+
+
+def adapter(seconds: float, step: float) -> str:
+    """What is said behind `network` of an adapter that is busy for so long in such a step; empty on one host."""
+    if not seconds:
+        return ""
+    longer = ", longer than the step: lanes share it, which is not simulated" if seconds > step else ""
+    return f"; a rank's adapter is busy for {duration(seconds)}{longer}"
+
+
+def _network(settings: Settings, program: Program, hardware: Hardware, timeline: Timeline) -> str:
+    seconds = adapter_seconds(settings, program, costs_of(settings, hardware))
+    return network(settings) + adapter(seconds, float(timeline.makespan))
+
+
 def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
     program = program_of(settings)
     timeline = predict(settings, program, hardware, measured)
+    wide = wrap(_network(settings, program, hardware, timeline), max(width, 80), subsequent_indent="  ")
     text = to_text(program).splitlines()
     cut = len(text) if ops < 0 else ops
     parts = [
@@ -75,7 +101,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware, arrival_bytes(settings)),
-        *(_origin_of_costs(measured) if measured else wrap(network(settings), max(width, 80), subsequent_indent="  ")),
+        *(_origin_of_costs(measured) if measured else wide),
         "",
         "PROGRAM",
         *text[:cut],
@@ -88,10 +114,11 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
 def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None = None) -> dict[str, Any]:
     """The same for machines, without pictures and without the program's ops."""
     program = program_of(settings)
-    numbers = summary(predict(settings, program, hardware, measured), program)
+    timeline = predict(settings, program, hardware, measured)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
-    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
-    if wide := network(settings):
+    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices}
+    found["predicted"] = summary(timeline, program)
+    if wide := _network(settings, program, hardware, timeline):
         found["network"] = wide
     return found | ({"measured": costs_as_json(measured)} if measured else {})
 

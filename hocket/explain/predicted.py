@@ -16,14 +16,12 @@ from hocket.explain.explanation import Predicted, Times
 from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hardware import Hardware
-from hocket.plan.network import busy
 from hocket.plan.ops import Program
-from hocket.plan.schedule import KIND_OF, cost_key
+from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate
-from hocket.plan.stages import carried_by, costs_of
-from hocket.plan.timeline import duration
+from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
-from hocket.planning import network, program_of
+from hocket.planning import adapter, adapter_seconds, network, program_of
 from hocket.resolve import Settings
 
 MOST_OPS = 15_000
@@ -45,7 +43,7 @@ class Step:
     peaks: tuple[int, ...]
     """The most bytes that each pipeline rank holds."""
     adapter: float
-    """Seconds in which the adapter of a rank is busy, of the pipeline rank that gets most from other hosts."""
+    """See `adapter_seconds`."""
 
 
 @without_collector()
@@ -69,11 +67,7 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
 
 def _network(settings: Settings, step: Step) -> str:
     """What is said of the network; empty on one host."""
-    words = network(settings)
-    if not step.adapter:
-        return words
-    longer = ", longer than the step: lanes share it, which is not simulated" if step.adapter > step.seconds else ""
-    return f"{words}; a rank's adapter is busy for {duration(step.adapter)}{longer}"
+    return network(settings) + adapter(step.adapter, step.seconds)
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
@@ -97,20 +91,8 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
         idle=sum(float(use.idle) for use in timeline.ranks) / count,
         kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in seconds if seconds[kind]},
         peaks=tuple(use.peak_bytes for use in timeline.ranks),
-        adapter=_adapter(settings, program, costs),
+        adapter=adapter_seconds(settings, program, costs),
     )
-
-
-def _adapter(settings: Settings, program: Program, costs: CostTable) -> float:
-    """See `Step.adapter`."""
-    each, kinds = busy(settings), program.layout.kinds
-    if not each:
-        return 0.0
-    seconds = {
-        key: cost.wire_bytes * each.get(carried_by(key) or "control", 0.0) + cost.inner_bytes * each.get("tp", 0.0)
-        for key, cost in costs.table.items()
-    }
-    return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
 
 
 def _continued(short: Step, long: Step, periods: float) -> Step:

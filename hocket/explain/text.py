@@ -64,7 +64,7 @@ def _measured(found: Explanation) -> Lines:
     m, p = found.measured, found.predicted
     if m is None:
         return
-    yield f"  on {m.hardware}, {m.note}; means over ranks, the step is that of the slowest"
+    yield from paragraph(f"on {m.hardware}, {m.note}; means over ranks, the step is that of the slowest", "  ")
     rows = [("step", p.step, m.step), ("compute", p.compute, m.compute), ("nothing at all", p.idle, m.idle)]
     nothing = Times(seconds=0.0, exposed=0.0)
     for kind in dict.fromkeys((*p.kinds, *m.kinds)):

@@ -177,7 +177,7 @@ _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 def watch_reads(module: nn.Module) -> None:
     """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
 
-    Where there is a forward that writes weight gradients itself (`linear.py`), it gets that too.
+    Where there is a forward that writes weight gradients itself (`forwards.py`), it gets that too.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)

@@ -270,7 +270,8 @@ def _late_heads(c: Config, host: Host, search: _Search, way: _Way) -> tuple[int,
     if not others:
         return 0, "the rank of the head computes until the end"
     if not way.heads:
-        return 0, f"{count} microbatches would take {duration(min(others))} instead of {duration(before)}"
+        less = f": less than {1 - _WORTH_LATE:.1%} is not worth it" if min(others) <= before else ""
+        return 0, f"{count} microbatches would take {duration(min(others))} instead of {duration(before)}{less}"
     fitting = search.fitting(way, room(memory_of(c, host)))
     if not fitting:
         return 0, f"what it keeps of a microbatch until the end does not fit into {hardware_of(c).name}"
