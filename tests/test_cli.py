@@ -99,15 +99,6 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         assert "AssertionError" not in ended.stderr, words
 
 
-def test_a_reader_that_has_seen_enough_is_no_mistake():
-    read, write = os.pipe()
-    os.close(read)
-    words = [sys.executable, "-m", "hocket", "recipes"]
-    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    os.close(write)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
 def test_overrides_reach_the_configuration_and_are_remembered():
     words = ["--model.hidden", "64", "--overlap.pp.defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
     options, origins = parse(Train, "train", ["tiny", *words, "--train.betas", "0.8", "0.9"])

@@ -5,8 +5,11 @@ After a change that is meant: `pytest --renew-golden tests/test_cli_errors.py`.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +90,13 @@ def test_every_message_of_the_command_line(
         assert all("fix: " in line for line in problems), text
     text = "\n".join(f"$ hocket {command}\n{text}" for command, text in answers.items())
     assert_golden("cli_errors.txt", text, pytestconfig)
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake():
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "hocket", "recipes"]
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # what fits into the buffer is written at the end
+    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=env)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
