@@ -116,8 +116,8 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
     program = program_of(settings)
     timeline = predict(settings, program, hardware, measured)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
-    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices}
-    found["predicted"] = summary(timeline, program)
+    numbers = summary(timeline, program)
+    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
     if wide := _network(settings, program, hardware, timeline):
         found["network"] = wide
     return found | ({"measured": costs_as_json(measured)} if measured else {})
