@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_tests --seconds 540
     python -m benchmarks.gpu_tests --resume --seconds 540
     python -m benchmarks.gpu_tests -n 4 tests/gpu/test_bench.py
+    python -m benchmarks.gpu_tests --merge monday.json tuesday.json
 
 What is no option of its own goes to pytest, `-n 4` for instance, which runs all tests that measure no time on the same
 GPUs beside each other. Outcomes are written as they come, each with its commit. Exits with pytest's status.
@@ -53,6 +54,19 @@ def begin(path: Path, commit: str, resume: bool) -> dict[str, Any]:
     return result
 
 
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Outcomes of several runs, oldest first: the last one of each test counts, but a skip replaces nothing."""
+    tests: dict[str, Any] = {}
+    for result in results:
+        for name, test in result["tests"].items():
+            if test["outcome"] != "skipped" or name not in tests:
+                tests[name] = {"commit": result["commit"], **test}
+    used = {test["commit"] for test in tests.values()}
+    runs = {origin["commit"] + origin["command"]: origin for result in results for origin in origins(result)}
+    kept = [origin for origin in runs.values() if origin["commit"] in used]
+    return {**kept[-1], "origins": kept, **counted(tests), "tests": tests}
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--name", default="gpu_tests", help="of the result")
@@ -60,8 +74,13 @@ def main() -> int:
     parser.add_argument(
         "--resume", action="store_true", help="keep what the file has, and leave out what has passed at this commit"
     )
+    parser.add_argument("--merge", nargs="+", type=Path, help="results of runs, oldest first: run nothing")
     options, words = parser.parse_known_args()
     path = ((options.out or RESULTS) / f"{options.name}.json").absolute()
+    if options.merge:
+        save(path, merged([json.loads(file.read_text()) for file in options.merge]))
+        print(path)
+        return 0
     result = begin(path, options.commit, options.resume)
     off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
     kept = ["-p", "benchmarks.outcomes", "--outcomes", str(path), "--commit", result["commit"]]

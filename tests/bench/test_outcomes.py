@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_tests import begin
+from benchmarks.gpu_tests import begin, merged
 from benchmarks.outcomes import counted
 from benchmarks.record import ROOT
 from benchmarks.tables import gpu_tests
@@ -74,9 +74,23 @@ def test_outcomes_stay_when_a_run_ends_early_and_the_next_one_continues(tmp_path
 
 def test_a_file_of_one_commit_can_be_continued_at_another(tmp_path: Path) -> None:
     path = tmp_path / "gpu_tests.json"
-    path.write_text((ROOT / "benchmarks" / "results" / "gpu_tests.json").read_text())
-    former = json.loads(path.read_text())
+    former = {"commit": "old", "command": "python", "tests": {"a": {"outcome": "passed", "seconds": 1.0}}}
+    path.write_text(json.dumps(former))
     result = begin(path, "new", resume=True)
-    assert {test["commit"] for test in result["tests"].values()} == {former["commit"]}
-    assert [run["commit"] for run in result["origins"]] == [former["commit"], "new"]
+    assert [test["commit"] for test in result["tests"].values()] == ["old"]
+    assert [run["commit"] for run in result["origins"]] == ["old", "new"]
     assert begin(path, "new", resume=False)["tests"] == {}
+
+
+def test_the_last_outcome_of_several_runs_counts_with_its_commit() -> None:
+    def run(commit: str, **outcomes: str) -> dict[str, object]:
+        return {"commit": commit, "command": "python", "tests": {n: {"outcome": o} for n, o in outcomes.items()}}
+
+    found = merged(
+        [run("a", x="passed", y="failed", z="passed"), run("b", x="skipped", y="passed"), run("c", x="skipped")]
+    )
+    said = {name: (test["outcome"], test["commit"]) for name, test in found["tests"].items()}
+    assert said == {"x": ("passed", "a"), "y": ("passed", "b"), "z": ("passed", "a")}
+    assert (found["passed"], found["failed"], found["skipped"]) == (3, 0, 0)
+    assert [origin["commit"] for origin in found["origins"]] == ["a", "b"], "nothing is left of c"
+    assert merged([found, run("d", y="failed")])["tests"]["y"] == {"outcome": "failed", "commit": "d"}
