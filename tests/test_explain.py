@@ -120,6 +120,13 @@ def test_the_explanation_as_text(pytestconfig: pytest.Config) -> None:
     assert_golden("explain.txt", to_text(RUN) + "\n", pytestconfig)
 
 
+@pytest.mark.parametrize(("layers", "state"), [(1, "on"), (0, "off")])
+def test_sends_of_gradients_are_hidden_by_what_stands_behind_them(layers: int, state: str) -> None:
+    found = row(explained(mesh__pp=2, overlap__pp__defer_layers=layers), "gradients sent")
+    assert (found.state, found.setting) == (state, "overlap.pp.defer_layers")
+    assert found.under == ("weight gradients behind them" if state == "on" else "")
+
+
 def test_a_run_that_was_asked_for_much_says_what_it_got() -> None:
     found = explained(overlap__dp__prefetch=0, overlap__ep__merge="off")
     assert row(found, GATHERS).state == "off"

@@ -105,9 +105,10 @@ def _pipeline(s: Settings) -> Iterator[Overlap]:
     if s.overlap.defer_wgrad == "off":
         yield _row(s, "pp", _BACKWARD, "", "off", "overlap.defer_wgrad")
         return
-    under = "weight gradients behind them"
-    setting = "overlap.defer_wgrad" if separate_wgrads(s) else "overlap.pp.defer_layers"
-    yield _row(s, "pp", _BACKWARD, under, "on", setting)
+    separate = separate_wgrads(s)
+    setting = "overlap.defer_wgrad" if separate else "overlap.pp.defer_layers"
+    behind = separate or s.overlap.pp.defer_layers != 0
+    yield _row(s, "pp", _BACKWARD, "weight gradients behind them", "on" if behind else "off", setting)
 
 
 def _experts(s: Settings) -> Iterator[Overlap]:
