@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.gpu_tests import begin, merged
 from benchmarks.outcomes import counted
-from benchmarks.record import ROOT
 from benchmarks.tables import gpu_tests
 
 FIRST = """
