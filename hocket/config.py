@@ -114,7 +114,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """What lies between hosts, as far as predictions go by it: no run communicates otherwise because of this."""
+    """What lies between hosts, for predictions and for what is chosen by them."""
 
     ranks_per_host: int | Literal["auto"] = "auto"
     """Ranks that share a host: the same number on each, neighbours by their numbers. auto is what torchrun or Slurm

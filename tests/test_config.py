@@ -330,6 +330,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"network__bandwidth": "50GB"}, "network.bandwidth", "is no rate"),
     (TINY, {"network__bandwidth": "-5GB/s"}, "network.bandwidth", "is no rate"),
     (TINY, {"network__bandwidth": "0Gb/s"}, "network.bandwidth", "nothing would ever arrive"),
+    (TINY, {"network__bandwidth": f"0.{'0' * 315}1GB/s"}, "network.bandwidth", "nothing would ever arrive"),
+    (TINY, {"network__latency": f"{'9' * 300}s"}, "network.latency", "is longer than an hour"),
     (TINY, {"network__latency": "10"}, "network.latency", "has no unit: there are s, ms, us; fix: auto, or such"),
     (TINY, {"network__latency": "9" * 400 + "s"}, "network.latency", "too many digits"),
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),

@@ -3,10 +3,11 @@
     hocket train  ──fork──►  rank 0 .. world - 1     this host, one command
     torchrun / srun  ──────► hocket train            each process is one worker already
 
-launch.py    what both begin with
-parent.py    workers are forked, watched, and told to end
-worker.py    one rank, and what it says when it fails
-children.py  a worker as its parent sees it; why a run failed, in one message
-ports.py     where ranks meet
-folder.py    the folder of a run
+launch.py     what both begin with
+parent.py     workers are forked, watched, and told to end
+worker.py     one rank, and what it says when it fails
+agreement.py  ranks that were started with unlike settings
+children.py   a worker as its parent sees it; why a run failed, in one message
+ports.py      where ranks meet
+folder.py     the folder of a run
 """

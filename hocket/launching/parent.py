@@ -40,7 +40,8 @@ def start_workers(settings: Settings, job: Job) -> int:
         try:
             for rank in range(settings.world):
                 worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port, "", "run.port")
-                children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
+                with signals_held_back():
+                    children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked, job.ended)
         finally:
             kill(children)
@@ -60,6 +61,16 @@ def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Chil
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
     return Child(worker.rank, pid, read, log, job.again)
+
+
+@contextlib.contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Let signals that ask come behind the block: one that came before a worker is known would not be passed on."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, asking())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 @contextlib.contextmanager

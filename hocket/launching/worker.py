@@ -47,6 +47,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     import torch
     import torch.distributed as dist
 
+    from hocket.launching.agreement import require_same
     from hocket.runtime.comm import join_world, leave_world
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -59,6 +60,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
         raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
+    require_same(settings, worker.rank)
     job.run(settings, worker.rank, device)
     leave_world()
     return 0
@@ -86,6 +88,7 @@ def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: in
         die_with(parent)
         for number in asking():
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())  # the parent has held them back: its handlers are not ours
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(file, 2)

@@ -18,6 +18,7 @@ RATES = {
 """Bytes per second; those of b/s are bits, in which adapters are sold."""
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Seconds."""
+_LONGEST = 3600.0
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,17 @@ def parse_bytes(text: str, setting: str) -> int:
 def parse_rate(text: str) -> float:
     """Bytes per second of a rate such as "50GB/s" or "400 Gb/s". Raises ValueError with a reason for anything else."""
     rate = _in_units(text, RATES, "rate")
-    if not rate:
+    if rate < 1:
         raise ValueError("nothing would ever arrive")
     return rate
 
 
 def parse_time(text: str) -> float:
     """Seconds of a time such as "10us". Raises ValueError with a reason for anything else."""
-    return _in_units(text, TIMES, "time")
+    seconds = _in_units(text, TIMES, "time")
+    if seconds > _LONGEST:
+        raise ValueError("is longer than an hour")
+    return seconds
 
 
 WITH_UNITS: dict[str, tuple[Callable[[str], float], str]] = {

@@ -1,0 +1,31 @@
+"""Ranks of one run go by the same settings, or none of them begins.
+
+Processes that torchrun or Slurm started resolve the configuration each for itself. Where commands, files or hosts
+differ they may come to different plans, and would wait for each other until a watchdog ends them.
+"""
+
+from __future__ import annotations
+
+from hocket.resolve import Settings
+from hocket.runtime.comm import everyone
+from hocket.settings.leaves import leaf, problem, show, types
+
+_OWN = ("run.", "data.paths", "data.tokenizer", "data.cache")
+"""How settings begin that say where things are, which may be elsewhere on each host. The trainer compares the text."""
+
+
+def require_same(settings: Settings, rank: int) -> None:
+    """Raise ValueError, on every rank, unless all ranks have the same settings. All of them call this."""
+    mine = {name: leaf(settings, name) for name in types() if not name.startswith(_OWN)}
+    first = everyone({} if rank else mine)[0]
+    differences = everyone({name: value for name, value in mine.items() if first[name] != value})
+    other = next((number for number, found in enumerate(differences) if found), None)
+    if other is None:
+        return
+    # The first rank that differs from rank 0, and whoever agrees with neither, speak of rank 0; others of that one.
+    against, theirs = (0, first) if differences[rank] else (other, {**first, **differences[other]})
+    name, *more = (name for name, value in mine.items() if theirs[name] != value)
+    reason = f"rank {against} has {show(theirs[name])}"
+    reason += f", and other values of {', '.join(more[:3])}{' and more' if more[3:] else ''}" if more else ""
+    fix = "the same command and files on all hosts; where hosts are unlike, a value instead of auto"
+    raise ValueError(problem(name, mine[name], settings.origins, reason, fix))

@@ -1,0 +1,83 @@
+"""Workers that start: settings that ranks do not share, and signals while workers are forked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket.launching.parent import start_workers
+from hocket.launching.worker import Job
+from hocket.recipes import recipe
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
+from tests.helpers.command import ALONE, SMALL, end_all, finish, start, text_in
+from tests.helpers.ranks import server_environment
+from tests.test_bad_input import one_message
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+@pytest.mark.parametrize(
+    ("steps", "here", "told"),
+    [
+        ("3", "2", ["train.steps = 3 ", "train.steps = 4 "]),
+        # Hosts with another number of ranks each: prices of links differ, and so may plans.
+        ("4", "1", ["network.ranks_per_host = 1 ", "network.ranks_per_host = auto "]),
+    ],
+)
+def test_ranks_that_go_by_other_settings_are_refused(tmp_path: Path, steps: str, here: str, told: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    two = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps"]
+    ranks = [
+        start(tmp_path, "train", *two, steps, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE=here, **place),
+        start(tmp_path, "train", *two, "4", RANK="1", **place),
+    ]
+    for i, process in enumerate(ranks):
+        one_message(finish(process), told[i], f"rank {1 - i} has ", "fix: the same command and files on all hosts")
+
+
+def ask_while_forking(folder: Path) -> None:
+    """A run that SIGTERM reaches when its worker exists, and its parent has not noted that yet. Ends the process."""
+    fork = os.fork
+
+    def fork_and_ask() -> int:
+        pid = fork()
+        if pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return pid
+
+    os.fork = fork_and_ask
+    (folder / "logs").mkdir()
+    os._exit(start_workers(settings_of_one(folder), Job(wait, "")))
+
+
+def settings_of_one(folder: Path) -> Settings:
+    alone = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "run.folder": str(folder)}
+    return resolve(changed(recipe("tiny"), alone))
+
+
+def wait(settings: Settings, rank: int, device: object) -> None:
+    time.sleep(5)
+
+
+def test_a_signal_while_workers_are_forked_reaches_them(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.preload"])
+    process = context.Process(target=ask_while_forking, args=(tmp_path,))
+    with server_environment():
+        process.start()
+    process.join(20)
+    assert process.exitcode == 128 + signal.SIGTERM
