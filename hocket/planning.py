@@ -47,8 +47,9 @@ def network(settings: Settings) -> str:
         return ""
     hardware = hardware_of(settings)
     rows: dict[str, list[str]] = {}
+    silent = {"control"} if settings.model.experts else {"control", "gather_experts", "reduce_experts"}
     for purpose, spread in wide.items():
-        if purpose != "control":
+        if purpose not in silent:
             rate = hardware.link(purpose).bandwidth / 1e9
             rows.setdefault(f"{spread.ranks} ranks on {spread.hosts} hosts at {rate:.3g} GB/s", []).append(purpose)
     open_ = {decision.setting for decision in settings.decisions if decision.chosen}

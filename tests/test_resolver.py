@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hocket.config import Config, MeshConfig
 from hocket.environment import Worker, probe
 from hocket.explain.overlaps import overlaps
-from hocket.launching.launch import too_few_gpus
+from hocket.launching.launch import check_memory, too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
@@ -217,6 +217,15 @@ def test_resolving_again_with_a_change_keeps_the_reasons_that_hold() -> None:
     kept = {d.setting for d in again.decisions}
     assert {"plan.order", "overlap.pp.defer_layers"} <= kept
     assert again.overlap.dp.prefetch == 1
+
+
+def test_a_model_that_a_host_has_no_memory_for_is_refused_before_a_kernel_ends_processes() -> None:
+    whole = resolve(recipe("llama3_8b"), Host())
+    with pytest.raises(ValueError, match=r"^train.device = cpu .*: weights and gradients take 60 GiB, and .* has 23 GiB"):
+        check_memory(whole, 8, 23 << 30)
+    check_memory(whole, 8, 64 << 30)
+    check_memory(whole, 2, 23 << 30)  # the others are on other hosts
+    check_memory(resolve(recipe("llama3_8b"), Host(gpus=8)), 8, 23 << 30)
 
 
 def test_a_run_that_was_meant_for_gpus_says_at_once_that_it_computes_on_cpus() -> None:

@@ -14,7 +14,12 @@ from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job, end_now, outcome
 from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import problem
+from hocket.settings.predicted import gib
 from hocket.variables import passed, survey
+
+BYTES_OF_A_PARAMETER = 8
+"""At least, over all ranks: what is updated, and its gradient, in fp32."""
 
 
 def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
@@ -59,12 +64,34 @@ def too_few_gpus(settings: Settings) -> list[str]:
 
 
 def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
-    """Do a job as one worker, or start all workers and wait for them. Ends the process."""
+    """Do a job as one worker, or start all workers and wait for them. Ends the process.
+
+    Raises ValueError for a model that does not fit into the host.
+    """
+    ranks = worker.local_world if worker else settings.mesh.world
+    check_memory(settings, ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if worker:
         end_now(outcome(settings, worker, job))
     with run_folder(settings):
         code = start_workers(settings, job)
     end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
+
+
+def check_memory(settings: Settings, ranks: int, memory: int) -> None:
+    """Refuse a model on CPUs whose weights alone fill the bytes of memory that a host with so many ranks has.
+
+    Its kernel would end any process, not only ours. Raises ValueError.
+    """
+    if settings.train.device != "cpu":
+        return
+    from hocket.model.transformer import parameter_counts  # imports torch
+
+    parameters, _ = parameter_counts(settings.model)
+    least = BYTES_OF_A_PARAMETER * parameters * ranks // settings.mesh.world
+    if least > memory:
+        reason = f"weights and gradients take {gib(least)}, and the host has {gib(memory)} of memory"
+        fix = "GPUs; hocket plan and hocket explain need none"
+        raise ValueError(problem("train.device", "cpu", settings.origins, reason, fix))
 
 
 def train_rank(settings: Settings, rank: int, device: Any) -> None:
