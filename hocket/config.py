@@ -118,7 +118,8 @@ class NetworkConfig:
 
     ranks_per_host: int | Literal["auto"] = "auto"
     """Ranks that share a host: the same number on each, neighbours by their numbers. auto is what torchrun or Slurm
-    started here, and all ranks where hocket starts them itself; hocket plan takes 8 for granted on GPUs."""
+    started here, and all ranks where hocket starts them itself; on GPUs hocket plan takes for granted 8, or the most
+    below 8 that divides the ranks."""
     bandwidth: str = "auto"
     """What a rank sends between hosts, and receives at the same time, such as 50GB/s or 400Gb/s: its own adapter's
     share, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
