@@ -75,6 +75,7 @@ SETTINGS = [
     (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be written"]),
     (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be written"]),
     (["--run.folder", "taken"], ["run.folder = taken", "cannot be written"]),
+    (["--run.folder", "logged"], ["run.folder = logged", "logged/logs/rank1.log cannot be written (Is a directory)"]),
     (["--model.hidden", "18"], ["model.hidden = 18", "a multiple of 4"]),
     (["--run.resume", "no/such"], ["run.resume = no/such", "no/such does not exist"]),
 ]
@@ -85,6 +86,7 @@ def test_a_bad_setting_is_one_message(tmp_path, words, parts):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "logs").write_text("not a folder")
+    (tmp_path / "logged/logs/rank1.log").mkdir(parents=True)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary").write_bytes(b"\0\1")
     (tmp_path / "short.txt").write_text("hello")

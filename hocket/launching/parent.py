@@ -22,6 +22,7 @@ from hocket.launching.ports import free_port
 from hocket.launching.worker import Job, child_main
 from hocket.resolve import Settings
 from hocket.runtime.recorder import HANG_EXIT_CODE
+from hocket.settings.leaves import problem
 from hocket.train.signals import asking, hang_up
 
 GRACE = 2.5
@@ -48,7 +49,15 @@ def start_workers(settings: Settings, job: Job) -> int:
 
 
 def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Child:
-    """Start one rank. Rank 0 keeps the terminal for its output; everything else goes to logs."""
+    """Start one rank. Rank 0 keeps the terminal for its output; everything else goes to logs.
+
+    Raises ValueError if its log cannot be written.
+    """
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except OSError as error:
+        reason, fix = f"{log} cannot be written ({error.strerror})", "name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
     read, write = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
@@ -56,8 +65,9 @@ def fork_worker(settings: Settings, worker: Worker, job: Job, log: Path) -> Chil
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        child_main(settings, worker, job, log, write, parent)
+        child_main(settings, worker, job, file, write, parent)
     os.close(write)
+    os.close(file)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
     return Child(worker.rank, pid, read, log, job.again)

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hocket.environment import Worker
@@ -80,8 +79,8 @@ def outcome(settings: Settings, worker: Worker, job: Job) -> int:
         return 1
 
 
-def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: int, parent: int) -> NoReturn:
-    """The life of a forked worker."""
+def child_main(settings: Settings, worker: Worker, job: Job, log: int, pipe: int, parent: int) -> NoReturn:
+    """The life of a forked worker; `log` and `pipe` are open."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -89,11 +88,10 @@ def child_main(settings: Settings, worker: Worker, job: Job, log: Path, pipe: in
         for number in asking():
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())  # the parent has held them back: its handlers are not ours
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(file, 2)
+        os.dup2(log, 2)
         if worker.rank:
-            os.dup2(file, 1)
+            os.dup2(log, 1)
         code = be_worker(settings, worker, job)
     except ValueError as error:
         say(pipe, "user", traceback.format_exc() if os.environ.get("HOCKET_DEBUG") == "1" else str(error))

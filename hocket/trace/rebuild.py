@@ -135,7 +135,7 @@ def _of_today(stored: Any) -> Any:
     tree.setdefault("network", {})
     for setting in types():
         default = leaf(DEFAULTS, setting)  # of a section that came later; what is automatic now was something then
-        if setting not in there and setting.split(".")[0] in tree:
+        if setting not in there and isinstance(tree.get(setting.split(".")[0]), Mapping):
             if setting in later or (setting.startswith("overlap.") and default != "auto"):
                 put(tree, setting, later.get(setting, default))
     return tree

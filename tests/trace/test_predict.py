@@ -117,6 +117,8 @@ def _measured(paths: list[Path]) -> Any:
         (lambda run: {}, "says nothing about settings"),
         (lambda run: run | {"version": 2}, "has version 2, this hocket reads version 1"),
         (lambda run: run | {"settings": 3}, "has no settings"),
+        (lambda run: run | {"settings": run["settings"] | {"network": None}}, r"has no settings\.network; fix: "),
+        (lambda run: _with(run, "network", "bandwidth", "5"), r"network\.bandwidth = 5 .*has no unit"),
         (lambda run: _without(run, "mesh", "ep"), "settings.mesh lacks ep, so it was written by another version"),
         (lambda run: _with(run, "mesh", "cp", 2), "settings.mesh has an unknown cp"),
         (lambda run: _with(run, "model", "vocab", None), r"model\.vocab = None .*: not a whole number"),
