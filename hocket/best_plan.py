@@ -17,7 +17,7 @@ from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
-from hocket.planning import predict, program_of
+from hocket.planning import network, predict, program_of
 from hocket.resolve import Settings
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
@@ -244,6 +244,8 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
         yield f"predicted gains have been off by up to {DOUBT:.0%}: time both plans before relying on this one"
     if task.measured is None:
         yield "costs are figures of the hardware; --from takes them from the traces of a run"
+        if wide := network(task.settled({})):
+            yield wide
 
 
 def words(task: Task, changes: Changes) -> list[str]:

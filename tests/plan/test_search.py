@@ -195,6 +195,8 @@ def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
     result = best_plan.search(wanted)
     text = best_plan.report(wanted, replace(result, seconds=0.0))
     assert_golden("search_tiny.txt", text + "\n", pytestconfig)
+    between = task("tiny", "--overlap.ep.merge", "on", "--network.ranks_per_host", "2")
+    assert "note: network: 2 ranks on a host, each sends 48GB/s" in best_plan.report(between, result)
 
 
 def test_the_words_give_the_plan_that_was_found() -> None:
