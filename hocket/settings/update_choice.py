@@ -1,8 +1,8 @@
 """How `overlap.dp.gather_in_update` is chosen where it is `auto`: by what the first gathers of a step would cost.
 
 They are exposed if weights are updated when a step ends, and hidden if each unit is gathered while others are updated,
-for as long as these updates last. In a step of many microbatches that is little. A NCCL kernel takes from updates what
-it saves: a step that was to become shorter by 4.6 % did not. On copy engines it became shorter by 1.8 % (two H200,
+for as long as these updates last. In a step of many microbatches that is little. A step that was to become shorter by
+4.6 % became so by 1.8 % on copy engines, and on NCCL's kernels by nothing that was more than noise, 2.4 % (two H200,
 `benchmarks/results/gather_in_update.json`).
 """
 
