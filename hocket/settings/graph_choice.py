@@ -9,7 +9,7 @@ Note: [What recorded steps cost]
 Memory: see `Note: [What a graph holds]`, and rows have room for more than come. Shapes are the same in each step, which
 takes room for packed documents; microbatches and sequences always are. Profiled steps and validations run op by op as
 ever. A step whose rows find no room runs twice, and the next one is recorded anew with more room, as long as that fits
-(`Engine._make_more_room`).
+(`RowRoom.again`).
 """
 
 from __future__ import annotations
