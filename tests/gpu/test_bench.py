@@ -57,8 +57,6 @@ def test_contenders_agree_and_are_timed(tmp_path: Path, case: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", [True, False], ids=["updated", "as they are"])
 def test_the_bound_as_a_graph_is_the_bound(optimizer: bool):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     device, work = torch.device("cuda", 0), workload(2, 2, moe=True, optimizer=optimizer)
     work = dataclasses.replace(work, config=changed(work.config, {"precision.compute": "bf16"}))
     issued, graph = (load(name)(work, 0, device) for name in ("bound", "bound_graph"))
