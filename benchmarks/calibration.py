@@ -39,10 +39,10 @@ from hocket.best_plan import Task, search
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
-from hocket.machine import hardware_of
 from hocket.model.microbatch import Microbatch
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.mesh import Mesh
+from hocket.plan.network import hardware_of
 from hocket.plan.stages import mesh_of
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN

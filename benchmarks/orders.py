@@ -27,7 +27,7 @@ from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, star
 from hocket.bench.measure import Timer
 from hocket.bench.workload import Workload, batches
 from hocket.config import Config
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.runtime.collection import no_collection

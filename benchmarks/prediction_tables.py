@@ -13,8 +13,8 @@ from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.config import Config
-from hocket.machine import hardware_of
 from hocket.plan.formulas import STOCK
+from hocket.plan.network import hardware_of
 from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.stages import costs_of
 from hocket.planning import predict, program_of

@@ -36,8 +36,8 @@ from hocket.config import (
     PlanConfig,
     Switch,
 )
-from hocket.machine import hardware_of
 from hocket.plan.hops import Parts
+from hocket.plan.network import hardware_of
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.resolve import resolve

@@ -53,8 +53,8 @@ from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files
-from hocket.machine import hardware_of
 from hocket.plan.hardware import HARDWARE
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
 from hocket.plan.text import to_text

@@ -17,12 +17,12 @@ from hocket.config import ModelConfig
 from hocket.model.layers import swiglu
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.plan.mesh import Mesh
+from hocket.plan.tensor_times import COLUMNS, ROLES, Method
+from hocket.plan.tensor_ways import possible
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl
 from hocket.runtime.weights import WgradQueue, collecting, manage
-from hocket.settings.tensor_choice import possible
-from hocket.settings.tensor_times import COLUMNS, ROLES, Method
 
 Call = Callable[[], Any]
 

@@ -13,16 +13,16 @@ from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.pipeline import smallest_group, warmup
-from hocket.plan.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
 from hocket.planning import network, predict, program_of
 from hocket.resolve import Settings
+from hocket.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
 from hocket.settings.predicted import model_costs
-from hocket.settings.sizes import parse_bytes
+from hocket.sizes import parse_bytes
 
 DOUBT = 0.07
 """Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""
@@ -129,7 +129,7 @@ class Pricer:
         return len({plan for (plan, _), trial in self._known.items() if trial})
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
-        """See `plan.search.Price`."""
+        """See `search.Price`."""
         try:
             settings = (self._task if whole else self._quick).settled(changes)
         except ValueError:
@@ -141,7 +141,7 @@ class Pricer:
         return trial and replace(trial, changes=dict(changes))
 
     def _estimated(self, settings: Settings) -> Trial | None:
-        """See Note: [Long steps are priced by their period] in plan/search.py."""
+        """See Note: [Long steps are priced by their period] in search.py."""
         few, more = steady(settings)
         steps = (replace(settings, train=replace(settings.train, microbatches=n)) for n in (few, more))
         short, long = (self._simulated(step) for step in steps)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hocket.config import COPIED, Config
 from hocket.model.tokenizer import tokenizer_vocab
-from hocket.settings.problems import stop_if
+from hocket.problems import stop_if
 from hocket.settings.rule import Host
 from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
 

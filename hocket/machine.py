@@ -1,10 +1,8 @@
-"""Which host and hardware plans and predictions are for."""
+"""Which hosts plans and predictions are for."""
 
 from __future__ import annotations
 
 from hocket.config import BYTE_VOCAB, BYTES, Config
-from hocket.plan.hardware import HARDWARE, Hardware
-from hocket.plan.network import on_hosts
 from hocket.settings.rule import Host
 
 GPUS_OF_A_HOST = 8
@@ -33,10 +31,3 @@ def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
     if not wants_gpus or world <= GPUS_OF_A_HOST:
         return world
     return max(n for n in range(1, GPUS_OF_A_HOST + 1) if world % n == 0)
-
-
-def hardware_of(config: Config, name: str = "auto") -> Hardware:
-    """The hardware to predict for, as named, or what fits the dtype of the run; with the links between its hosts."""
-    if name == "auto":
-        name = "laptop" if config.precision.compute == "fp32" else "h200"
-    return on_hosts(HARDWARE[name], config)

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
-from hocket.plan.network import busy, crossing
+from hocket.plan.network import busy, crossing, hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline, simulate

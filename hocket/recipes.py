@@ -22,9 +22,9 @@ from hocket.config import (
     RunConfig,
     TrainConfig,
 )
+from hocket.problems import stop_if
 from hocket.settings import families
 from hocket.settings.leaves import ill_typed
-from hocket.settings.problems import stop_if
 
 
 def tiny() -> Config:

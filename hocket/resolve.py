@@ -19,6 +19,7 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.plan.without_collector import without_collector
+from hocket.problems import stop_if
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.deferral_choice import choose_deferral
@@ -30,7 +31,6 @@ from hocket.settings.network_choice import choose_network
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.predicted import Price, Trials, model_costs
-from hocket.settings.problems import stop_if
 from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text

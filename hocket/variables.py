@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hocket.settings.problems import stop_if
+from hocket.problems import stop_if
 
 Moment = Literal["threads start", "CUDA starts", "groups are made"]
 Policy = Literal["set", "check", "ignore"]

@@ -11,7 +11,7 @@ import torch
 from hocket.config import Config
 from hocket.engine.comm_options import comm_options
 from hocket.explain.build import explain
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of, report
 from hocket.resolve import resolve
 from hocket.settings.arrivals import arrival_bytes

@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 
 from benchmarks import calibration, prediction, tables
-from hocket.machine import hardware_of
 from hocket.plan.check import assert_valid
 from hocket.plan.hardware import HARDWARE
+from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed

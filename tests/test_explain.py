@@ -31,8 +31,9 @@ from hocket.explain.explanation import (
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
-from hocket.machine import hardware_of, host_for_plan
+from hocket.machine import host_for_plan
 from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, Mesh
+from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

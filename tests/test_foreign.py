@@ -18,8 +18,8 @@ from hocket.foreign.entry import Given
 from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
+from hocket.problems import problems_of
 from hocket.settings.leaves import is_a, types
-from hocket.settings.problems import problems_of
 from tests.helpers.golden import assert_golden
 
 SAMPLES: dict[type, Any] = {bool: True, int: 2, float: 0.5, str: "x", list: ["x"], object: "x"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.settings.sizes import Size, parse_bytes, parse_size
+from hocket.sizes import Size, parse_bytes, parse_size
 
 
 @pytest.mark.parametrize(

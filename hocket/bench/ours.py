@@ -16,10 +16,10 @@ from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.comm_options import comm_options
-from hocket.machine import hardware_of
 from hocket.model.microbatch import Microbatch
 from hocket.plan.capacity import lack
 from hocket.plan.mesh import Mesh
+from hocket.plan.network import hardware_of
 from hocket.plan.stages import costs_of, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null, Signal

@@ -10,10 +10,10 @@ from typing import Any
 
 from hocket.bench.contender import CONTENDERS, entry
 from hocket.config import Config
+from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.origins import Implied
-from hocket.settings.problems import stop_if
 from hocket.settings.rule import Host
 
 HOW = ("overlap.", "plan.", "precision.", "train.transport")

@@ -13,9 +13,9 @@ from hocket.bench import resumed, variants
 from hocket.bench.contender import CONTENDERS, entry, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
+from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed, problem
-from hocket.settings.problems import stop_if
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import tyro
 from hocket import best_plan, planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
-from hocket.machine import hardware_of, host_for_plan
+from hocket.machine import host_for_plan
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.network import hardware_of
 from hocket.plan.stages import costs_of
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve

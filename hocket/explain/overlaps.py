@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.explain.explanation import Axis, Overlap, State
+from hocket.plan.tensor_times import DIRECTIONS, ROLES
 from hocket.resolve import Settings
 from hocket.settings.leaves import leaf
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
 from hocket.settings.tensor_choice import setting_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES
 
 ALWAYS = "always"
 """The source of what no setting decides."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from hocket.config import COPIED
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
-from hocket.machine import hardware_of
 from hocket.plan.cost import unit_weights
 from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, TP_SMS
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import UNITS, Unit
 from hocket.plan.shard import ALIGN
 from hocket.plan.stages import layout_of, mesh_of, sharding_of

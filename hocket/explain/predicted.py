@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from hocket.best_plan import steady
 from hocket.explain.explanation import Predicted, Times
-from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.hardware import Hardware
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.simulate import simulate

@@ -16,7 +16,7 @@ from torch import nn
 
 from hocket.fsdp.members import Rule, chosen_units, is_called
 from hocket.fsdp.precision import Precision
-from hocket.settings.sizes import Size, parse_size
+from hocket.sizes import Size, parse_size
 
 DEFAULT = parse_size("128Mi params")
 """How large a bucket may be where nobody says, and no units are named."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from hocket.config import Strategy
 from hocket.fsdp.residency import Budget
-from hocket.settings.sizes import parse_bytes
+from hocket.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_unit import Unit

@@ -41,14 +41,14 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.plan.tensor_times import DIRECTIONS, ROLES, Method, pieces
+from hocket.plan.tensor_ways import splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.lanes import Side
 from hocket.runtime.managed_or_not import keep, push, value_now
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of, write_product
-from hocket.settings.tensor_choice import splits_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES, Method, pieces
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal
 
-from hocket.config import Config
+from hocket.config import Config, OverlapConfig
 from hocket.plan.connect import connect, free, latest_per_lane
 from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
@@ -29,7 +29,6 @@ from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one
 from hocket.plan.shard import Sharding, shard
 from hocket.plan.values import reads
 from hocket.plan.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
-from hocket.settings.leaves import changed
 
 StepOps = list[Op]
 """The ops of one step, in host order."""
@@ -67,7 +66,7 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
         if overlap.defer_wgrad != "off" and layout.pp > 1:
             per_step = defer_head(per_step, 0 if overlap.pp.defer_head == "auto" else overlap.pp.defer_head)
         ranks.append(per_step)
-    program = _finish(layout, microbatches, order, ranks, sharding, config, frees)
+    program = _finish(layout, microbatches, order, ranks, sharding, overlap, frees)
     return replace(program, notes=tuple(notes))
 
 
@@ -119,14 +118,14 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
 
     Its gathers run ahead as far as these slots allow. Its last op, `step all`, only joins the lanes.
     """
-    layout, microbatches = beside.layout, beside.microbatches
+    layout, microbatches, overlap = beside.layout, beside.microbatches, config.overlap
     order = forward_only(layout.pp, layout.chunks, microbatches)
     ranks = []
     for rank, steps in enumerate(order):
         per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
         ranks.append(insert_p2p(per_step, steps, layout, rank))
-    for prefetch in reversed(range(config.overlap.dp.prefetch + 1)):
-        nearer = changed(config, {"overlap.dp.prefetch": prefetch, "overlap.dp.gather_in_update": "off"})
+    for prefetch in reversed(range(overlap.dp.prefetch + 1)):
+        nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, gather_in_update="off"))
         program = _finish(layout, microbatches, order, ranks, sharding, nearer)
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
@@ -139,12 +138,11 @@ def _finish(
     order: Order,
     ranks: list[list[StepOps]],
     sharding: Sharding,
-    config: Config,
+    overlap: OverlapConfig,
     frees: bool = True,
 ) -> Program:
     """The last passes: shard, connect, free."""
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
-    overlap = config.overlap
     on_compute = overlap.pp.backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
     sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.gather_in_update == "on")

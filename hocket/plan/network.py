@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hocket.config import Config, MeshConfig, Purpose
-from hocket.plan.hardware import Hardware, Link
+from hocket.plan.hardware import HARDWARE, Hardware, Link
 from hocket.plan.mesh import PURPOSES
-from hocket.settings.sizes import parse_rate, parse_time
+from hocket.sizes import parse_rate, parse_time
 
 BANDWIDTH, LATENCY = "48GB/s", "10us"
 """What is taken for granted of a network that nobody has described: one adapter of 400 Gb/s for each GPU, as DGX H100
@@ -123,6 +123,13 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
     links = {purpose: _link(c, purpose, hardware.link(purpose), spread) for purpose, spread in wide.items()}
     copies = _link(c, "pp_fwd", hardware.copies, wide["tp"]) if "tp" in wide else hardware.copies
     return replace(hardware, links={**hardware.links, **links}, copies=copies)
+
+
+def hardware_of(config: Config, name: str = "auto") -> Hardware:
+    """The hardware to predict for, as named, or what fits the dtype of the run; with the links between its hosts."""
+    if name == "auto":
+        name = "laptop" if config.precision.compute == "fp32" else "h200"
+    return on_hosts(HARDWARE[name], config)
 
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:

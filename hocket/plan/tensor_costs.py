@@ -2,7 +2,7 @@
 
 An op of a tensor-parallel rank computes on its share of tokens, or on all of them with its share of the weights: either
 way on 1 / tp of the work, which is what the cost model says of so many fewer tokens. Added are gathers and sums of
-tokens, as far as they are not hidden beside products (`tensor_choice.py`). Units are those of a model whose heads, MLPs
+tokens, as far as they are not hidden beside products (`tensor_ways.py`). Units are those of a model whose heads, MLPs
 and vocabulary are as narrow as a rank's.
 """
 
@@ -14,8 +14,8 @@ from hocket.config import Config, ModelConfig
 from hocket.plan.cost import CostTable, OpCost
 from hocket.plan.hardware import Hardware, Link
 from hocket.plan.schedule import CostKey
-from hocket.settings.tensor_choice import cell_of, time_of
-from hocket.settings.tensor_times import Direction, Role
+from hocket.plan.tensor_times import Direction, Role
+from hocket.plan.tensor_ways import cell_of, time_of
 
 _UNITS = ("gather", "reduce", "add", "step", "update")
 """Verbs whose costs go by the size of units."""

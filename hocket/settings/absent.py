@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.settings.sizes import WITH_UNITS
+from hocket.sizes import WITH_UNITS
 
 ABSENT: dict[str, str] = {
     "precision.gather": "weights are gathered in precision.compute, which nothing narrower could be computed with",

@@ -12,9 +12,9 @@ from hocket.config import COPIED, Config
 from hocket.plan.capacity import rows_allowed
 from hocket.plan.copies import copies_of
 from hocket.plan.stages import layout_of, mesh_of
+from hocket.plan.tensor_times import DIRECTIONS, ROLES
 from hocket.settings.leaves import leaf
 from hocket.settings.tensor_choice import setting_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES
 
 _HOP = 64 << 20
 """Most bytes that wait at an edge of a pipeline for their receiver."""

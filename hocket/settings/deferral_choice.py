@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hocket.config import Config, Switch
-from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_most
 from hocket.plan.hops import Cover, Parts, smallest_cover
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Op
 from hocket.plan.simulate import quiet_end
 from hocket.plan.stages import layout_of

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hocket.config import Config
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.predicted import Trials, fits, gib, memory_of

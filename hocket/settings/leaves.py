@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from hocket.config import Config
 from hocket.settings.absent import why_not
-from hocket.settings.sizes import WITH_UNITS
+from hocket.sizes import WITH_UNITS
 
 ANY = float("inf")
 _UNSEEN = ("Cc", "Cs")

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from hocket.config import Config
-from hocket.machine import hardware_of
 from hocket.plan.cost import CostTable
 from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Layout, Program
 from hocket.plan.pipeline import in_flight
 from hocket.plan.schedule import Time, cost_key

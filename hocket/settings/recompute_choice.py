@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from hocket.config import Config
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Recomputable, recomputable
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials, fits, gib, memory_of

@@ -14,7 +14,7 @@ from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.settings.leaves import ANY, BOUNDS, describe, leaf, show, types, written
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.sizes import WITH_UNITS
+from hocket.sizes import WITH_UNITS
 
 
 @cache

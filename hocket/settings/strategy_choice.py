@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from hocket.config import Config, Strategy
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import shares_units

@@ -1,8 +1,8 @@
-"""How tensor-parallel layers communicate: what can be done at all, what is worth it, and what was asked for.
+"""How tensor-parallel layers communicate: what is possible here, what is worth it, and what was asked for.
 
 For each weight's role and direction the rule compares all that can be done, on the layer's own shapes, by the model of
-`tensor_times.py`. More pieces hide more and take the host longer. What a busy host would not issue in time is not done,
-nor what doesn't save a few per cent.
+`plan/tensor_times.py`. More pieces hide more and take the host longer. What a busy host would not issue in time is not
+done, nor what doesn't save a few per cent.
 """
 
 from __future__ import annotations
@@ -10,32 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hocket.config import Config
-from hocket.machine import hardware_of
-from hocket.plan.hardware import Hardware
+from hocket.plan.network import hardware_of
+from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
+from hocket.plan.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
 from hocket.settings.network_choice import leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host
-from hocket.settings.tensor_times import (
-    COLUMNS,
-    DIRECTIONS,
-    ROLES,
-    Cell,
-    Direction,
-    Method,
-    Role,
-    issued,
-    products,
-    seconds,
-)
 
 WORTH = 1.03
 """By how much pieces must be faster than what can be done without them to be taken."""
-
-
-def possible(role: str, direction: str) -> tuple[Method, ...]:
-    """What the layers of a role can do in a direction (`parallel/tensor.py` has the table)."""
-    if role in COLUMNS:
-        return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
-    return ("off", "pipeline") if direction == "forward" else ("off", "ring")
 
 
 def no_pieces(c: Config, h: Host) -> str:
@@ -49,56 +31,6 @@ def no_pieces(c: Config, h: Host) -> str:
     if h.no_peer_memory:
         return f"{h.no_peer_memory}, and pieces are copied there"
     return ""
-
-
-def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
-    """The product beside which tokens are moved: forward, or of the input gradient."""
-    m, tp = c.model, c.mesh.tp
-    rows = c.train.sequences * c.data.sequence_length
-    heads, keys = m.heads * m.head_dim, max(tp, m.kv_heads) * m.head_dim
-    ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
-    spread = {"qkv": heads + 2 * keys, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
-    inner, columns = m.hidden, spread
-    if (role in COLUMNS) != (direction == "forward"):
-        inner, columns = columns, inner
-    return Cell(role, direction, tp, rows, inner, columns, rows * m.hidden * c.element_bytes)
-
-
-def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> tuple[float, int]:
-    """Seconds in which a resolved layer's products wait for tokens, and how often all tokens are moved for them."""
-    cell, way = cell_of(c, role, direction), getattr(c.overlap.tp, f"{role}_{direction}")
-    takes = seconds(cell, way, splits_of(c, role, direction), hardware)
-    return max(0.0, takes - products(cell, hardware)), 2 if cell.gathers_again else 1
-
-
-def splits_of(c: Config, role: Role, direction: Direction) -> int:
-    """Into how many pieces a resolved layer's product is cut; 0 if it is not."""
-    way = getattr(c.overlap.tp, f"{role}_{direction}")
-    return _splits(c, cell_of(c, role, direction), way) if way in ("ring", "pipeline") else 0
-
-
-def _splits(c: Config, cell: Cell, method: Method) -> int:
-    """The number asked for, or the fastest of what the host issues in time; of what takes as long, the most.
-
-    More pieces wait less for peers that are late.
-    """
-    if c.overlap.tp.pieces:
-        return c.overlap.tp.pieces
-    every = [n for n in range(2, cell.ranks + 1) if cell.ranks % n == 0]
-    some = [n for n in every if _in_time(c, cell, method, n)] or every
-    return min(some, key=lambda n: (round(seconds(cell, method, n, hardware_of(c)), 9), -n))
-
-
-def _whole(c: Config, cell: Cell) -> Method:
-    """What is done without pieces."""
-    return "bulk" if "bulk" in possible(cell.role, cell.direction) and _in_time(c, cell, "bulk") else "off"
-
-
-def _in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
-    """Whether a busy host has issued a way by the time that the GPU would need without it. Nobody waits for records."""
-    without: Method = "off" if method == "bulk" else _whole(c, cell)
-    hardware = hardware_of(c)
-    return c.plan.graphs == "on" or issued(cell, method, splits, hardware) <= seconds(cell, without, 0, hardware)
 
 
 def setting_of(role: str, direction: str) -> str:
@@ -126,13 +58,13 @@ def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[str, 
             return asked, f"overlap.tp.method = {asked}"
         return "off", f"overlap.tp.method = {asked} is not for this direction of these layers, which can be {_or(can)}"
     hardware, cell, method = hardware_of(c), cell_of(c, role, direction), can[-1]
-    worse = _whole(c, cell)
+    worse = without_pieces(c, cell)
     beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
     reason = no_pieces(c, h)
     if reason:
         return worse, reason + beside
-    splits = _splits(c, cell, method)
-    if not _in_time(c, cell, method, splits):
+    splits = splits_for(c, cell, method)
+    if not in_time(c, cell, method, splits):
         return worse, f"the host might not issue pieces as fast as they are computed{beside}"
     takes = seconds(cell, method, splits, hardware)
     gain = seconds(cell, worse, 0, hardware) / takes

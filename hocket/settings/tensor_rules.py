@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hocket.config import Config
+from hocket.plan.tensor_times import DIRECTIONS, ROLES
+from hocket.plan.tensor_ways import possible
 from hocket.settings.rule import Rule
-from hocket.settings.tensor_choice import no_pieces, possible
-from hocket.settings.tensor_times import DIRECTIONS, ROLES
+from hocket.settings.tensor_choice import no_pieces
 
 _METHODS = ("method", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
 """The settings of `overlap.tp` that name a method."""

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hocket.settings.problems import stop_if
+from hocket.problems import stop_if
 
 MOST_KEYS = 1000
 """Of a file; there are not as many settings, and a suggestion for every misspelt one takes time."""

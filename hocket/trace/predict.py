@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import CostKey, cost_key
 from hocket.plan.simulate import Timeline

@@ -12,7 +12,7 @@ import hocket
 from hocket.fsdp.buckets import DEFAULT, make_buckets
 from hocket.fsdp.members import Rule
 from hocket.fsdp.precision import Precision
-from hocket.settings.sizes import parse_size
+from hocket.sizes import parse_size
 from tests.fsdp.noted import Model, Noted, Run, exposed, named
 from tests.fsdp.twin import Case, naming, train_all
 from tests.fsdp.zoo import ZOO, Kind

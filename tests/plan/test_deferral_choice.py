@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
-from hocket.machine import hardware_of, host_for_plan
+from hocket.machine import host_for_plan
 from hocket.plan.hardware import H200, HARDWARE
+from hocket.plan.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hocket.config import Config, MeshConfig, Purpose, Strategy
 from hocket.explain.parts import units
 from hocket.explain.predicted import simulated
-from hocket.machine import hardware_of, host_for_plan
+from hocket.machine import host_for_plan
 from hocket.plan.cost import CostTable
 from hocket.plan.hardware import H200, HARDWARE
 from hocket.plan.mesh import Mesh
-from hocket.plan.network import STEP, Spread, crossing, hosts_of, spread_of
+from hocket.plan.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.plan.timeline import duration

@@ -23,7 +23,6 @@ from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, templa
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import CostKey, Friction
-from hocket.plan.search import GROUPS, Changes, Known, Search, Trial, changed
 from hocket.plan.search_layer import all_orders, better_orders, layer_seconds, step_seconds
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
@@ -31,6 +30,7 @@ from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
+from hocket.search import GROUPS, Changes, Known, Search, Trial, changed
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
 

@@ -10,13 +10,14 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, Precision
 from hocket.plan.hardware import H200
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
+from hocket.plan.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
+from hocket.plan.tensor_ways import cell_of, possible, splits_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.settings.tensor_choice import WORTH, cell_of, possible, splits_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
+from hocket.settings.tensor_choice import WORTH
 
 LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)
 SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)

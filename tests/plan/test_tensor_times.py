@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.tensor_parallel import model_of, settings
 from hocket.plan.hardware import H200
+from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
+from hocket.plan.tensor_ways import cell_of, possible, splits_of
 from hocket.resolve import Settings
-from hocket.settings.tensor_choice import cell_of, possible, splits_of
-from hocket.settings.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = ("tensor_parallel", "tensor_parallel_as_8")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.machine import hardware_of
 from hocket.model.microbatch import Microbatch
+from hocket.plan.network import hardware_of
 from hocket.plan.stages import costs_of
 from hocket.plan.values import unit_moved, unit_written
 from hocket.settings.leaves import changed

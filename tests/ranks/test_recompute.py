@@ -10,8 +10,8 @@ import torch
 
 from hocket.config import DataConfig
 from hocket.engine import Engine
-from hocket.machine import hardware_of
 from hocket.model.microbatch import Microbatch
+from hocket.plan.network import hardware_of
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from tests.helpers.live import LiveBytes

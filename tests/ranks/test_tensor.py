@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.plan.mesh import Mesh
+from hocket.plan.tensor_times import DIRECTIONS, ROLES, Method, pieces
+from hocket.plan.tensor_ways import possible
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
-from hocket.settings.tensor_choice import possible
-from hocket.settings.tensor_times import DIRECTIONS, ROLES, Method, pieces
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

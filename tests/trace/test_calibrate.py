@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
+from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import Friction, Kind, Time, cost_key
 from hocket.plan.simulate import Timeline

@@ -14,8 +14,8 @@ from hocket.commands.plan import resolve_for_plan
 from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
-from hocket.machine import hardware_of
 from hocket.plan.hardware import HARDWARE
+from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
 from hocket.probing.request import Measured, Request
 from hocket.recipes import recipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hocket.commands.plan import resolve_for_plan, run
-from hocket.machine import hardware_of
 from hocket.plan.cost import Measurement
+from hocket.plan.network import hardware_of
 from hocket.plan.schedule import Friction, cost_key
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe

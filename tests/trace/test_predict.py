@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.machine import hardware_of
+from hocket.plan.network import hardware_of
 from hocket.plan.schedule import Friction
 from hocket.planning import predict as predict_step
 from hocket.planning import program_of
