@@ -22,7 +22,7 @@ from hocket.plan.without_collector import without_collector
 from hocket.problems import stop_if
 from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Choice, Decision
-from hocket.settings.deferral_choice import choose_deferral
+from hocket.settings.deferral_choice import DEFERRAL, choose_deferral
 from hocket.settings.effects import effect_of
 from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_that_pay
 from hocket.settings.hop_choice import choose_lane, stride_remark
@@ -91,13 +91,11 @@ def resolve(
     open_ = {decision.setting for decision in decisions}
     trials = Trials(price)
     settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, trials))
-    settled = _add(settled, decisions, choose_copies(settled, trials))
-    settled = _add(settled, decisions, choose_strategy(settled, host, trials))
-    settled = _add(settled, decisions, choose_update(settled, trials))
-    settled = _add(settled, decisions, choose_stages(settled, host, trials))
-    settled = _add(settled, decisions, choose_recompute(settled, host, trials))
-    settled = _add(settled, decisions, choose_lane(settled))
-    settled = _add(settled, decisions, choose_deferral(settled, host, trials))
+    for setting, by_cost in CHOICES_BY_COST:
+        if leaf(settled, setting) in _OPEN:
+            settled = _add(settled, decisions, [(setting, *by_cost(settled, host, trials))])
+    if any(leaf(settled, setting) in _OPEN for setting in DEFERRAL):
+        settled = _add(settled, decisions, choose_deferral(settled, host, trials))
     decisions = [decision for decision in decisions if decision.setting not in unmet]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
@@ -122,10 +120,8 @@ def _settled(
     while True:
         settled, decisions = config, list[Decision]()
         for setting, choose in CHOICES:
-            if leaf(settled, setting) in ("auto", ""):
-                value, reason = choose(settled, host)
-                settled = changed(settled, {setting: value})
-                decisions.append(_choice(setting, value, reason))
+            if leaf(settled, setting) in _OPEN:
+                settled = _add(settled, decisions, [(setting, *choose(settled, host))])
         if config.overlap.on_unmet == "error":
             return settled, decisions, unmet
         rules = broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet})
@@ -151,22 +147,17 @@ def _unmet(name: str, rules: list[Rule], config: Config, host: Host, origins: Ma
 
 
 def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -> Config:
-    """A configuration with choices made. They are added to the decisions, but for those that need no reason.
+    """A configuration with choices made of what is open. They are added to the decisions, if there is a reason to give.
 
     What had been chosen of the same settings before gives way.
     """
     for setting, value, reason in choices:
-        config = changed(config, {setting: value})
-        earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), None)
-        if earlier is not None:
-            decisions[earlier] = _choice(setting, value, reason)
-        elif reason:
-            decisions.append(_choice(setting, value, reason))
+        earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), len(decisions))
+        if earlier < len(decisions) or leaf(config, setting) in _OPEN:
+            config = changed(config, {setting: value})
+            decision = Decision(setting=setting, value=value, reasons=(reason,), effect=effect_of(setting, value))
+            decisions[earlier : earlier + 1] = [decision] if reason else []
     return config
-
-
-def _choice(setting: str, value: Any, reason: str) -> Decision:
-    return Decision(setting=setting, value=value, reasons=(reason,), effect=effect_of(setting, value))
 
 
 def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: set[str]) -> Iterator[Decision]:
@@ -286,4 +277,16 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("overlap.ep.splits", choose_splits),
     ("run.folder", choose_folder),
 )
-"""How each open setting is chosen, in an order in which every choice finds what it builds on."""
+"""How each open setting is chosen, in an order in which every choice finds what it builds on: (value, reason)."""
+
+CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, str]]], ...] = (
+    ("overlap.ep.copies", choose_copies),
+    ("overlap.dp.strategy", choose_strategy),
+    ("overlap.dp.gather_in_update", choose_update),
+    ("plan.layers_per_stage", choose_stages),
+    ("plan.recompute", choose_recompute),
+    ("overlap.pp.backward_lane", choose_lane),
+)
+"""The same of those that go by costs, which only a sound configuration has."""
+_OPEN = ("auto", "", ("auto",))
+"""What stands for no value of a setting that has `auto`."""

@@ -6,31 +6,22 @@ that compute does not cover: where nothing is merged, or where they take as long
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hocket.config import Config
 from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials
+from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
-_SETTING = "overlap.ep.copies"
 _FEWER = 0.97
 """Share of the bytes to which one copy per rank must bring them to be worth its kernels."""
 _HIDDEN = 0.6
 """Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
 
 
-def choose_copies(c: Config, trials: Trials) -> Iterator[tuple[str, str, str]]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.overlap.ep.copies == "auto":
-        value, reason = _chosen(c, trials)
-        yield _SETTING, value, reason
-
-
-def _chosen(c: Config, trials: Trials) -> tuple[str, str]:
+def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if not has_experts(c) or c.mesh.ep == 1:
         return "per_expert", "all experts are on every rank, so nothing is sent"
     if c.overlap.ep.splits == "device":
@@ -41,7 +32,7 @@ def _chosen(c: Config, trials: Trials) -> tuple[str, str]:
     if after > _FEWER * before:
         return "per_expert", f"{where}, and what rows must say about them eats up what is saved"
     fewer = f"{where}: one copy for each is {1 - after / before:.0%} fewer bytes"
-    exchanges, compute = _layer(trials.costs(changed(c, {_SETTING: "per_expert"})))
+    exchanges, compute = _layer(trials.costs(changed(c, {"overlap.ep.copies": "per_expert"})))
     if c.overlap.ep.merge != "on":
         return "per_rank", fewer
     beside = f"all-to-alls of a merged layer take {duration(exchanges)} beside {duration(compute)} of compute"

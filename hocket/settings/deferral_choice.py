@@ -45,12 +45,8 @@ from hocket.settings.predicted import Predicted, Trials, gib, memory_of, room
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
 
-_ENDS, _LAYERS, _PARTS, _HEADS = (
-    "overlap.ep.merge_ends",
-    "overlap.pp.defer_layers",
-    "overlap.pp.defer_parts",
-    "overlap.pp.defer_head",
-)
+DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head"
+_ENDS, _LAYERS, _PARTS, _HEADS = DEFERRAL
 _WORTH = 0.998
 """Share of a step's time to which more weight gradients behind the send, or pairs, must bring it."""
 _WORTH_LATE = 0.995
@@ -69,27 +65,20 @@ class _Way:
 
 
 def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """The four settings, those that are open in a configuration that is sound otherwise."""
-    if "auto" not in (leaf(c, name) for name in (_ENDS, _LAYERS, _PARTS, _HEADS)):
-        return
+    """The four settings, of which at least one is open."""
     search = _Search(c, trials)
     best, ends_reason = _with_room(c, host, search)
     heads, heads_reason = _late_heads(c, host, search, best)
     if heads != best.heads:
         best = search.beside(best, heads)
-    yield from _told(c, _ENDS, best.ends, _no_pairs(c) or ends_reason)
+    yield _ENDS, best.ends, _no_pairs(c) or ends_reason
     idle = nothing_to_put_behind(c)
     cover_reason = idle or search.cover_reason(best)
-    yield from _told(c, _LAYERS, 0 if idle else best.cover.layers, cover_reason)
+    yield _LAYERS, 0 if idle else best.cover.layers, cover_reason
     beside = not idle and leaf(c, _LAYERS) == "auto"
     parts = "attn" if idle else best.cover.parts
-    yield from _told(c, _PARTS, parts, f"goes with {_LAYERS}" if beside else cover_reason)
-    yield from _told(c, _HEADS, heads, heads_reason)
-
-
-def _told(c: Config, setting: str, value: object, reason: str) -> Iterator[Choice]:
-    if leaf(c, setting) == "auto":
-        yield setting, value, reason
+    yield _PARTS, parts, f"goes with {_LAYERS}" if beside else cover_reason
+    yield _HEADS, heads, heads_reason
 
 
 def _no_pairs(c: Config) -> str:

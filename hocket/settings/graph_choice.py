@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from hocket.config import Config
 from hocket.plan.network import hardware_of
 from hocket.plan.timeline import duration
+from hocket.settings.decision import Choice
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
@@ -53,16 +54,13 @@ def choose_splits(c: Config, h: Host) -> tuple[str, str]:
     return "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 
 
-def graphs_that_pay(c: Config, h: Host, open_: Collection[str], trials: Trials) -> Iterator[tuple[str, str, str]]:
-    """Setting, value and reason of what was chosen by rules and is now decided by time and memory.
-
-    `open_` are the settings that were left open. `c` is sound.
-    """
+def graphs_that_pay(c: Config, h: Host, open_: Collection[str], trials: Trials) -> Iterator[Choice]:
+    """What was chosen by rules and is now decided by time and memory. `open_` are the settings that were left open."""
     if GRAPHS not in open_ or c.plan.graphs != "on":
         return
     against, reason = _weighed(c, h, _rows_travel(c) and SPLITS not in open_, trials)
     yield GRAPHS, "off" if against else "on", reason
-    if against and SPLITS in open_ and _rows_travel(c):
+    if against and _rows_travel(c):
         yield SPLITS, "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
 
 

@@ -15,13 +15,7 @@ from hocket.settings.predicted import Trials, memory_of
 from hocket.settings.rule import Host
 
 
-def choose_lane(c: Config) -> Iterator[Choice]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.overlap.pp.backward_lane == "auto":
-        yield "overlap.pp.backward_lane", *_lane(c)
-
-
-def _lane(c: Config) -> tuple[str, str]:
+def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if c.mesh.pp == 1:
         return "off", "with one pipeline rank nothing is sent"
     if lane_matters(c):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hocket.config import Config, Purpose
 from hocket.plan.network import BANDWIDTH, LATENCY, hosts_of, spread_of
+from hocket.settings.decision import Choice
 from hocket.settings.leaves import MOST_RANKS
 from hocket.settings.rule import Host, Rule
 
@@ -24,16 +24,12 @@ def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
     return c.mesh.world <= MOST_RANKS and spread_of(c.mesh, purpose, ranks_of_a_host(c, h)).hosts > 1
 
 
-def choose_network(c: Config, h: Host) -> Iterator[tuple[str, Any, str]]:
-    """Setting, value and reason of each that is open in a sound configuration; on one host there is nothing to say."""
+def choose_network(c: Config, h: Host) -> Iterator[Choice]:
+    """What is taken for granted of several hosts; of one there is nothing to say."""
     each = ranks_of_a_host(c, h)
-    if each >= c.mesh.world:
-        return
-    if c.network.ranks_per_host == "auto":
+    if each < c.mesh.world:
         yield _RANKS, each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
-    if c.network.bandwidth == "auto":
         yield _BANDWIDTH, BANDWIDTH, "nobody said: one adapter of 400 Gb/s for each rank is taken for granted"
-    if c.network.latency == "auto":
         yield _LATENCY, LATENCY, "nobody said: what NCCL reckons with on InfiniBand is taken for granted"
 
 

@@ -18,18 +18,13 @@ from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 
 
-def choose_recompute(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, tuple[Recomputable, ...], str]]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.plan.recompute != ("auto",):
-        return
+def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recomputable, ...], str]:
     memory = memory_of(c, host)
     if not memory:
-        yield "plan.recompute", (), f"how much memory a {hardware_of(c).name} rank can use is not known"
-        return
+        return (), f"how much memory a {hardware_of(c).name} rank can use is not known"
     without = trials.step(changed(c, {"plan.recompute": ()}))
     if fits(without.nbytes, memory):
-        yield "plan.recompute", (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
-        return
+        return (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
     steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in _sets(c)}
     fitting: list[tuple[Recomputable, ...]] = []
     for parts, step in steps.items():
@@ -38,11 +33,7 @@ def choose_recompute(c: Config, host: Host, trials: Trials) -> Iterator[tuple[st
     best = min(fitting, key=lambda parts: steps[parts].seconds) if fitting else max(steps, key=len)
     longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
     short = "" if fitting else "; that is the least, and does not fit either"
-    yield (
-        "plan.recompute",
-        best,
-        f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}",
-    )
+    return best, f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}"
 
 
 def _sets(c: Config) -> Iterator[tuple[Recomputable, ...]]:

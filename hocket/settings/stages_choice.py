@@ -11,8 +11,6 @@ of the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hocket.config import Config
 from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.stages import layout_of
@@ -24,29 +22,18 @@ from hocket.settings.rule import Host
 Split = tuple[int, ...]
 """Layers of every virtual stage."""
 
-_SETTING = "plan.layers_per_stage"
 _WORTH, _PLAIN = 0.01, 0.05
 """Share of the longest rank's time that uneven stages must save, and that which needs no simulation."""
 
 
-def choose_stages(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, Split, str]]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.plan.layers_per_stage != ("auto",):
-        return
-    if c.mesh.pp == 1:
-        yield _SETTING, (), ""  # whoever asks for no pipeline asks for no stages
-        return
-    costs = trials.costs(c)
-    splits = towards_balance(layout_of(c), costs)
-    if len(splits) == 1:
-        yield _SETTING, (), "moving a layer would make no rank's work shorter"
-        return
-    yield _SETTING, *_chosen(c, memory_of(c, host), trials, splits)
-
-
-def _chosen(c: Config, memory: int, trials: Trials, splits: list[Split]) -> tuple[Split, str]:
+def choose_stages(c: Config, host: Host, trials: Trials) -> tuple[Split, str]:
     """The split that is nearest to balance and fits, and what it brings."""
-    layout, costs, too_large = layout_of(c), trials.costs(c), ""
+    if c.mesh.pp == 1:
+        return (), ""  # whoever asks for no pipeline asks for no stages
+    memory, layout, costs, too_large = memory_of(c, host), layout_of(c), trials.costs(c), ""
+    splits = towards_balance(layout, costs)
+    if len(splits) == 1:
+        return (), "moving a layer would make no rank's work shorter"
     before = longest_rank(layout, costs, splits[0])
     for split in reversed(splits[1:]):
         after = longest_rank(layout, costs, split)
@@ -67,4 +54,4 @@ def _chosen(c: Config, memory: int, trials: Trials, splits: list[Split]) -> tupl
 
 
 def _step(c: Config, split: Split, trials: Trials) -> Predicted:
-    return trials.step(changed(c, {_SETTING: split}))
+    return trials.step(changed(c, {"plan.layers_per_stage": split}))

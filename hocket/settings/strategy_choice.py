@@ -8,7 +8,6 @@ moves the fewest bytes, and of these the one that needs the least memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import get_args
 
 from hocket.config import Config, Strategy
@@ -26,13 +25,8 @@ _SAME = 0.01
 """By how much longer a step is as short as another one."""
 
 
-def choose_strategy(c: Config, host: Host, trials: Trials) -> Iterator[tuple[str, Strategy, str]]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.overlap.dp.strategy == "auto":
-        yield _SETTING, *_chosen(c, memory_of(c, host), trials)
-
-
-def _chosen(c: Config, memory: int, trials: Trials) -> tuple[Strategy, str]:
+def choose_strategy(c: Config, host: Host, trials: Trials) -> tuple[Strategy, str]:
+    memory = memory_of(c, host)
     if not shares_units(c):
         return _LEAST, "with one data-parallel rank nothing is shared out"
     if not memory:

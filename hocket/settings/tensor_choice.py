@@ -13,6 +13,7 @@ from hocket.config import Config
 from hocket.plan.network import hardware_of
 from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
 from hocket.plan.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
+from hocket.settings.decision import Choice
 from hocket.settings.network_choice import leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host
 
@@ -37,18 +38,17 @@ def setting_of(role: str, direction: str) -> str:
     return f"overlap.tp.{role}_{direction}"
 
 
-def choose_tensor(c: Config, h: Host) -> Iterator[tuple[str, str, str]]:
-    """(setting, value, reason) for every role and direction that is left open.
+def choose_tensor(c: Config, h: Host) -> Iterator[Choice]:
+    """Every role and direction.
 
     Without tensor parallelism all is off, and there is no reason to give: nothing was chosen.
     """
-    if c.mesh.tp == 1 and c.overlap.tp.method == "auto":
+    if c.mesh.tp == 1:
         yield "overlap.tp.method", "off", ""
     for role in ROLES:
         for direction in DIRECTIONS:
-            if getattr(c.overlap.tp, f"{role}_{direction}") == "auto":
-                value, reason = ("off", "") if c.mesh.tp == 1 else _choose(c, h, role, direction)
-                yield setting_of(role, direction), value, reason
+            value, reason = ("off", "") if c.mesh.tp == 1 else _choose(c, h, role, direction)
+            yield setting_of(role, direction), value, reason
 
 
 def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[str, str]:

@@ -8,28 +8,20 @@ for as long as these updates last. In a step of many microbatches that is little
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hocket.config import COPIED, Config, Switch
 from hocket.plan.cost import CostTable
 from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.plan_rules import shares_units
 from hocket.settings.predicted import Trials
+from hocket.settings.rule import Host
 
-_SETTING = "overlap.dp.gather_in_update"
 _WORTH = 0.02
 """Share of a step from which on they are hidden: somewhat less than half of it was gained."""
 _COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
 
 
-def choose_update(c: Config, trials: Trials) -> Iterator[tuple[str, Switch, str]]:
-    """Setting, value and reason, if it is open in a configuration that is sound otherwise."""
-    if c.overlap.dp.gather_in_update == "auto":
-        yield _SETTING, *_chosen(c, trials)
-
-
-def _chosen(c: Config, trials: Trials) -> tuple[Switch, str]:
+def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Switch, str]:
     if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
         return "off", "nothing is gathered"
     if c.train.device != "cuda":
