@@ -45,7 +45,7 @@ from hocket.parallel.dispatch import (
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
 from hocket.plan.cost import model_flops_per_token
-from hocket.runtime.functional import linear
+from hocket.runtime.functional import score
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.runtime.transports import RowTable
 from hocket.settings.families import qwen3_30b_a3b
@@ -194,12 +194,8 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
     yield Piece("norm rotary", normed_heads, [q], sizes.bytes(2 * heads), sizes.bytes(3 * heads), [p_q])
     yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
     w_router, scores = sizes.new(m.experts, m.hidden), 4 * tokens * m.experts
-    moved = sizes.bytes(hidden, w_router.numel()) + scores
-
-    def router(x: Tensor) -> Tensor:
-        return linear(x, w_router, dtype=torch.float32)
-
-    yield Piece("router", router, [x], moved, 2 * moved, [w_router])
+    moved = sizes.bytes(hidden, w_router.numel()) + scores  # backward also adds the gradient of who else reads x
+    yield Piece("router", lambda x: score(x, w_router), [x], moved, 2 * moved + sizes.bytes(hidden), [w_router])
     inner = sizes.rows * m.expert_ffn
     gate_up = sizes.new(sizes.rows, 2 * m.expert_ffn)
     yield Piece("swiglu", swiglu, [gate_up], sizes.bytes(3 * inner), sizes.bytes(5 * inner))

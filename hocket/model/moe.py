@@ -18,7 +18,7 @@ from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, route
-from hocket.runtime.functional import grouped_linear, linear
+from hocket.runtime.functional import grouped_linear, score
 from hocket.runtime.norms import add_rms_norm
 
 
@@ -50,9 +50,9 @@ class Router(nn.Module):
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
 
-    def forward(self, h_TD: Tensor) -> Tensor:
-        """Logits, fp32 [T, E]."""
-        return linear(h_TD, self.weight, dtype=torch.float32)
+    def forward(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """`h`, for those who read it next, and logits, fp32 [T, E]."""
+        return score(h_TD, self.weight)
 
 
 class Experts(nn.Module):
@@ -105,7 +105,8 @@ class MoELayer(nn.Module):
         h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
-        probs_TK, routing = route(self.router(h_TD), c, self.router.bias, self.aux_scale, kept, real_T)
+        h_TD, logits_TE = self.router(h_TD)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)

@@ -32,14 +32,25 @@ from hocket.runtime.managed_or_not import apply, apply_managed, contribute, keep
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of, write_product
 
 
-def linear(x_TD: Tensor, p_FD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ p.T`, of shape [..., F]; with `dtype`, both operands are first cast to it and so is the result."""
+def linear(x_TD: Tensor, p_FD: Tensor) -> Tensor:
+    """`x @ p.T`, of shape [..., F]."""
     weight = weight_of(p_FD)
-    if dtype is torch.float32 and _is_widened(x_TD, value_of(p_FD)):
-        return apply(_WideLinear, x_TD, p_FD)
     if weight is None:
-        return sinks.linear(x_TD, p_FD) if dtype is None else F.linear(x_TD.to(dtype), p_FD.to(dtype))
-    return apply_managed(_Linear, x_TD, weight, dtype or x_TD.dtype)
+        return sinks.linear(x_TD, p_FD)
+    return apply_managed(_Linear, x_TD, weight, x_TD.dtype)
+
+
+def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """`x`, and `x @ p.T` in fp32 whatever the dtype of both, [T, E].
+
+    The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the product.
+    """
+    weight = weight_of(p_ED)
+    if _is_widened(x_TD, value_of(p_ED)):
+        return apply(_Score, x_TD, p_ED)
+    if weight is None:
+        return x_TD, F.linear(x_TD.float(), p_ED.float())
+    return x_TD, apply_managed(_Linear, x_TD, weight, torch.float32)
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -108,7 +119,7 @@ def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bo
 
 
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
-    """Whether tensor cores can take both operands as they are. No launch takes a matrix without rows."""
+    """Whether tensor cores take both operands as they are. No launch takes a matrix without rows."""
     return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
 
 
@@ -135,8 +146,10 @@ def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor, add:
     write_product(g_TF.t(), x_TD, out_FD, add, scale)
 
 
-def _wide_wgrad(x_TD: Tensor, parts_TG: Tensor, out_FD: Tensor) -> None:
-    out_FD.copy_(_wide_mm(parts_TG.t(), x_TD).view(3, *out_FD.shape).sum(0))
+def _score_wgrad(x_TD: Tensor, g_TE: Tensor, out_ED: Tensor, add: bool, scale: float) -> None:
+    from hocket.kernels.router import weight_gradient
+
+    weight_gradient(g_TE, x_TD, out_ED, add, scale)
 
 
 def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
@@ -161,22 +174,20 @@ class _Linear(torch.autograd.Function):
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
 
 
-class _WideLinear(torch.autograd.Function):
-    """A linear layer of bf16 operands with a result in fp32, whose gradient goes back to them in thirds."""
+class _Score(torch.autograd.Function):
+    """A product of bf16 operands in fp32, beside its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> Tensor:
-        w_FD = keep(ctx, x, weight, queue)
-        return _wide_mm(x.flatten(0, -2), w_FD.t()).view(*x.shape[:-1], -1)
+    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
+        return x, _wide_mm(x, keep(ctx, x, weight, queue).t())
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels.thirds import thirds
+    def backward(ctx: Any, g_x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from hocket.kernels.router import input_gradient
 
-        x, w_FD = kept(ctx)
-        parts_TG = thirds(g.flatten(0, -2))
-        dx = (parts_TG @ w_FD.repeat(3, 1)).view(x.shape)
-        return dx, contribute(ctx, w_FD, partial(_wide_wgrad, x.detach().flatten(0, -2), parts_TG)), None
+        x, w_ED = kept(ctx)
+        dx = input_gradient(g, w_ED, g_x)
+        return dx, contribute(ctx, w_ED, Product(partial(_score_wgrad, x.detach(), g))), None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -85,12 +85,21 @@ def routing() -> None:
         regroup(of(torch.int64, ranks, 32), 100)
 
 
+def router() -> None:
+    from hocket.kernels.router import input_gradient, weight_gradient
+
+    for experts, width in ((128, 2048), (5, 72)):
+        g, x, weight = of(torch.float32, 7, experts), of(BF16, 7, width), of(BF16, experts, width)
+        input_gradient(g, weight)
+        input_gradient(g, weight, x)
+        weight_gradient(g, x, weight)
+
+
 def dense() -> None:
     from hocket.kernels import norm
     from hocket.kernels.loss import cross_entropy
     from hocket.kernels.rotary import norm_turn_backward, turn
     from hocket.kernels.swiglu import swiglu
-    from hocket.kernels.thirds import thirds
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
     norm.forward(x, weight, 1e-6, x)
@@ -101,7 +110,6 @@ def dense() -> None:
     norm_turn_backward(heads, heads, table, weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
-    thirds(of(torch.float32, 7, 128))
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
 
@@ -139,7 +147,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, dense, sums, grouped, exchange]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, exchange]
 """Add a function of your own here."""
 
 

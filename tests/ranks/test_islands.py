@@ -18,7 +18,7 @@ from hocket.config import ModelConfig
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
-from hocket.runtime.functional import embedding, grouped_linear, linear, scale
+from hocket.runtime.functional import embedding, grouped_linear, linear, scale, score
 from hocket.runtime.island import Island
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {
     "linear_2d": ((7, 16), (24, 16), linear),
     "linear_3d": ((2, 5, 16), (24, 16), linear),
     "linear_one_token": ((1, 1, 16), (24, 16), linear),
-    "linear_fp32": ((7, 16), (24, 16), lambda x, p: linear(x, p, dtype=torch.float32)),
+    "score": ((7, 16), (24, 16), lambda x, p: score(x, p)[1]),
     "scale": ((2, 5, 16), (16,), scale),
     "scale_heads": ((2, 5, 3, 8), (8,), scale),
     "rms_norm": ((2, 5, 16), (16,), lambda x, p: rms_norm(x, p, 1e-6)),

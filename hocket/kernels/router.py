@@ -1,0 +1,132 @@
+"""Gradients of a router's product: those of fp32 logits, multiplied with bf16 operands on tensor cores.
+
+Tensor cores multiply bf16 numbers exactly, and add up in fp32. A bf16 number has 8 significant bits and fp32 has 24, so
+fp32 is a sum of three bf16 *parts*: what is left after rounding twice fits into a third. So a product of the parts has
+the precision of one in fp32, at a fraction of its time. A gradient is taken apart in registers, where it is multiplied.
+
+The weight gradient has all three parts. In the input gradient, which is rounded to bf16 in the end, two are enough:
+each rounding leaves out at most 2^-8 of a number, so a third part is at most 2^-16 of its term, while rounding the
+result leaves out up to 2^-8 of that. It could only be seen where all but 2^-8 of the terms cancels out.
+
+Shapes: T tokens, E experts, D hidden, S slices of the tokens.
+"""
+
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hocket.kernels import sums
+
+TOKENS, COLUMNS, EXPERTS = 128, 128, 32
+"""Tokens and columns of a program of the input gradient, and experts at a time."""
+BLOCK, ROWS = 128, 64
+"""Experts and columns of a program of the weight gradient at most, and tokens at a time."""
+PROGRAMS, SLICES = 132, 16
+"""Programs of the weight gradient, about: one per SM of a Hopper; and slices of the tokens at most."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _router_input_gradient(
+    g,
+    weight,
+    more,
+    out,
+    tokens,
+    experts: tl.constexpr,
+    width: tl.constexpr,
+    add: tl.constexpr,
+    tall: tl.constexpr,
+    wide: tl.constexpr,
+    deep: tl.constexpr,
+):
+    across: tl.constexpr = (width + wide - 1) // wide
+    token = (tl.program_id(0) // across * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) % across * wide + tl.arange(0, wide))[None, :]
+    total = tl.zeros([tall, wide], tl.float32)
+    for first in range(0, experts, deep):
+        expert = first + tl.arange(0, deep)
+        rest = tl.load(g + token * experts + expert[None, :], (token < tokens) & (expert < experts)[None, :], 0.0)
+        inside = (expert < experts)[:, None] & (column < width)
+        w = tl.load(weight + expert[:, None] * width + column, inside, 0.0)
+        part = rest.to(tl.bfloat16)
+        total = tl.dot(part, w, total)
+        total = tl.dot((rest - part.to(tl.float32)).to(tl.bfloat16), w, total)
+    at, inside = token * width + column, (token < tokens) & (column < width)
+    if add:
+        total += tl.load(more + at, inside, 0.0).to(tl.float32)
+    tl.store(out + at, total, inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _router_weight_gradient(
+    g,
+    x,
+    partial,
+    tokens,
+    experts: tl.constexpr,
+    width: tl.constexpr,
+    slices: tl.constexpr,
+    tall: tl.constexpr,
+    wide: tl.constexpr,
+    deep: tl.constexpr,
+):
+    across: tl.constexpr = (width + wide - 1) // wide
+    part_of = tl.program_id(1)
+    expert = (tl.program_id(0) // across * tall + tl.arange(0, tall))[None, :]
+    column = (tl.program_id(0) % across * wide + tl.arange(0, wide))[None, :]
+    here = tl.cdiv(tl.cdiv(tokens, deep), slices) * deep
+    start = part_of.to(tl.int64) * here
+    row = tl.arange(0, deep)[:, None]
+    from_g, from_x = g + start * experts + row * experts + expert, x + start * width + row * width + column
+    total = tl.zeros([tall, wide], tl.float32)
+    for left in range(tl.minimum(here, tokens - start).to(tl.int32), 0, -deep):
+        rest = tl.load(from_g, (row < left) & (expert < experts), 0.0)
+        values = tl.load(from_x, (row < left) & (column < width), 0.0)
+        for _ in tl.static_range(3):
+            part = rest.to(tl.bfloat16)
+            total = tl.dot(tl.trans(part), values, total)
+            rest -= part.to(tl.float32)
+        from_g += deep * experts
+        from_x += deep * width
+    down = tl.trans(expert)
+    into = partial + part_of.to(tl.int64) * (experts * width) + down * width + column
+    tl.store(into, total, (down < experts) & (column < width))
+
+
+def input_gradient(g_TE: Tensor, weight_ED: Tensor, more_TD: Tensor | None = None) -> Tensor:
+    """`g @ weight`, bf16 [T, D], plus `more`: `g` is fp32, the others are bf16."""
+    (tokens, experts), width = g_TE.shape, weight_ED.shape[1]
+    g_TE, weight_ED = g_TE.contiguous(), weight_ED.contiguous()
+    out_TD = torch.empty(tokens, width, dtype=weight_ED.dtype, device=g_TE.device)
+    grid = triton.cdiv(tokens, TOKENS) * triton.cdiv(width, COLUMNS)
+    if grid:
+        given = (g_TE, weight_ED, g_TE if more_TD is None else more_TD.contiguous(), out_TD, tokens)
+        sizes = (experts, width, more_TD is not None, TOKENS, COLUMNS, _block(experts, EXPERTS))
+        _router_input_gradient[grid,](*given, *sizes, num_warps=8, num_stages=3, enable_fp_fusion=False)
+    return out_TD
+
+
+def weight_gradient(g_TE: Tensor, x_TD: Tensor, out_ED: Tensor, add: bool = False, scale: float = 1.0) -> None:
+    """`out` = or += `scale * g.T @ x`, added up in fp32: `g` is fp32, `x` bf16, `out` contiguous.
+
+    Tokens are summed slice by slice, and slices in their order: how many there are depends on E and D alone.
+    """
+    (tokens, experts), width = g_TE.shape, x_TD.shape[1]
+    tall, wide = _block(experts, BLOCK), _block(width, BLOCK)
+    tiles = triton.cdiv(experts, tall) * triton.cdiv(width, wide)
+    slices = min(max(PROGRAMS // tiles, 1), SLICES)
+    partial_SN = torch.empty(slices, experts * width, dtype=torch.float32, device=g_TE.device)
+    given = (g_TE.contiguous(), x_TD.contiguous(), partial_SN, tokens)
+    sizes = (experts, width, slices, tall, wide, ROWS)
+    _router_weight_gradient[tiles, slices](*given, *sizes, num_warps=8, num_stages=3, enable_fp_fusion=False)
+    sums.launch(partial_SN, out_ED.view(-1), scale, add)
+
+
+def _block(size: int, most: int) -> int:
+    """Sides of a matrix that tensor cores take have 16 elements at least."""
+    return min(max(triton.next_power_of_2(size), 16), most)
