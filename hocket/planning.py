@@ -9,7 +9,7 @@ from typing import Any
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
-from hocket.plan.network import busy, crossing, hardware_of
+from hocket.plan.network import adapter_times, crossing, hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline, simulate
@@ -36,10 +36,11 @@ def predict(settings: Settings, program: Program, hardware: Hardware, measured: 
     return simulate(program, costs_of(settings, hardware, measured), friction)
 
 
-def network(settings: Settings) -> str:
+def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
     """What a prediction goes by of a network between hosts, who crosses it, and whether anybody said so; else empty.
 
-    Rates are those of all bytes that a rank gets, from its own host and from others.
+    Rates are those of all bytes that a rank gets, from its own host and from others. `busy` are `adapter_seconds` of a
+    step, and `step` its seconds, where they are known.
     """
     wide, given = crossing(settings), settings.network
     if not wide:
@@ -57,12 +58,16 @@ def network(settings: Settings) -> str:
     words = f"{each} rank{'' if each == 1 else 's'} on a host, "
     words += f"each sends {given.bandwidth} to others after {given.latency}"
     words += f" (network.{' and network.'.join(assumed)} taken for granted: nobody said)" if assumed else ""
-    return "; ".join([f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())])
+    parts = [f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())]
+    if busy:
+        longer = ", longer than the step: lanes share it, which is not simulated" if busy > step else ""
+        parts.append(f"a rank's adapter is busy for {duration(busy)}{longer}")
+    return "; ".join(parts)
 
 
 def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> float:
     """Seconds of a step in which a rank's adapter is busy, of the pipeline rank that gets most from other hosts."""
-    each, kinds = busy(settings), program.layout.kinds
+    each, kinds = adapter_times(settings), program.layout.kinds
     if not each:
         return 0.0
     seconds = {
@@ -72,24 +77,12 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
 
 
-def adapter(seconds: float, step: float) -> str:
-    """What is said behind `network` of an adapter that is busy for so long in such a step; empty on one host."""
-    if not seconds:
-        return ""
-    longer = ", longer than the step: lanes share it, which is not simulated" if seconds > step else ""
-    return f"; a rank's adapter is busy for {duration(seconds)}{longer}"
-
-
-def _network(settings: Settings, program: Program, hardware: Hardware, timeline: Timeline) -> str:
-    seconds = adapter_seconds(settings, program, costs_of(settings, hardware))
-    return network(settings) + adapter(seconds, float(timeline.makespan))
-
-
 def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
     program = program_of(settings)
     timeline = predict(settings, program, hardware, measured)
-    wide = wrap(_network(settings, program, hardware, timeline), max(width, 80), subsequent_indent="  ")
+    busy = adapter_seconds(settings, program, costs_of(settings, hardware))
+    wide = wrap(network(settings, busy, float(timeline.makespan)), max(width, 80), subsequent_indent="  ")
     text = to_text(program).splitlines()
     cut = len(text) if ops < 0 else ops
     parts = [
@@ -118,7 +111,8 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     numbers = summary(timeline, program)
     found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
-    if wide := _network(settings, program, hardware, timeline):
+    busy = adapter_seconds(settings, program, costs_of(settings, hardware))
+    if wide := network(settings, busy, float(timeline.makespan)):
         found["network"] = wide
     return found | ({"measured": costs_as_json(measured)} if measured else {})
 

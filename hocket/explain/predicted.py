@@ -3,7 +3,8 @@
 Note: [An explanation is quick]
 A step is simulated whole if it has few enough ops. One with more microbatches than it takes to reach the steady state
 is simulated twice with fewer, a period apart, and continued: see Note: [Long steps are priced by their period]. One
-that is too long even so is not simulated at all, which is said.
+that is too long even so is not simulated at all, which is said: a group or two, before the steady state, have less
+merged, and more exposed.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from hocket.plan.hardware import Hardware
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
-from hocket.plan.simulate import simulate
 from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
-from hocket.planning import adapter, adapter_seconds, network, program_of
+from hocket.planning import adapter_seconds, network, predict, program_of
 from hocket.resolve import Settings
 
-MOST_OPS = 15_000
-"""Ops of a program that is built and simulated in well under a second."""
-OPS_PER_LAYER = 22
-"""Ops of one layer in one microbatch, forward and backward: an estimate, from above."""
+MOST_OPS = 40_000
+"""Ops of a program that is built and simulated in half a second."""
+OPS_PER_LAYER = {"dense": 12, "moe": 20}
+"""Ops of one layer in one microbatch, forward and backward: an estimate, from above if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
     hardware = hardware_of(settings)
     count = settings.train.microbatches
-    per_microbatch = settings.model.layers * OPS_PER_LAYER
+    per_microbatch = sum(OPS_PER_LAYER[kind] for kind in settings.model.kinds())
     if count * per_microbatch <= MOST_OPS:
         step = _step(settings, hardware, count)
-        return replace(_predicted(hardware, step), note=_network(settings, step)), step
+        return replace(_predicted(hardware, step), note=network(settings, step.adapter, step.seconds)), step
     few, more = steady(settings)
     if more * per_microbatch > MOST_OPS or more >= count:
         note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
@@ -62,18 +62,14 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     short, long = _step(settings, hardware, few), _step(settings, hardware, more)
     whole = _continued(short, long, (count - few) / (more - few))
     how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    return replace(_predicted(hardware, whole), note="; ".join(filter(None, [how, _network(settings, whole)]))), long
-
-
-def _network(settings: Settings, step: Step) -> str:
-    """What is said of the network; empty on one host."""
-    return network(settings) + adapter(step.adapter, step.seconds)
+    notes = [how, network(settings, whole.adapter, whole.seconds)]
+    return replace(_predicted(hardware, whole), note="; ".join(filter(None, notes))), long
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
     shorter = replace(settings, train=replace(settings.train, microbatches=microbatches))
     program, costs = program_of(shorter), costs_of(shorter, hardware)
-    timeline = simulate(program, costs)
+    timeline = predict(shorter, program, hardware)
     count = len(timeline.ranks)
     seconds = dict.fromkeys(timeline.ranks[0].exposed, 0.0)
     for ops, spans in zip(program.ranks, timeline.spans, strict=True):

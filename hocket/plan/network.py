@@ -20,7 +20,7 @@ A crossing takes `network.latency` longer than a step inside of a host, and a ri
 more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
 step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down. NVLink SHARP and
 trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter: how long it
-is busy in all is told beside a prediction (`busy`).
+is busy in all is told beside a prediction (`adapter_times`).
 
 Of all groups for a purpose the one that is spread widest is what is priced, for all ranks: none is quicker than that.
 """
@@ -154,7 +154,7 @@ def _adapters(purpose: Purpose, spread: Spread) -> float:
     return 1.0 if purpose in ("pp_fwd", "pp_bwd") else float(spread.fewest)
 
 
-def busy(c: Config) -> Mapping[Purpose, float]:
+def adapter_times(c: Config) -> Mapping[Purpose, float]:
     """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
     adapter, _ = _described(c)
     return {purpose: 1 / (_adapters(purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
