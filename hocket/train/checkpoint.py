@@ -109,10 +109,10 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
     `text` says what the stream is of: `position` means another place in another text. Raises SaveFailed if the file
-    system refuses; what it has written is removed then, for on a full disk nothing else would find room. ValueError if
-    it takes some rank much longer than others.
+    system refuses, or if there is one of that step; what it has written is removed then, for on a full disk nothing
+    else would find room. ValueError if it takes some rank much longer than others.
     """
-    folder = WholeFolder(checkpoints_of(settings) / f"step-{step:08d}", replaces=True)
+    folder = WholeFolder(checkpoints_of(settings) / f"step-{step:08d}")
     writer = CheckpointWriter(folder, publishes=False)
     try:
         run_dcp("", dcp.save, _state(groups), storage_writer=writer)

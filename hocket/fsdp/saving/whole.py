@@ -2,10 +2,10 @@
 
 Note: [A checkpoint is there or it is not]
 What is to be a folder is written into `<folder>.tmp`. When all of it is on disk, the names in it too, it gets its own
-name; a folder that it replaces is called `<folder>.replaced` for that moment. So a folder with its final name is
-complete, whenever processes or the machine stop. What an interrupted save has left has another name: the next save to
-the same folder removes it, and `clean_up` what is left of all. An error leaves nothing, for on a full disk no other
-save would find room. Folders go the same way: they lose their name first.
+name. So a folder with its final name is complete, whenever processes or the machine stop. What an interrupted save has
+left has another name: the next save to the same folder removes it, and `clean_up` what is left of all. An error leaves
+nothing, for on a full disk no other save would find room. Folders go the same way: they lose their name first. None
+takes the place of another one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from pathlib import Path
 class WholeFolder:
     """One that is being written. `begin`, write into `temporary`, then `publish`, or `give_up` after an error."""
 
-    def __init__(self, final: Path, replaces: bool = False) -> None:
-        """With `replaces` it may take the place of another one; else that one must not be there, or be empty."""
-        self.final, self.replaces = final, replaces
-        self.temporary, self.replaced = _temporary(final), final.with_name(f"{final.name}.replaced")
-        self._renaming = False
+    def __init__(self, final: Path) -> None:
+        self.final, self.temporary = final, _temporary(final)
 
     def begin(self) -> None:
         """One process: make the folder to write into, without what an interrupted save has left there.
 
-        Raises: ValueError if the place is taken, OSError if the folder cannot be made.
+        Raises: ValueError if the place is taken, but for an empty folder, OSError if the folder cannot be made.
         """
-        if not self.replaces and self.final.exists() and not (self.final.is_dir() and not any(self.final.iterdir())):
+        if self.final.exists() and not (self.final.is_dir() and not any(self.final.iterdir())):
             raise ValueError(f"checkpoint {self.final} exists already: save to another folder, or remove it first")
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.temporary)
@@ -39,30 +36,18 @@ class WholeFolder:
     def publish(self) -> None:
         """One process, when all have written and their files are on disk: give the folder its name. Raises OSError."""
         sync(self.temporary)
-        if self.replaces and self.final.exists():
-            self._renaming = True
-            self.final.rename(self.replaced)
         self.temporary.rename(self.final)
         sync(self.final.parent)
-        shutil.rmtree(self.replaced, ignore_errors=True)
 
     def give_up(self) -> None:
-        """Any process that has written, after an error: give back the room, and the name to what had it."""
+        """Any process that has written, after an error: give back the room."""
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if self._renaming:  # others may not see yet what this process has renamed
-            with contextlib.suppress(OSError):
-                _put_back(self.replaced)
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Remove what interrupted saves of folders with such names (a pattern) have left; nobody may be writing any.
-
-    What was about to be replaced comes back if nothing has taken its place yet. Raises OSError.
-    """
+    """Remove what interrupted saves of folders with such names (a pattern) have left; nobody may be writing any."""
     for unfinished in parent.glob(f"{names}.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    for replaced in parent.glob(f"{names}.replaced"):
-        _put_back(replaced)
 
 
 def remove(folder: Path) -> None:
@@ -94,11 +79,3 @@ def sync(path: Path) -> None:
 
 def _temporary(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp")
-
-
-def _put_back(replaced: Path) -> None:
-    final = replaced.with_name(replaced.name.removesuffix(".replaced"))
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
-        replaced.rename(final)
