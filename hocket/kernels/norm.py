@@ -23,6 +23,8 @@ TILE = 4096
 """Elements of a program at a time, where one row does not have more."""
 PROGRAMS = 264
 """Programs of the backward at most, 2 per SM of a Hopper: more would write more partial sums than they hide latency."""
+AHEAD = 96 * 1024
+"""Bytes of shared memory that one of them has for tiles, so that memory is busy while it computes."""
 
 
 @triton.jit
@@ -54,13 +56,12 @@ def _rms_norm_forward(
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
     g, more, x, weight, g_x, partial, rows, eps, width: tl.constexpr, add: tl.constexpr, tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, block)
     w = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)[None, :]
     total = tl.zeros((tile_rows, block), tl.float32)
-    start = tl.program_id(0) * tile_rows
-    while start < rows:
+    for start in tl.range(tl.program_id(0) * tile_rows, rows, tl.num_programs(0) * tile_rows, num_stages=stages):
         at, inside = _tile(start, rows, width, tile_rows, block)
         value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
         up = tl.load(g + at, mask=inside, other=0).to(tl.float32)
@@ -72,7 +73,6 @@ def _rms_norm_backward(
         if add:
             result += tl.load(more + at, mask=inside, other=0).to(tl.float32)
         tl.store(g_x + at, result, mask=inside)
-        start += tl.num_programs(0) * tile_rows
     tl.store(partial + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
 
 
@@ -93,6 +93,11 @@ def _sizes(width: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
     return rows, block, min(max(rows * block // 512, 4), 32)
+
+
+def stages_of(tile_bytes: int) -> int:
+    """How many tiles of a program's inputs are being loaded or worked on at a time."""
+    return min(max(AHEAD // tile_bytes, 1), 3)
 
 
 def forward(x: Tensor, weight_D: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -120,7 +125,8 @@ def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float, more: Tensor | 
     programs = min(triton.cdiv(rows, tile_rows), PROGRAMS)
     partial_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     tensors = (g, g if more is None else more.contiguous(), x, weight_D.contiguous(), g_x, partial_PD)
-    sizes = (rows, eps, width, more is not None, tile_rows, block)
+    stages = stages_of((2 if more is None else 3) * tile_rows * block * x.itemsize)
+    sizes = (rows, eps, width, more is not None, tile_rows, block, stages)
     _rms_norm_backward[programs,](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
     return g_x, partial_PD
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hocket.kernels.norm import PROGRAMS
+from hocket.kernels.norm import PROGRAMS, stages_of
 
 TILE = 4096
 """Elements of a program at a time, where the heads of one position do not have more."""
@@ -69,12 +69,11 @@ def _rotary(
 @triton.jit(do_not_specialize=["positions", "seq"])
 def _rms_norm_rotary_backward(
     g, x, weight, table, g_x, partial, positions, seq, eps, stride_b, stride_s, stride_h, heads: tl.constexpr,
-    half: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr,
+    half: tl.constexpr, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0) * tile
     total_first = tl.zeros((tile, block_h, block_n), tl.float32)
     total_second = tl.zeros((tile, block_h, block_n), tl.float32)
-    while start < positions:
+    for start in tl.range(tl.program_id(0) * tile, positions, tl.num_programs(0) * tile, num_stages=stages):
         position, head, column = _tile(start, tile, block_h, block_n)
         inside = (position < positions) & (head < heads) & (column < half)
         w_first, w_second = _load(weight + column, column < half, half)
@@ -92,7 +91,6 @@ def _rms_norm_rotary_backward(
         mean = (tl.sum(g_first * first + g_second * second, 2) / (2 * half))[:, :, None]
         tl.store(g_x + at, (g_first - first * mean) * scale, mask=inside)
         tl.store(g_x + at + half, (g_second - second * mean) * scale, mask=inside)
-        start += tl.num_programs(0) * tile
     column = tl.arange(0, block_n)
     into = partial + tl.program_id(0) * (2 * half) + column
     tl.store(into, tl.sum(tl.sum(total_first, 0), 0), mask=column < half)
@@ -133,7 +131,8 @@ def norm_turn_backward(
     partial_PN = torch.empty(programs, width, dtype=torch.float32, device=x_BSHN.device)
     tensors = (g_BSHN, x_BSHN, weight_N.contiguous(), table.contiguous(), g_x_BSHN, partial_PN)
     numbers = (batch * seq, seq, eps, *g_BSHN.stride()[:3])
-    sizes = (heads, width // 2, tile, block_h, block_n)
+    ahead = stages_of(2 * 2 * tile * block_h * block_n * x_BSHN.itemsize)
+    sizes = (heads, width // 2, tile, block_h, block_n, ahead)
     _rms_norm_rotary_backward[programs,](*tensors, *numbers, *sizes, num_warps=2 * warps, enable_fp_fusion=False)
     return g_x_BSHN, partial_PN
 

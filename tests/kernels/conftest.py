@@ -38,6 +38,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mend_interpreter(monkeypatch)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter cuts off what does not fit into a bfloat16, where hardware rounds; and numpy warns of nan.
 
     It multiplies matrices of bfloat16 as if their bits were integers. And its loops end at numbers in arrays of one
@@ -70,5 +76,3 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     plain = interpreter.InterpreterBuilder.cast_impl
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
-    with np.errstate(all="ignore"):
-        yield
