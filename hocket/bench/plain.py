@@ -33,6 +33,7 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
         self.group, self.size, self.rank = group, size, rank
+        self.places_rows = group is None
 
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's `counts` [P, L] of what it sends to each: [P, P, L]."""
@@ -66,9 +67,7 @@ class Kept(Exchange):
         super().__init__(None, size, rank)
 
     def splits(self, routing: Routing) -> Splits:
-        rows = [[0] * self.size for _ in range(self.size)]
-        rows[self.rank][self.rank] = routing.tokens * routing.top_k
-        return Splits(RowTable(rows, self.rank), counts_to_send(routing, self.size))
+        return Splits(RowTable([[routing.tokens * routing.top_k]], 0), counts_to_send(routing, self.size))
 
 
 class _Move(torch.autograd.Function):

@@ -24,7 +24,7 @@ from hocket.parallel.placed import PlacedSplits, place_counts
 from hocket.parallel.routing import Routing
 from hocket.plan.ops import Layout, Op
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
-from hocket.runtime.blocks import Blocks
+from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.island import Island
 from hocket.runtime.weights import Weight
@@ -281,7 +281,7 @@ class Actions:
 
     # -- communication of rows and activations ---------------------------------------------------------------
 
-    def _all_to_all(self, rows: Tensor, table: RowTable | Blocks, room: int = 0) -> CommResult:
+    def _all_to_all(self, rows: Tensor, table: RowTable | HostBlocks | Blocks, room: int = 0) -> CommResult:
         """Exchange rows [R, D] between expert-parallel ranks. What arrives is followed by anything, up to `room`."""
         count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))

@@ -7,8 +7,9 @@ pass through three orders:
     received  by source rank, then in the order in which that rank sent them
     grouped   by local expert, then source rank, then token: what the grouped GEMM reads
 
-With one copy per expert, received and grouped rows are the same ones in another order. With one copy per rank a
-received row has one place in grouped order for each of its choices.
+Whatever writes straight into the memory of peers puts rows in grouped order there, and nobody sorts them
+(`runtime/blocks.py`). With one copy per expert, received and grouped rows are the same ones in another order. With one
+copy per rank a received row has one place in grouped order for each of its choices.
 
 Note: [Who knows what of a dispatch]
 A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
@@ -38,6 +39,7 @@ from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total
 from hocket.plan.copies import label_bytes
+from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.transports import RowTable
 
 
@@ -48,6 +50,11 @@ class CountExchange(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def places_rows(self) -> bool:
+        """Whether rows should arrive in grouped order."""
+        ...
+
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
         ...
@@ -68,7 +75,8 @@ class Arrivals:
 class Splits:
     """How many rows go where, after the ranks have exchanged their counts."""
 
-    table: RowTable
+    table: RowTable | HostBlocks
+    """With blocks, rows arrive in grouped order."""
     counts_PL: Tensor
     """Choices by source rank and local expert, int64, on the device. With one copy per expert, also rows received."""
     arrivals: Arrivals | None = None
@@ -78,9 +86,14 @@ class Splits:
     """Rows that mean something, where these are not all: see `PlacedSplits`."""
 
     @property
+    def grouped(self) -> bool:
+        """Whether received order is grouped order."""
+        return isinstance(self.table, HostBlocks) or len(self.table.rows) == 1
+
+    @cached_property
     def offsets_L(self) -> Tensor:
         """End of every local expert's rows in grouped order, int32."""
-        return self._grouping[0]
+        return self.counts_PL.sum(0).cumsum(0, dtype=torch.int32) if self.grouped else self._grouping[0]
 
     @property
     def order_R(self) -> Tensor:
@@ -112,7 +125,10 @@ def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
     if group is None or group.size == 1:
         assert routing.pairs is None, "one copy per rank is for experts on other ranks"
         return Splits(RowTable([[routing.tokens * routing.top_k]], 0), routing.counts_E.view(1, -1))
-    return splits_of(group.all_counts(counts_to_send(routing, group.size)), group.rank, routing)
+    every_PPM = group.all_counts(counts_to_send(routing, group.size))
+    if routing.pairs is None and group.places_rows:
+        return Splits(host_blocks(every_PPM.cpu(), group.rank), every_PPM[:, group.rank])
+    return splits_of(every_PPM, group.rank, routing)
 
 
 def counts_to_send(routing: Routing, ranks: int) -> Tensor:
@@ -171,14 +187,14 @@ def permute(x_TD: Tensor, routing: Routing) -> Tensor:
 
 def group_rows(rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
     """Rows in received order to grouped order, one per choice."""
-    if isinstance(splits, PlacedSplits) or len(splits.table.rows) == 1:
+    if isinstance(splits, PlacedSplits) or splits.grouped:
         return rows_RD
     return gather(rows_RD, splits.order_R, splits.inverse_R)
 
 
 def ungroup_rows(rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
     """Rows in grouped order to received order, one per choice."""
-    if isinstance(splits, PlacedSplits) or len(splits.table.rows) == 1:
+    if isinstance(splits, PlacedSplits) or splits.grouped:
         return rows_RD
     return gather(rows_RD, splits.inverse_R, splits.order_R)
 

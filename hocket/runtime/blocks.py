@@ -1,8 +1,10 @@
-"""Which rows go where in an exchange whose counts are known to the devices alone.
+"""Which rows go where in an exchange that puts them where their experts want them.
 
 All rows of one rank for one expert of another are a *block*. Where each block lies, here and at its peer, follows from
-how many rows every rank has for every expert, which a small exchange tells all devices; no host has to know. So rows
-can be stored at their places in grouped order at once, and what depends on their number reads it on the device.
+how many rows every rank has for every expert, which a small exchange tells all devices. So whatever writes into the
+memory of peers can put rows at their places in grouped order at once, and nobody sorts them when they have come. Hosts
+that have waited for the counts know these places too (`HostBlocks`), and let copy engines move the blocks. But no host
+has to know: kernels read places, and whatever depends on the number of rows, on the device (`Blocks`).
 
 Note: [A fixed capacity, and never silently]
 A host that does not know how many rows arrive can only allocate a fixed number. Rows beyond it are not sent, and not
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +55,45 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
+class HostBlocks:
+    """One rank's side of an exchange, int64 on the host: like `Blocks`, but all rows have room."""
+
+    leaving: np.ndarray
+    """[3, P, L]: of every block its first row here, its first row at the peer, and its rows."""
+    arriving: np.ndarray
+    """[3, P, L]."""
+    fullest: int
+    """Rows of the rank that gets most of them."""
+    fullest_back: int
+    """Rows of the rank that gets most of those that are brought back."""
+
+    @property
+    def send(self) -> list[int]:
+        """Rows that this rank sends to each."""
+        return self.leaving[2].sum(1).tolist()
+
+    @property
+    def receive(self) -> list[int]:
+        """Rows that this rank gets from each."""
+        return self.arriving[2].sum(1).tolist()
+
+    @property
+    def sent(self) -> int:
+        """Rows that this rank sends."""
+        return int(self.leaving[2].sum())
+
+    @property
+    def room(self) -> int:
+        """Rows that this rank gets."""
+        return int(self.arriving[2].sum())
+
+    @property
+    def back(self) -> HostBlocks:
+        """The exchange that brings all rows back."""
+        return HostBlocks(self.arriving, self.leaving, self.fullest_back, self.fullest)
+
+
+@dataclass(frozen=True, eq=False)
 class Room:
     """How many rows a rank has room for, and how many would have been needed."""
 
@@ -81,22 +123,43 @@ def lay_out(every_PPL: Tensor, rank: int, sent: int, room: Room) -> tuple[Blocks
 
 def _formula(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernel `lay_out` computes."""
-    ranks, _, local = every_PPL.shape
-    by_source = every_PPL.reshape(ranks, -1)
-    sent = (by_source.cumsum(1) - by_source).view_as(every_PPL)  # where a block lies at its source
-    by_target = every_PPL.permute(1, 2, 0).reshape(ranks, -1)  # (target; expert, source)
-    ends_by_target = by_target.cumsum(1)
-    grouped = (ends_by_target - by_target).view(ranks, local, ranks).permute(2, 0, 1)  # where it lies at its target
+    ranks = len(every_PPL)
+    sent, grouped, ends_by_target = _places(every_PPL)
     kept = torch.minimum(every_PPL, (capacity - grouped).clamp(min=0))
-    leaving = torch.stack([sent[rank], grouped[rank], kept[rank]])
-    arriving = torch.stack([grouped[:, rank], sent[:, rank], kept[:, rank]])
-    needed.copy_(torch.where(needed > capacity, needed, torch.maximum(needed, by_target.sum(1).max())))
+    leaving, arriving = _sides(sent, grouped, kept, rank)
+    fullest = ends_by_target[:, -1].max()
+    needed.copy_(torch.where(needed > capacity, needed, torch.maximum(needed, fullest)))
     ends = ends_by_target[rank, ranks - 1 :: ranks].clamp(max=capacity)
     ends = torch.cat([ends, every_PPL[rank].sum().view(1)])
     return leaving.to(torch.int32), arriving.to(torch.int32), ends.to(torch.int32)
 
 
-def rows_of(blocks: Tensor) -> Tensor:
+def host_blocks(every_PPL: Tensor, rank: int) -> HostBlocks:
+    """The same exchange as that of `lay_out`, of counts that are on the host, with room for all rows."""
+    sent, grouped, ends_by_target = _places(every_PPL)
+    leaving, arriving = _sides(sent, grouped, every_PPL, rank)
+    fullest, fullest_back = int(ends_by_target[:, -1].max()), int(every_PPL.sum((1, 2)).max())
+    return HostBlocks(leaving.numpy(), arriving.numpy(), fullest, fullest_back)
+
+
+def _places(every_PPL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First rows of all blocks [P, P, L] at their sources and at their targets; ends by target, of (expert, source)."""
+    ranks, _, local = every_PPL.shape
+    by_source = every_PPL.reshape(ranks, -1)
+    sent = (by_source.cumsum(1) - by_source).view_as(every_PPL)
+    by_target = every_PPL.permute(1, 2, 0).reshape(ranks, -1)  # (target; expert, source)
+    ends_by_target = by_target.cumsum(1)
+    grouped = (ends_by_target - by_target).view(ranks, local, ranks).permute(2, 0, 1)
+    return sent, grouped, ends_by_target
+
+
+def _sides(sent: Tensor, grouped: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """What leaves a rank and what arrives there, [3, P, L] each, of all blocks' places and rows, [P, P, L]."""
+    leaving = torch.stack([sent[rank], grouped[rank], rows[rank]])
+    return leaving, torch.stack([grouped[:, rank], sent[:, rank], rows[:, rank]])
+
+
+def rows_of(blocks: Tensor | np.ndarray) -> Tensor:
     """Rows of all blocks [3, P, L] where they lie here, one block after the other: int64. Stops the host."""
     ranges = zip(blocks[0].flatten().tolist(), blocks[2].flatten().tolist(), strict=True)
     return torch.cat([torch.arange(first, first + count) for first, count in ranges])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hocket.config import COPIED
 from hocket.plan.mesh import PURPOSES, Mesh, Purpose
-from hocket.runtime.blocks import Blocks
+from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.copy_engine import CopyEngine, problem
 from hocket.runtime.group_transport import HOPS, CommOptions, TransportName, make_transport
 from hocket.runtime.pretended import Link, Slow
@@ -178,20 +178,27 @@ class Group:
         total = torch.empty_like(out, dtype=torch.float32)
         return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
 
-    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable | Blocks) -> Pending:
+    @property
+    def places_rows(self) -> bool:
+        """Whether rows whose counts the host knows should go where `HostBlocks` say."""
+        return self.transport.places_rows
+
+    def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> Pending:
         """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0.
 
-        With `Blocks`, which need a group made with `device_splits` on a GPU, every row goes where these say.
+        With blocks every row goes where these say. `Blocks` need a group made with `device_splits` on a GPU.
         """
         if isinstance(table, Blocks):
             row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
             evenly = min(rows.shape[0], out.shape[0]) * (self.size - 1) // self.size  # the host knows no better
             self._count("all_to_all", evenly * row)
             return self.transport.place_rows(out, rows, table)
-        assert rows.shape[0] == sum(table.send), f"{self.name}: {rows.shape[0]} rows to send, {table}"
-        assert out.shape[0] == sum(table.receive), f"{self.name}: {out.shape[0]} rows to receive, {table}"
+        assert rows.shape[0] == table.sent, f"{self.name}: {rows.shape[0]} rows to send, {table}"
+        assert out.shape[0] == table.room, f"{self.name}: {out.shape[0]} rows to receive, {table}"
         row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
         self._count("all_to_all", (rows.shape[0] - table.send[self.rank]) * row)
+        if isinstance(table, HostBlocks):
+            return self.transport.place_rows(out, rows, table)
         return self.transport.all_to_all(out, rows, table)
 
     def make_room(self, nbytes: int) -> None:

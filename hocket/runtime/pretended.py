@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hocket.runtime.blocks import Blocks
+from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.transports import DONE, Pending, Reduction, RowTable, Transport, local_sum
 
 
@@ -29,6 +29,7 @@ class Null:
     report says how much of it there is.
     """
 
+    places_rows = True
     size: int
     rank: int
     device: torch.device
@@ -71,8 +72,11 @@ class Null:
             out.view(torch.uint8).view(self.size, size, -1)[..., -table.label :] = labels
         return DONE
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
-        """As many rows are overwritten as would have arrived, which on a GPU no host knows."""
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
+        """As many rows are overwritten as would have arrived, which on a GPU no host may know."""
+        if isinstance(blocks, HostBlocks):
+            self._fill(out)
+            return DONE
         if not out.is_cuda:
             self._fill(out[: int(blocks.arrived)])
             return DONE
@@ -181,9 +185,15 @@ class Slow:
         nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
         return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, table))
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
-        """Late by what an even share of the rows takes: the host does not know the true one."""
+    @property
+    def places_rows(self) -> bool:
+        return self.inner.places_rows
+
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
+        """Late by what an even share of the rows takes, where the host does not know the true one."""
         share = min(rows.nbytes, out.nbytes) * (1 - 1 / blocks.leaving.shape[1])
+        if isinstance(blocks, HostBlocks):
+            share = (blocks.sent - blocks.send[self.rank]) * (rows.nbytes / max(1, rows.shape[0]))
         return self._late(share, lambda: self.inner.place_rows(out, rows, blocks))
 
     def all_counts(self, counts: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hocket.runtime.blocks import Blocks
+from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.peer_copies import shared_buffers
 from hocket.runtime.transports import DONE, Nccl, Pending
 
@@ -88,7 +88,8 @@ class PushedRows(Nccl):
     def all_counts(self, counts: Tensor) -> Tensor:
         return self.pushes.all_counts(counts)
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
+        assert isinstance(blocks, Blocks), "kernels read on the device how many rows there are"
         self.pushes.exchange(out, rows, blocks)
         return DONE
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hocket.runtime.blocks import Blocks, rows_of
+from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
 
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -147,11 +147,16 @@ class Window:
 class Transport(Protocol):
     """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
 
+    @property
+    def places_rows(self) -> bool:
+        """Whether rows whose counts the host knows should be placed by blocks: no detour, here."""
+        ...
+
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending: ...
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending: ...
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending: ...
     def all_counts(self, counts: Tensor) -> Tensor: ...
     def send(self, tensor: Tensor, to: int) -> Pending: ...
     def recv(self, tensor: Tensor, source: int) -> Pending: ...
@@ -195,6 +200,8 @@ def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) 
 class Local:
     """The transport of a group of one: exact, and no communication."""
 
+    places_rows = False
+
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
@@ -211,7 +218,7 @@ class Local:
         out.copy_(rows)
         return DONE
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
         raise AssertionError("rows of a group of one are where they belong")
 
     def all_counts(self, counts: Tensor) -> Tensor:
@@ -237,6 +244,7 @@ class Local:
 class Gloo:
     """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
 
+    places_rows = False
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
@@ -279,7 +287,7 @@ class Gloo:
         assert work is not None
         return Pending(work.wait)
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
         """On a CPU the host may look at counts: blocks travel one after the other, and are then put in their places."""
         places = rows_of(blocks.arriving)
         landed = out.new_empty(len(places), *out.shape[1:])
@@ -324,6 +332,7 @@ class Gloo:
 class Nccl:
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
 
+    places_rows = False
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     device: torch.device
@@ -355,7 +364,7 @@ class Nccl:
         dist.all_to_all_single(out, rows, table.receive, table.send, group=self.group)
         return DONE
 
-    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks) -> Pending:
+    def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
         raise AssertionError("NCCL asks the host how many rows to move; groups of pushed rows do not")
 
     def all_counts(self, counts: Tensor) -> Tensor:

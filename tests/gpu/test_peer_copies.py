@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from hocket.parallel.dispatch import Splits, group_rows
 from hocket.plan.mesh import Mesh
+from hocket.runtime.blocks import host_blocks
 from hocket.runtime.comm import CommOptions, RowTable, make_groups
 from tests.helpers.ranks import run_ranks
 
@@ -35,18 +38,32 @@ def exchanges(rank: int, arrival: int) -> None:
     results = []
     for turn in range(20):
         table = RowTable(TABLES[turn % len(TABLES)], rank)
-        rows = torch.randn(sum(table.send), WIDTH, device=device, generator=generator).bfloat16()
-        outs = [rows.new_empty(sum(table.receive), WIDTH) for _ in range(2)]
+        every_PPL = by_expert(table.rows)
+        blocks, splits = host_blocks(every_PPL, rank), Splits(table, every_PPL[:, rank].to(device))
+        rows = torch.randn(table.sent, WIDTH, device=device, generator=generator).bfloat16()
+        found, wanted, placed = (rows.new_empty(table.room, WIDTH) for _ in range(3))
+        back = torch.empty_like(rows)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if (turn + rank) % 3 == 0:
                 torch.cuda._sleep(2_000_000)  # this rank is late
-            copied.all_to_all(outs[0], rows, table).wait()
-            nccl.all_to_all(outs[1], rows, table).wait()
-        results.append((rows, outs))
+            copied.all_to_all(found, rows, table).wait()
+            nccl.all_to_all(wanted, rows, table).wait()
+            copied.all_to_all(placed, rows, blocks).wait()
+            copied.all_to_all(back, placed, blocks.back).wait()
+        results.append((rows, found, wanted, placed, back, splits))
     torch.cuda.synchronize()
-    for _, (found, wanted) in results:
+    for rows, found, wanted, placed, back, splits in results:
         assert torch.equal(found, wanted)
+        assert torch.equal(placed, group_rows(wanted, splits))
+        assert torch.equal(back, rows)
+
+
+def by_expert(rows: list[list[int]]) -> Tensor:
+    """Rows of each rank for each, spread unevenly over experts, some of which get none: [P, P, L]."""
+    counts = torch.tensor(rows)
+    first, second = counts // 3, counts // 5
+    return torch.stack([first, torch.zeros_like(counts), second, counts - first - second], -1)
 
 
 @pytest.mark.parametrize("arrival", [1 << 20, 3 * WIDTH * 2 * 7], ids=["one round", "many rounds"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import numpy as np
+
 
 class Memcpy:
     """A driver of which every operation is over when it returns."""
@@ -17,6 +19,12 @@ class Memcpy:
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
         ctypes.memmove(into, source, nbytes)
+
+    def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
+        """In any order, as a GPU may."""
+        assert (nbytes > 0).all()
+        for each in np.random.default_rng(0).permutation(np.stack([into, sources, nbytes], 1)).tolist():
+            self.copy(stream, *each)
 
     def write(self, stream: int, word: int, value: int) -> None:
         with self.changed:

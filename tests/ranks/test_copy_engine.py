@@ -34,6 +34,7 @@ from hocket.runtime.group_transport import HOPS
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
 from hocket.runtime.reach import refuse
 from hocket.runtime.transports import Gloo, local_sum
+from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned
 from tests.helpers.pools import CpuPool
 from tests.helpers.ranks import run_ranks
@@ -188,7 +189,7 @@ def shared_rows(group: Group, gloo: Gloo, folder: Path) -> CopiedRows:
     """Rows exchanged by copies into memory that processes share; room for five rows a round."""
     files = [folder / str(rank) for rank in range(group.size)]
     arrivals = [torch.from_file(str(f), shared=True, size=2 * 5 * 128, dtype=torch.uint8).view(2, -1) for f in files]
-    copies = PeerCopies(group.rank, arrivals, lambda: dist.barrier(group=gloo.group))
+    copies = PeerCopies(group.rank, arrivals, lambda: dist.barrier(group=gloo.group), Memcpy(), lambda: 0)
     return CopiedRows(gloo.group, gloo.ranks, CPU, copies)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
 from hocket.parallel.routing import Routing, balance_bias, inverse_of, route
+from hocket.runtime.blocks import HostBlocks, rows_of
 from hocket.runtime.transports import RowTable
 
 CONFIG = ModelConfig(hidden=8, experts=8, top_k=3)
@@ -211,6 +212,7 @@ class FakeGroup:
 
     rank: int
     sent: list[Tensor]
+    places_rows: bool = False
 
     @property
     def size(self) -> int:
@@ -251,6 +253,28 @@ def test_every_row_reaches_its_expert_and_comes_back(ranks: int, local: int, tok
             assert block[:, :2].tolist() == sorted(block[:, :2].tolist())
             first = end
         assert torch.equal(ungroup_rows(grouped, splits[r]), received)
+
+
+def test_rows_that_are_placed_arrive_in_grouped_order() -> None:
+    """Where rows lie that are sent one by one, and sorted when they have come."""
+    routings = [random_route(6 + r, replace(CONFIG, experts=6), spread=3.0, seed=r)[1] for r in range(3)]
+    sent_counts = [routing.counts_E.view(3, 2) for routing in routings]
+    rows = [100.0 * r + torch.arange(float(routing.room)).view(-1, 1) for r, routing in enumerate(routings)]
+    for r, routing in enumerate(routings):
+        known = exchange_counts(routing, FakeGroup(r, sent_counts))
+        placed = exchange_counts(routing, FakeGroup(r, sent_counts, places_rows=True))
+        assert (placed.table.send, placed.table.receive) == (known.table.send, known.table.receive)
+        assert (placed.table.back.send, placed.table.back.receive) == (known.table.receive, known.table.send)
+        assert torch.equal(placed.offsets_L, known.offsets_L)
+        assert placed.offsets_L.dtype is torch.int32
+        received = [rows[s].split(sent_counts[s].sum(1).tolist())[r] for s in range(3)]
+        wanted = group_rows(torch.cat(received), known)
+        assert isinstance(placed.table, HostBlocks)
+        places, landed = rows_of(placed.table.arriving), torch.full_like(wanted, -1.0)
+        landed[places] = torch.cat(received)
+        assert torch.equal(landed, wanted)
+        assert group_rows(landed, placed) is landed
+        assert ungroup_rows(landed, placed) is landed
 
 
 def test_grouping_is_differentiable_by_gathers() -> None:

@@ -17,7 +17,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.plan.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.runtime.blocks import Blocks
+from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import RowTable
 from hocket.settings.leaves import changed
 from tests.helpers.ranks import run_ranks
@@ -44,10 +44,10 @@ class Watched(Actions):
 
     rows: dict[str, tuple[int, int, list[int], list[int]]]
 
-    def _all_to_all(self, rows: torch.Tensor, table: RowTable | Blocks, room: int = 0) -> Any:
+    def _all_to_all(self, rows: torch.Tensor, table: RowTable | HostBlocks | Blocks, room: int = 0) -> Any:
         out, pending = super()._all_to_all(rows, table, room)
         assert out is not None
-        assert isinstance(table, RowTable)
+        assert not isinstance(table, Blocks)
         assert len(out) == max(room, sum(table.receive))
         self.rows[self.current] = (len(rows), sum(table.receive), table.send, table.receive)
         return out, pending

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +101,9 @@ class Recorded:
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
         self._do(lambda: self.real.copy(stream, into, source, nbytes))
+
+    def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
+        self._do(lambda: self.real.copies(stream, into, sources, nbytes))
 
     def write(self, stream: int, word: int, value: int) -> None:
         self._do(lambda: self.real.write(stream, word, value))
