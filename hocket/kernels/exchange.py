@@ -1,9 +1,10 @@
 """Rows to their experts and back between GPUs that reach each other's memory, with counts that no host knows.
 
-Four kernels. The first one stores how many rows this rank has for every expert at all peers. The second reads what all
+Five kernels. The first one stores how many rows this rank has for every expert at all peers. The second reads what all
 ranks have stored, and says where each block of rows, those of one rank for one expert, lies here and belongs at its
 peer. The third stores rows straight into the arrival buffers of the peers, each where it belongs. The fourth copies
-what has arrived out of this rank's own buffer, and nothing beyond it. `hocket/runtime/blocks.py` has the formulas.
+what has arrived out of this rank's own buffer, and nothing beyond it. The fifth does that for copy engines, whose hosts
+know the counts, and puts this rank's own rows between those of others. `hocket/runtime/blocks.py` has the formulas.
 
 Shapes: P ranks, L local experts of each, D columns. Rows are moved as words of four bytes.
 """
@@ -131,6 +132,40 @@ def _take_rows(
         first += tl.num_programs(0) * tile
 
 
+@triton.jit(do_not_specialize=["low", "high"])
+def _take_blocks(
+    arrived,
+    rows,
+    out,
+    own,
+    low,
+    high,
+    local: tl.constexpr,
+    blocks: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Rows from `low` to `high`: from this rank's own rows where a block of these lies, else from what has arrived."""
+    i = tl.arange(0, blocks)[None, :]
+    start = tl.load(own + i, mask=i < local, other=0)
+    place = tl.load(own + local + i, mask=i < local, other=0)
+    end = place + tl.load(own + 2 * local + i, mask=i < local, other=0)
+    first = low + tl.program_id(0) * tile
+    while first < high:
+        row = (first + tl.arange(0, tile)).to(tl.int64)[:, None]
+        here = (row >= place) & (row < end)
+        mine = tl.sum(here.to(tl.int32), 1, keep_dims=True) > 0
+        source = row + tl.sum(tl.where(here, start - place, 0), 1, keep_dims=True)
+        for begin in tl.static_range(0, width, block):
+            column = begin + tl.arange(0, block)[None, :]
+            inside = (row < high) & (column < width)
+            words = tl.load(rows + source * width + column, mask=inside & mine, other=0)
+            words |= tl.load(arrived + (row - low) * width + column, mask=inside & ~mine, other=0)
+            tl.store(out + row * width + column, words, mask=inside)
+        first += tl.num_programs(0) * tile
+
+
 def push_counts(counts_PL: Tensor, arrivals: Tensor, rank: int) -> None:
     """Store counts, int64, as row `rank` of what begins at each of the addresses `arrivals`, int64 [P]."""
     size = counts_PL.numel()
@@ -171,6 +206,23 @@ def take(arrived: Tensor, out: Tensor, count: Tensor, cycle: int = 0, programs: 
     grid = min(triton.cdiv(out.shape[0], tile), programs)
     words = arrived.view(torch.int32), out.view(torch.int32)
     _take_rows[grid,](*words, count, out.shape[0], cycle, width, tile, block, cycle > 0, num_warps=WARPS)
+
+
+def take_blocks(
+    arrived: Tensor, rows: Tensor, out: Tensor, own: Tensor, low: int, high: int, programs: int = TAKING
+) -> None:
+    """Rows `low` to `high` of `out` [R', D] become those of `arrived`, but where blocks of `rows` [R, D] belong these.
+
+    `own` are the blocks, int64 [3, L]: first row in `rows`, first row in `out`, and how many. `arrived` are bytes.
+    """
+    assert out.is_contiguous()
+    assert rows.is_contiguous()
+    width, tile, block = _tiles(out)
+    local = own.shape[1]
+    sizes = local, triton.next_power_of_2(local), width, tile, block
+    words = (tensor.view(torch.int32) for tensor in (arrived, rows, out))
+    grid = min(triton.cdiv(high - low, tile), programs)
+    _take_blocks[grid,](*words, own, low, high, *sizes, num_warps=WARPS)
 
 
 def _tiles(rows: Tensor) -> tuple[int, int, int]:

@@ -60,7 +60,7 @@ class Cuda:
         _check(self._copy(into, source, nbytes, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        if self._batch is None:
+        if self._batch is None or not stream:  # nor may the default stream have a batch
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return

@@ -18,8 +18,9 @@ round between, which the peer has entered behind its own copying-out of the firs
 Note: [Rows are copied out]
 Experts could read an arrival buffer where it is. But then a rank could enter the round between only behind its experts,
 on another lane, and the all-to-all of one half of a merged step would wait for the experts of the other: what the plan
-keeps apart. A buffer for each exchange in flight would avoid that, with room for the worst load in each. The copy takes
-memory bandwidth, but no SM, and stands behind the barrier on a lane that is hidden.
+keeps apart. A buffer for each exchange in flight would avoid that, with room for the worst load in each. So a kernel
+copies rows out, on a lane that is hidden, and puts those between them that this rank has for its own experts. These are
+many small blocks, of which each would cost the host a launch: within a GPU the driver has kernels for copies, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.kernels.usable import usable
 from hocket.runtime.blocks import Blocks, HostBlocks, host_blocks
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import current_queue
@@ -74,41 +76,41 @@ class PeerCopies:
         width = rows.shape[1] * rows.itemsize
         capacity = self.nbytes // max(1, width)
         assert capacity, f"a row of {width} bytes does not fit into an arrival buffer of {self.nbytes}"
-        first, there, count = blocks.leaving
-        own = there[self.rank], first[self.rank], count[self.rank]
-        self._copy(width, out.data_ptr(), rows.data_ptr(), *own)
-        elsewhere = _between(own[0], own[2], len(out))
-        first, there, count = (of_PL[self._peers] for of_PL in (first, there, count))
+        leaving = blocks.leaving[:, self._peers]
         for low in range(0, blocks.fullest, capacity):
+            high = low + capacity
             starts = self._starts[self._rounds % 2]
+            here = self.arrivals[self.rank][self._rounds % 2]
             self._rounds += 1
-            begin, cut = _cut(there, count, low, low + capacity)
-            into = starts[self._peers][:, None] - low * width
-            self._copy(width, into, rows.data_ptr(), begin, first + begin - there, cut)
+            self._send(rows, width, leaving, starts, low, high)
             self._barrier()
-            begin, cut = _cut(*elsewhere, low, low + capacity)
-            self._copy(width, out.data_ptr(), starts[self.rank] - low * width, begin, begin, cut)
+            if low < len(out):
+                self._take(here, rows, out, blocks.leaving[:, self.rank], low, min(high, len(out)))
 
-    def _copy(
-        self, width: int, into: int | np.ndarray, source: int, to: np.ndarray, at: np.ndarray, count: np.ndarray
-    ) -> None:
-        """Copy `count` rows of `width` bytes each, from row `at` behind `source` to row `to` behind `into`."""
-        some = count > 0
+    def _send(self, rows: Tensor, width: int, leaving: np.ndarray, starts: np.ndarray, low: int, high: int) -> None:
+        """Copy what peers get between rows `low` and `high`; their blocks are `leaving` [3, P - 1, L]."""
+        first, there, count = leaving
+        begin, end = np.maximum(there, low), np.minimum(there + count, high)
+        some = begin < end
         if some.any():
-            places = into + to * width, source + at * width, count * width
-            self._driver.copies(self._queue(), *(numbers[some] for numbers in places))
+            into = starts[self._peers][:, None] + (begin - low) * width
+            sources = rows.data_ptr() + (first + begin - there) * width
+            copies = (numbers[some] for numbers in (into, sources, (end - begin) * width))
+            self._driver.copies(self._queue(), *copies)
 
+    def _take(self, here: Tensor, rows: Tensor, out: Tensor, own: np.ndarray, low: int, high: int) -> None:
+        """Rows `low` to `high` of `out`: this rank's own blocks [3, L] of `rows`, and between them what is `here`."""
+        if usable(out) and out[0].nbytes % 4 == 0:
+            from hocket.kernels.exchange import take_blocks
 
-def _cut(first: np.ndarray, count: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each range between `low` and `high`: where it begins, and how much there is; below 1 if nothing."""
-    begin = np.maximum(first, low)
-    return begin, np.minimum(first + count, high) - begin
-
-
-def _between(first: np.ndarray, count: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows between ascending ranges begin, from row 0 on, and how many there are, up to row `end`."""
-    begin = np.concatenate([[0], first + count])
-    return begin, np.concatenate([first, [end]]) - begin
+            take_blocks(here, rows, out, torch.from_numpy(own).to(out.device, non_blocking=True), low, high)
+            return
+        whole = out[low:high]
+        whole.copy_(here[: whole.nbytes].view(out.dtype).view_as(whole))
+        for first, there, count in own.T.tolist():
+            begin, end = max(there, low), min(there + count, high)
+            if begin < end:
+                out[begin:end] = rows[first + begin - there : first + end - there]
 
 
 @dataclass
@@ -130,7 +132,8 @@ class CopiedRows(Nccl):
 
 def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PeerCopies:
     """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
-    return PeerCopies(*shared_buffers(group, nbytes, device, timeout), Cuda(), lambda: current_queue(device))
+    whole = -(-nbytes // 256) * 256  # so that both buffers begin where loads and copies are fast
+    return PeerCopies(*shared_buffers(group, whole, device, timeout), Cuda(), lambda: current_queue(device))
 
 
 def shared_buffers(

@@ -139,6 +139,7 @@ def exchange() -> None:
         leaving, _, ends = kernels.lay_out(of(torch.int64, ranks, ranks, 16), 1, 100, of(torch.int64, 1))
         rows = of(BF16, 100, width)
         kernels.push(rows, of(torch.int64, ranks), leaving, 1)
+        kernels.take_blocks(of(torch.uint8, rows.nbytes), rows, rows, of(torch.int64, 3, 16), 0, 50)
         kernels.take(rows, rows, ends[:1])
         kernels.take(rows, rows, ends[:1], cycle=50)
 

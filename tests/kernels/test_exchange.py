@@ -94,3 +94,33 @@ def test_rows_may_be_taken_over_and_over() -> None:
     kernels.take(block, out, torch.tensor([7], dtype=torch.int32), cycle=3)
     assert torch.equal(out[:7], block.repeat(3, 1)[:7])
     assert (out[7:] == 0).all()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=5),
+    capacity=st.sampled_from([1, 3, 50]),
+    width=st.sampled_from([8, 12, 72]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=12)
+def test_own_rows_are_put_between_those_that_arrive(sizes, capacity, width, dtype) -> None:
+    """In as many rounds as it takes, from a buffer with room for `capacity` rows."""
+    own, place, at = [], 0, 1
+    for foreign, mine in sizes:
+        place += foreign
+        own.append((at, place, mine))
+        place, at = place + mine, at + mine + 1  # own rows lie apart
+    rows, wanted = (torch.randn(count, width).to(dtype) for count in (at, place + 2))
+    for first, there, count in own:
+        wanted[there : there + count] = rows[first : first + count]
+    buffer = torch.full((capacity, width), float("nan"), dtype=dtype)
+    out = torch.full_like(wanted, 7.0)
+    blocks = torch.tensor(own).T.contiguous()
+    for low in range(0, place, capacity):
+        high = min(low + capacity, place)
+        buffer[: high - low] = wanted[low:high]
+        for _, there, count in own:  # nothing of these has arrived
+            buffer[max(there, low) - low : max(min(there + count, high) - low, 0)] = float("nan")
+        kernels.take_blocks(buffer.view(torch.uint8).view(-1), rows, out, blocks, low, high, programs=3)
+    assert torch.equal(out[:place], wanted[:place])
+    assert (out[place:] == 7.0).all()
