@@ -21,7 +21,7 @@ _MODULE_LAYER = re.compile(r"(?:(?:^|[^a-z])(?:layers?|blocks?|h)[._/]|^FSDP::\w
 _TRANSFER = re.compile(
     r"nccl|rccl|nvshmem|symm_?mem|symmetric_memory|multimem|deep_ep|exchangeSplitAndOffset|cross_device_reduce"
     r"|(^|[^a-z])(barrier|(put|wait)_signal|(one|two)_shot_all_\w+)_kernel|all_?to_?all|all_?reduce_kernel"
-    r"|Memcpy (PtoP|P2P)|^_push_(rows|counts)",
+    r"|Memcpy (PtoP|P2P)|^_push_(rows|counts)|^_take_blocks",
     re.IGNORECASE,
 )
 _ONLY_COMPUTE = re.compile(r"^triton_(poi|red|per|tem|for)_(?!.*(nvshmem|symm_mem))|at::native::|cutlass|cub::|cudnn")
@@ -209,6 +209,11 @@ def is_stand_in(name: str, launcher: str, op: str) -> bool:
     moves_rows = bool(op) and lane_of(op) not in ("compute", "gather", "reduce")
     copied = launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
     return moves_rows and (copied or name.startswith("_take_rows"))
+
+
+def is_copy(name: str) -> bool:
+    """Whether a copy engine did it. The launch of those that come in batches is not in a trace."""
+    return name.startswith("Memcpy")
 
 
 def is_barrier(name: str) -> bool:

@@ -180,10 +180,10 @@ def _labels(found: Activities, groups: _Groups, rank: int, words: _Words, preten
             size[row] = moved
             counted |= {call} - {-1}
         kind[row] = words[label.kind_of(op, description, collective, f"{around} {launcher} {name}", moved)]
-        if planned and not op and not description:  # hocket runs all but agreement between ranks as ops of its plan
-            kind[row] = words["control"]
-        elif label.is_barrier(name) and not op:
+        if not op and (label.is_barrier(name) or label.is_copy(name)) and not launcher:
             kind[row] = before.get(int(found.lane[row]), kind[row])
+        elif planned and not op and not description:  # hocket runs all but agreement between ranks as ops of its plan
+            kind[row] = words["control"]
         before[int(found.lane[row])] = int(kind[row])
         group[row] = words[title]
     classes = _for_distinct(

@@ -122,6 +122,22 @@ def test_in_a_replay_kernels_tell_what_they_are_for(tmp_path: Path) -> None:
     assert found.text(found.kind) == ["control", "a2a", "gather", "a2a", "gather", "compute"]
 
 
+def test_copies_that_come_in_batches_are_for_what_came_before_on_their_lane(tmp_path: Path) -> None:
+    """A trace does not have their launches."""
+    trace = read(
+        Trace(world=2)
+        .group("a2a", (0, 1))
+        .annotation("hocket step 1", 0, 100)
+        .peer_copy(1, 2, 50, stream=20, launched=1, linked=False)  # behind nothing
+        .collective("_allgather_base", "a2a", 10, 12, launched=8, plan_op="fwd dispatch m0 c0 l1", stream=20)
+        .peer_copy(13, 20, 5_000, stream=20, launched=9, linked=False)
+        .kernel("_take_blocks", 21, 25, stream=20, launched=9, plan_op="fwd dispatch m0 c0 l1")
+        .write(tmp_path / "rank0.json")
+    )
+    assert trace.text(trace.kind) == ["other", "a2a", "a2a", "a2a"]
+    assert trace.bytes[2] == 5_000
+
+
 def test_a_layer_can_come_from_a_module_annotation(tmp_path: Path) -> None:
     made = (
         Trace(world=2)
