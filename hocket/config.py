@@ -13,6 +13,9 @@ Switch = Literal["auto", "on", "off"]
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What of a model data-parallel ranks share, from nothing to everything. See docs/fsdp.md, Strategies."""
 
+Update = Literal["auto", "end", "next_step"]
+"""When the weights of a planned step are updated. See docs/overlap.md, Updates."""
+
 Purpose = Literal[
     "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "pp_fwd", "pp_bwd", "control"
 ]
@@ -177,10 +180,10 @@ class DataOverlap:
     auto shares as little as fits into memory, where that makes a step shorter or moves fewer bytes."""
     prefetch: int = 2
     """Layer passes by which a gather runs ahead of its reader."""
-    gather_in_update: Switch = "auto"
-    """Update weights unit by unit when the next step begins, so that its first gathers run beside the updates of other
-    units; off: update all of them when a step ends. auto is on where copy engines gather and 2% of a step or more is
-    hidden."""
+    update: Update = "auto"
+    """When weights are updated: end, all of them when a step ends; next_step, unit by unit when the next one begins, on
+    a lane of their own, so that first gathers and forwards run beside the updates of other units. auto is next_step
+    where copy engines gather and 2% of a step or more is hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ PRESETS: dict[str, Preset] = {
         {
             **PLAIN,
             "overlap.dp.prefetch": 0,
-            "overlap.dp.gather_in_update": "off",
+            "overlap.dp.update": "end",
             "plan.graphs": "off",
             "train.hang_timeout": 60.0,
         },

@@ -282,7 +282,7 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
 CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, str]]], ...] = (
     ("overlap.ep.copies", choose_copies),
     ("overlap.dp.strategy", choose_strategy),
-    ("overlap.dp.gather_in_update", choose_update),
+    ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
     ("plan.recompute", choose_recompute),
     ("overlap.pp.backward_lane", choose_lane),

@@ -25,6 +25,11 @@ def test_a_stored_setting_is_found_under_its_new_name(former: str, now: str) -> 
     assert repr(stored) == before
 
 
+def test_a_stored_value_is_found_under_its_new_name() -> None:
+    for former, now in (("on", "next_step"), ("off", "end"), ("auto", "auto")):
+        assert renamed({"overlap": {"dp": {"gather_in_update": former}}}) == {"overlap": {"dp": {"update": now}}}
+
+
 def test_settings_of_today_are_left_alone() -> None:
     today = asdict(Config())
     assert renamed(today) == today

@@ -66,8 +66,8 @@ class Actions:
         self._splits: dict[Place, Splits | PlacedSplits] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
-        self.on_update: Callable[[PlannedUnit], None] | None = None
-        """Updates a unit by what the step before has reduced, in programs that begin with that."""
+        self.on_update: Callable[[PlannedUnit], Sequence[Tensor]] | None = None
+        """Updates a unit by what the step before has reduced, and hands over the memory of that."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M: Tensor | None = None
@@ -271,9 +271,9 @@ class Actions:
     def release(self, op: Op) -> None:
         self._units[unit_moved(op)].release()
 
-    def update(self, op: Op) -> None:
-        if self.on_update is not None:
-            self.on_update(self._units[unit_moved(op)])
+    def update(self, op: Op) -> Sequence[Tensor]:
+        """The gradients that were read: see Note: [What an update has read is the compute lane's]."""
+        return () if self.on_update is None else self.on_update(self._units[unit_moved(op)])
 
     def step(self, op: Op) -> None:
         if self.on_step is not None:

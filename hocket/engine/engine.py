@@ -96,7 +96,7 @@ class Engine:
         t = config.train
         options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
-        self._leaves_updates = update and config.overlap.dp.gather_in_update == "on"
+        self._leaves_updates = update and config.overlap.dp.update == "next_step"
         self._lr = t.lr
         sides = [] if self._tensors is None else [self._tensors.side]
         self.lanes: Lanes = CudaLanes(device, sides) if on_gpu else CpuLanes()
@@ -191,7 +191,7 @@ class Engine:
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
         """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt.
 
-        With `overlap.dp.gather_in_update` weights change when the next step begins, or with `catch_up`.
+        With `overlap.dp.update = next_step` weights change when the next step begins, or with `catch_up`.
         """
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hocket.engine.actions import Actions
 from hocket.model.microbatch import Microbatch
-from hocket.plan.ops import Key, Lane, Layout, Op, Program
+from hocket.plan.ops import COMPUTING, Key, Lane, Layout, Op, Program
 from hocket.plan.values import reads
 from hocket.runtime.lanes import Lanes
 from hocket.runtime.recorder import Recorder
@@ -115,7 +115,7 @@ class Executor:
                 recorder.waiting = None
                 result = c.run(c.op, *[values[p] for p in c.inputs])
                 pending = None
-                if c.lane != "compute":
+                if c.lane not in COMPUTING:
                     result, pending = result
                 values[c.position] = result
                 lanes.issued(c.lane, c.position, pending, c.awaited)

@@ -85,7 +85,7 @@ def _data(s: Settings) -> Iterator[Overlap]:
         how = "within a step a unit is gathered again when its slot was needed"
         why = how if strategy == "optim_grads_params" else "each unit once a step"
         under = f"the layers before, {ahead} pass{'' if ahead == 1 else 'es'} ahead"
-        if s.overlap.dp.gather_in_update == "on":
+        if s.overlap.dp.update == "next_step":
             why += "; the first ones beside the updates of other units"
         exposed = "a gather starts when its reader is next: overlap.dp.prefetch is 0"
         state: State = "on" if ahead else "off"

@@ -118,7 +118,7 @@ DATA: tuple[Entry, ...] = (
     entry(
         "--overlap-param-gather-with-optimizer-step",
         bool,
-        when({"overlap.dp.gather_in_update": "on"}),
+        when({"overlap.dp.update": "next_step"}),
     ),
     entry("--no-align-grad-reduce", bool, no_use("the plan issues a reduce where its weight gradients are done")),
     entry("--no-align-param-gather", bool, no_use("the plan issues a gather ahead of its reader, on every stage")),

@@ -82,9 +82,14 @@ class ShardGrads:
         self._versions = (-1, -1)  # of flat and of the copy, when the copy was made
 
     @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The memory that is there."""
+        return tuple(tensor for tensor in (self.flat, self._copy) if tensor is not None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the memory that is there."""
-        return sum(tensor.nbytes for tensor in (self.flat, self._copy) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.memory)
 
     def make(self) -> None:
         """Get the memory, if it is not there; its content is arbitrary."""

@@ -153,6 +153,8 @@ def _lanes_for(op: Op, layout: Layout) -> tuple[str, ...]:
             return ("gather",)
         case "reduce":
             return ("reduce",)
+        case "update":
+            return ("update",)
         case "release":
             return ("compute", "gather")
         case _:

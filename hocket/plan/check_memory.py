@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.plan.facts import Facts, Violation
+from hocket.plan.values import memory_of
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -40,11 +41,12 @@ def values_live(facts: Facts) -> Iterator[Violation]:
 
 
 def _dropped_late_enough(facts: Facts, p: int, q: int, readers: list[int]) -> Iterator[Violation]:
-    if facts.lane[p] != facts.lane[q] and facts.ops[q].verb != "step":
+    owner = memory_of(facts.ops[p])
+    if owner != facts.ops[q].lane and facts.ops[q].verb != "step":
         yield facts.fail(
             6,
             f"{facts.show(q)} on lane {facts.ops[q].lane} drops {facts.show(p)}, whose memory belongs to lane "
-            f"{facts.ops[p].lane}: only that lane, or the step, can tell when it is free",
+            f"{owner}: only that lane, or the step, can tell when it is free",
             q,
             p,
         )

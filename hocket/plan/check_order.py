@@ -26,12 +26,12 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from hocket.plan.facts import Facts, Span, Violation
-from hocket.plan.ops import LANES, Key
+from hocket.plan.ops import COMPUTING, LANES, Key
 
 Node = tuple[int, int]
 """(rank, position)."""
 
-_P2P_LANES = tuple(lane for lane in LANES if lane not in ("compute", "a2a", "gather", "reduce"))
+_P2P_LANES = tuple(lane for lane in LANES if lane not in (*COMPUTING, "a2a", "gather", "reduce"))
 _EXPOSED_WAITS_ALLOWED = 1
 _HALVES = ("fwd", "recompute", "bwd", "wgrad")
 """Verbs of which a pass consists."""

@@ -213,6 +213,9 @@ def updates_first(facts: Facts) -> Iterator[Violation]:
     """
     layout = facts.layout
     updates = {unit_moved(op): i for i, op in enumerate(facts.ops) if op.verb == "update" and has_place(op, layout)}
+    for i in updates.values():
+        if facts.ops[i].microbatch >= 0:
+            yield facts.fail(4, f"{facts.show(i)} is of one microbatch, but an update is of a whole step", i)
     missing = set[UnitName]()
     for i, op in enumerate(facts.ops if updates else ()):
         if not has_place(op, layout):

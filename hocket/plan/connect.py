@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hocket.plan.ops import LANES, Key, Lane, Layout, Op
-from hocket.plan.values import Meanings, Name, UnitName, meanings, unit_moved
+from hocket.plan.values import Meanings, Name, UnitName, meanings, memory_of, unit_moved
 
 
 def connect(
@@ -86,6 +86,8 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
         there = where[op.microbatch]
         for name in known.of(op).reads:
             readers[there[name]].append(i)
+        if op.verb == "update":  # see Note: [What an update has read is the compute lane's]
+            readers[i].append(i)
         there[op.verb, op.part, op.chunk, op.layer] = i
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
@@ -169,6 +171,8 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             last_reader[unit] = i
             if unit in gathered:
                 need.append(gathered[unit])
+            elif unit in updated:  # held whole
+                need.append(updated[unit])
         elif (unit := meaning.unit_written) is not None:
             if (unit[0], slot) in slot_read:
                 need.append(slot_read[unit[0], slot])
@@ -183,7 +187,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             if unit_moved(op) in updated:
                 need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
-        elif verb == "update":  # before what reads a weight that is held whole, or writes a gradient: on this lane
+        elif verb == "update":  # that new gradients come behind it follows: wgrads come behind what reads the weights
             updated[unit_moved(op)] = i
         elif verb == "release":
             need.append(last_reader[unit_moved(op)])
@@ -246,7 +250,7 @@ def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
         return [known(other)[i] for i in positions[lane]]
 
     for p, who in rank.readers.items():
-        mine, k = lanes[p], 0
+        mine, k = memory_of(rank.ops[p]), 0
         for i in who:
             k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
         frees[positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1].append(p)

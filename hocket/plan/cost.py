@@ -330,7 +330,8 @@ def _add_units(
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
-            table["update", unit, kind] = price.local(28 * shard + (4 + b) * cast)
+            updated = price.local(28 * shard + (4 + b) * cast)
+            table["update", unit, kind] = replace(updated, output_bytes=4 * shard)  # gradients that it has read
             shards += count * shard
             copied += count * cast
         slots.append(largest)

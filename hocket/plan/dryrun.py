@@ -100,10 +100,10 @@ class _Rank:
                 self.values[op.key] = self._take(self.mail, (self.rank, op.key), op, "what was sent for")
             case "update":
                 self.updated[unit_moved(op)] = True
+                self.values[op.key] = hash(op.key)
             case "gather":
                 unit = unit_moved(op)
-                if not self.updated.get(unit, True):
-                    raise ValueError(f"dry run, rank {self.rank}: {op} comes before the unit's update")
+                self._look_updated(unit, op)
                 self.weights[op.part, op.slot] = unit
                 self.resident[unit] = op.slot
             case "release":
@@ -145,16 +145,23 @@ class _Rank:
         elif op.key[:2] != ("bwd", "embed"):
             self.values[op.key] = token
 
+    def _look_updated(self, unit: UnitName, op: Op) -> None:
+        if not self.updated.get(unit, True):
+            raise ValueError(f"dry run, rank {self.rank}: {op} comes before the unit's update")
+
     def _weights(self, op: Op) -> Unit | None:
         """What the op finds where it looks for its weights."""
         unit = unit_read(op, self.program.layout)
         if unit is not None and unit[0] in self.program.weight_slots:
             unit = self.weights[unit[0], self._look(self.resident, unit, op, "the weights of")]
+        elif unit is not None:
+            self._look_updated(unit, op)
         return unit and (unit[0], unit[2])
 
     def _accumulate(self, op: Op, token: Token) -> None:
         unit = unit_written(op, self.program.layout)
         assert unit is not None, f"{op} has no weights"
+        self._look_updated(unit, op)
         owner = (unit, op.microbatch)
         held = self.gradients.get((unit[0], op.slot))
         if held is None or held[:2] != owner:  # overwrites whatever is there

@@ -74,9 +74,9 @@ class Facts:
     """One rank of a program, indexed.
 
     `where` is the position of every key (the last one, if a key comes twice), `reads` the keys whose values each
-    op uses, `readers` the positions that use the value of a position. `late_deps` are (op, dependency)
-    pairs whose dependency isn't an earlier position; they are left out of the clocks. `merged` are the pairs of
-    spans that overlap in the list.
+    op uses, `readers` the positions that use the value of a position: of an update, that itself. `late_deps` are
+    (op, dependency) pairs whose dependency isn't an earlier position; they are left out of the clocks. `merged` are
+    the pairs of spans that overlap in the list.
     """
 
     program: Program
@@ -127,6 +127,8 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
         for key in wanted:
             if key in where:
                 readers.setdefault(where[key], []).append(i)
+        if ops[i].verb == "update":
+            readers.setdefault(i, []).append(i)
     merged = list(_overlaps(spans))
     return Facts(program, rank, ops, lane, where, keys, readers, clocks, late_deps, spans, merged, forward_only)
 

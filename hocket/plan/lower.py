@@ -125,7 +125,7 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
         per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
         ranks.append(insert_p2p(per_step, steps, layout, rank))
     for prefetch in reversed(range(overlap.dp.prefetch + 1)):
-        nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, gather_in_update="off"))
+        nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, update="end"))
         program = _finish(layout, microbatches, order, ranks, sharding, nearer)
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
@@ -145,7 +145,7 @@ def _finish(
     flat = [[op for ops in per_step for op in ops] for per_step in ranks]
     on_compute = overlap.pp.backward_lane == "off"
     held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
-    sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.gather_in_update == "on")
+    sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
     connected = connect(sharded.ranks, layout, held)
     return Program(
         layout=layout,

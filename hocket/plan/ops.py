@@ -31,7 +31,7 @@ or the gradients' `norm` alone, if updates are left to the step that follows."""
 
 Lane = Literal[
     "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
-    "gather", "reduce",
+    "gather", "reduce", "update",
 ]  # fmt: skip
 """An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
 because a send is done only when its receiver is ready, and must not hold up this rank's own receives. For the same
@@ -39,6 +39,10 @@ reason a rank that sends activations to both of its neighbours (`Layout.turning`
 received comes in the order in which it is read, so one lane for both will do."""
 
 LANES: tuple[Lane, ...] = get_args(Lane)
+
+COMPUTING: tuple[Lane, ...] = ("compute", "update")
+"""Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
+communication."""
 
 Unit = Literal["embed", "dense", "experts", "head"]
 """A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""

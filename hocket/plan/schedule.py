@@ -12,7 +12,8 @@ What else slows a real step down is `Friction`, which is measured, never guessed
 
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
   that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
-  bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed.
+  bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed. Nor is
+  anything that updates beside a forward take from it in the prediction: that has not been measured.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
   comes to it, nor end before it is issued completely. At a dispatch the host stands still until the ranks have
   exchanged their counts, `counts` seconds after the dispatch's start; only then does it go on issuing.
@@ -218,7 +219,7 @@ class _Schedule:
         if op.lane == "compute":
             mine.compute, mine.left, mine.since = number, duration, now
             duration = duration * mine.slowed
-        elif duration:
+        elif duration and op.lane in KIND_OF:
             self._compete(rank, op, now, 1)
         self._plan_end(number, now + duration)
 
@@ -230,7 +231,7 @@ class _Schedule:
         self.ends[number] = now
         if op.lane == "compute":
             self._ranks[rank].compute = -1
-        elif self._durations[number]:
+        elif self._durations[number] and op.lane in KIND_OF:
             self._compete(rank, op, now, -1)
         for later in self._after[number]:
             self._arrive(later, now)

@@ -17,17 +17,19 @@ free for the next one without anybody waiting. The reduce of the last microbatch
 group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
 may do the adding, and then an `add`, or a local reduce, says no more than that those of a microbatch are complete.
 
-Note: [A step may begin with the update that the last one left]
-The first gathers of a step have nothing before them to hide behind, and the optimizer's step has nothing beside it. So
-updates may be left to the step that follows: it begins with one `update` for each unit, in the order in which units are
-read, and the first gathers stand right behind those of their own units. They run beside all other updates. The step op
-at the end takes the gradients' norm and clips them, which needs all of them; they rest until they are taken.
+Note: [Updates that are left to the next step]
+An update needs the norm of all gradients if they are clipped, so at the end of a step nothing is left to run beside it.
+So updates may be left to the step that follows: there is one `update` for each unit, on a lane of their own and in the
+order in which units are read, and it stands in front of the unit's first gather, or of its first reader if it is held
+whole. Nothing in a step comes before them on their lane. So the first forward waits for the updates and gathers of its
+own units alone; all others run beside it, and the first gathers beside updates. The step op at the end takes the
+gradients' norm, and they rest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
@@ -85,8 +87,8 @@ class Visit:
 def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int, updates: bool = False) -> Sharded:
     """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
 
-    A gather runs `prefetch` layer passes ahead of its first reader. With `updates` a step begins with those that the
-    last one left: see Note: [A step may begin with the update that the last one left].
+    A gather runs `prefetch` layer passes ahead of its first reader. With `updates` a step makes those that the last one
+    left: see Note: [Updates that are left to the next step].
     """
     weight_slots: dict[str, int] = {}
     grad_slots: dict[str, int] = {}
@@ -109,29 +111,27 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
     for ops, mine, per_rank, written in zip(ranks, known, visits, spans, strict=True):
         before: dict[int, list[Op]] = defaultdict(list)
         behind: dict[int, list[Op]] = defaultdict(list)
-        for unit, slots in weight_slots.items():
-            _page([v for v in per_rank if v.unit[0] == unit], slots, prefetch, before, behind)
+        for unit in UNITS:
+            same = [v for v in per_rank if v.unit[0] == unit]
+            if unit in weight_slots:
+                _page(same, weight_slots[unit], prefetch, before, behind)
+            if updates:
+                _update(same, prefetch, before)
         placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
-        first = list(_updates(per_rank, before)) if updates else []
-        out.append([*first, *_inserted(placed, before, behind), Op("step", "norm" if updates else "all")])
+        out.append([*_inserted(placed, before, behind), Op("step", "norm" if updates else "all")])
     return Sharded(out, weight_slots, grad_slots)
 
 
-def _updates(visits: list[Visit], before: dict[int, list[Op]]) -> Iterator[Op]:
-    """An update for each unit, in the order of their first visits, and behind it its gather, if that is a first one.
-
-    Those are the gathers that are issued with the first pass over a class of units; they are taken from `before`. That
-    of the head is left where it is, since layers are needed sooner.
-    """
-    first: dict[str, int] = {}
-    for visit in visits:
-        first.setdefault(visit.unit[0], visit.start)
-    gathers = {unit_moved(op): op for unit, start in first.items() if unit != "head" for op in before.pop(start, ())}
-    for unit in dict.fromkeys(visit.unit for visit in visits):
-        name, chunk, layer = unit
-        yield Op("update", name, -1, chunk, layer)
-        if unit in gathers:
-            yield gathers[unit]
+def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]]) -> None:
+    """An update for each unit of a class, in front of its first gather, or where that would stand. After `_page`."""
+    seen = set[UnitName]()
+    for k, visit in enumerate(visits):
+        if visit.unit not in seen:
+            seen.add(visit.unit)
+            unit, chunk, layer = visit.unit
+            ops = before[visits[max(0, k - prefetch)].start]
+            gather = (i for i, op in enumerate(ops) if op.verb == "gather" and unit_moved(op) == visit.unit)
+            ops.insert(next(gather, len(ops)), Op("update", unit, -1, chunk, layer, "update"))
 
 
 def _inserted(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from hocket.plan.ops import Lane, Op, Program
+from hocket.plan.ops import COMPUTING, Lane, Op, Program
 from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
 from hocket.plan.values import Name, UnitName, meanings, unit_moved
 
@@ -144,7 +144,7 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes:
     now: Time = 0
     for moment, starts, lane, end in moments:
         if moment > now:
-            if "compute" in running:
+            if not running.keys().isdisjoint(COMPUTING):
                 busy += moment - now
             elif running:
                 exposed[KIND_OF[max(running, key=running.__getitem__)]] += moment - now
@@ -175,6 +175,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
     Gradients live from the start of their unit's first wgrad to the end of the step, sums of them from the first add.
+    Those that a step left to the next one's updates are there when that begins.
     """
     ops, known = program.ranks[rank], meanings(program.layout, rank)
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
@@ -189,7 +190,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
             changes.append((spans[position].start, costs.grad_bytes(rank, op)))
         size = costs.output_bytes(rank, op)
         if size:
-            changes.append((spans[position].start, size))
+            changes.append((0 if op.verb == "update" else spans[position].start, size))
             if position in freed_by:
                 changes.append((spans[freed_by[position]].end, -size))
         if op.verb in ("fwd", "recompute", "bwd"):

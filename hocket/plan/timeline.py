@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import floor, log10
 from typing import Any, NamedTuple
 
-from hocket.plan.ops import LANES, Lane, Op, Program
+from hocket.plan.ops import COMPUTING, LANES, Lane, Op, Program
 from hocket.plan.simulate import KIND_OF, Span, Timeline
 
 _FORWARD = {
@@ -56,7 +56,8 @@ def exposed_spans(ops: Sequence[Op], spans: Sequence[Span]) -> list[tuple[float,
     moments: list[tuple[float, bool, bool]] = []
     for op, span in zip(ops, spans, strict=True):
         if span.end > span.start:
-            moments += [(float(span.start), True, op.lane == "compute"), (float(span.end), False, op.lane == "compute")]
+            computes = op.lane in COMPUTING
+            moments += [(float(span.start), True, computes), (float(span.end), False, computes)]
     moments.sort()
     running = {True: 0, False: 0}
     out: list[tuple[float, float]] = []

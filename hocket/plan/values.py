@@ -14,6 +14,12 @@ keeps a received tensor inside its saved state, or in the queue of weight gradie
 then weight gradients read what dispatch and the backward of combine have received. Who else aliases a received tensor:
 the residual addition hands the gradient of a layer's output on unchanged, so the last layer of a chunk keeps the
 received gradient until its shared expert's or dense MLP's weight gradients are done.
+
+Note: [What an update has read is the compute lane's]
+An update takes the gradients that the step before has left at rest, and what it hands over, its value, is their memory:
+of the compute lane, whose first weight gradient made it (`fsdp/planned/unit.py`). Nobody looks the value up, but the
+update itself has read it, on its own lane. So it is its own reader, and the compute lane drops it when it is known to
+come behind: with the first forward of the unit at the latest, which comes behind the update of its weights anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hocket.plan.ops import Key, Layout, Op, Unit
+from hocket.plan.ops import Key, Lane, Layout, Op, Unit
 
 UnitName = tuple[Unit, int, int]
 """(class, chunk, layer): one unit of a rank. Embed and head units have layer -1."""
@@ -136,6 +142,14 @@ def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
         case "head":
             return _received(chunk_output(layout, rank, m, c))
     return []
+
+
+def memory_of(op: Op) -> Lane:
+    """The lane to which the memory of an op's value belongs. See Note: [What an update has read is the compute lane's].
+
+    All others make their values on their own lanes.
+    """
+    return "compute" if op.verb == "update" else op.lane
 
 
 def follows(op: Op, layout: Layout) -> list[Key]:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from hocket.plan.ops import LANES, Lane
+from hocket.plan.ops import COMPUTING, LANES, Lane
 from hocket.runtime.transports import Pending
 
 
@@ -221,7 +221,7 @@ class CudaLanes:
     def __init__(self, device: torch.device, sides: Sequence[Side] = ()) -> None:
         """`sides` are what ops fork to. Only an interrupted one leaves work there that nobody has waited for."""
         self._device, self._sides = device, sides
-        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane == "compute" else -1) for lane in LANES}
+        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in LANES}
         self._events: dict[int, torch.cuda.Event] = {}
         self._current = self._outer = torch.cuda.current_stream(device)
         self._inside = False

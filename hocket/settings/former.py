@@ -16,8 +16,12 @@ FORMER: dict[str, str] = {
     "plan.prefetch": "overlap.dp.prefetch",
     "train.dtype": "precision.compute",
     "overlap.ep.capacity": "overlap.ep.room",
+    "overlap.dp.gather_in_update": "overlap.dp.update",
 }
 """Former name of a setting -> its name now. Only that is accepted: this is for messages, and for stored settings."""
+
+_VALUES: dict[str, dict[Any, Any]] = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
+"""Former name of a setting -> what its values are called now, where that has changed too."""
 
 
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +33,8 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             holder = holder.get(section) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and last in holder:
-            put(tree, now, holder.pop(last))
+            value = holder.pop(last)
+            put(tree, now, _VALUES.get(former, {}).get(value, value))
     return tree
 
 

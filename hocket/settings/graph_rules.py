@@ -29,9 +29,9 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "overlap.ep.splits = device, or plan.graphs = off",
     ),
     Rule(
-        ("plan.graphs", "overlap.dp.gather_in_update"),
-        lambda c, h: _graphed(c) and c.overlap.dp.gather_in_update == "on",
-        "a step is recorded without its update, with which this one would begin",
-        "overlap.dp.gather_in_update = off, or plan.graphs = off",
+        ("plan.graphs", "overlap.dp.update"),
+        lambda c, h: _graphed(c) and c.overlap.dp.update == "next_step",
+        "a step is recorded without updates, and this one would have some beside its forwards",
+        "overlap.dp.update = end, or plan.graphs = off",
     ),
 )

@@ -191,15 +191,6 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.dp.gather_in_update", "overlap.dp.strategy", "mesh.dp"),
-        lambda c, h: (
-            c.overlap.dp.gather_in_update == "on" and (not shares_units(c) or c.overlap.dp.strategy == "no_shard")
-        ),
-        "no effect: every rank has all weights, and nothing is gathered",
-        "leave overlap.dp.gather_in_update out, or mesh.dp = 2 or more with another overlap.dp.strategy",
-        only_if_set=True,
-    ),
-    Rule(
         ("overlap.dp.prefetch", "mesh.dp"),
         lambda c, h: not shares_units(c),
         "no effect: with one data-parallel rank nothing is gathered",

@@ -45,7 +45,7 @@ _TOLD = {
 }
 """Settings that a program does not read, or reads from layout and sharding alone, with a value for all of theirs."""
 _OPEN = {
-    "overlap.dp.gather_in_update": "off",
+    "overlap.dp.update": "end",
     "overlap.ep.merge_ends": "off",
     "overlap.pp.backward_lane": "on",
     "overlap.pp.defer_layers": 1,

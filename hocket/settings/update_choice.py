@@ -1,14 +1,17 @@
-"""How `overlap.dp.gather_in_update` is chosen where it is `auto`: by what the first gathers of a step would cost.
+"""How `overlap.dp.update` is chosen where it is `auto`: by what the first gathers of a step would cost.
 
 They are exposed if weights are updated when a step ends, and hidden if each unit is gathered while others are updated,
 for as long as these updates last. In a step of many microbatches that is little. A step that was to become shorter by
 4.6 % became so by 1.8 % on copy engines, and on NCCL's kernels by nothing that was more than noise, 2.4 % (two H200,
-`benchmarks/results/gather_in_update.json`).
+`benchmarks/results/gather_in_update.json`, when no forward began before all updates were done).
+
+That forwards run beside updates counts for nothing here: both want the same SMs and the same memory bandwidth, and what
+is left of the gain has not been measured.
 """
 
 from __future__ import annotations
 
-from hocket.config import COPIED, Config, Switch
+from hocket.config import COPIED, Config, Update
 from hocket.plan.cost import CostTable
 from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
@@ -21,20 +24,20 @@ _WORTH = 0.02
 _COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
 
 
-def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Switch, str]:
-    if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
-        return "off", "nothing is gathered"
+def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     if c.train.device != "cuda":
-        return "off", "on CPUs no gather runs beside an update"
+        return "end", "on CPUs nothing runs beside an update"
     if c.plan.graphs == "on":
-        return "off", "a recorded step has no update in it (plan.graphs = on)"
+        return "end", "a recorded step has no update in it (plan.graphs = on)"
+    if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
+        return "end", "nothing is gathered, and what forwards lose beside updates has not been measured"
     hidden, step = _seconds(c, trials.costs(c))
     what = f"a step's first gathers take {duration(hidden)}, {hidden / step:.1%} of a step"
     if hidden < _WORTH * step:
-        return "off", f"{what}: less than {_WORTH:.0%} is not worth it"
+        return "end", f"{what}: less than {_WORTH:.0%} is not worth it"
     if c.train.transport not in COPIED:
-        return "off", f"{what}; beside updates NCCL's kernels gain nothing, copies do (train.transport = copy_engine)"
-    return "on", f"{what}, and run beside the updates of other units"
+        return "end", f"{what}; beside updates NCCL's kernels gain nothing, copies do (train.transport = copy_engine)"
+    return "next_step", f"{what}, and run beside the updates of other units"
 
 
 def _seconds(c: Config, costs: CostTable) -> tuple[float, float]:

@@ -115,7 +115,7 @@ def _undisturbed(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey
 
 
 def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], set[str]]:
-    """Seconds of communication ops by key, and the kinds of ops whose waiting is not known."""
+    """Seconds by key of ops beside the compute lane, and the kinds of those whose waiting is not known."""
     found: dict[CostKey, list[float]] = defaultdict(list)
     unsure: set[CostKey] = set()
     for rows in runs:

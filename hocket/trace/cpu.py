@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.plan.ops import COMPUTING
 from hocket.trace import label
 from hocket.trace.data import Floats, Ints
 from hocket.trace.gloo import calls_of, gloo_threads, told_of
@@ -72,7 +73,7 @@ UNSEEN = "of some ops the transfers are not in the trace, only waits for them: w
 def _awaited(word: str) -> str:
     """The communication op in a wait's annotation such as `wait gather dense t0 c0 l3 s1`, else empty."""
     op = word.removeprefix("wait ")
-    return op if op != word and label.is_plan_op(op) and label.lane_of(op) != "compute" else ""
+    return op if op != word and label.is_plan_op(op) and label.lane_of(op) not in COMPUTING else ""
 
 
 def _calls(transfers: Rows, host: Rows, words: tuple[str, ...]) -> tuple[Floats, Opened]:

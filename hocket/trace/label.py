@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from hocket.plan.ops import Part, Verb
+from hocket.plan.ops import COMPUTING, Part, Verb
 from hocket.trace.data import KernelClass, Kind
 
 _VERBS, _PARTS = "|".join(get_args(Verb)), "|".join(get_args(Part))
@@ -110,7 +110,7 @@ def lane_of(op: str) -> str:
     verb, part = op.split()[:2]
     if verb in ("send", "recv"):
         return f"{verb}_{part}"
-    if verb in ("gather", "reduce"):
+    if verb in ("gather", "reduce", "update"):
         return verb
     return "a2a" if part in ("dispatch", "combine") else "compute"
 
@@ -206,7 +206,7 @@ def is_stand_in(name: str, launcher: str, op: str) -> bool:
 
     The copy of an exchange's counts to the host is none: a run that communicates makes it, too.
     """
-    moves_rows = bool(op) and lane_of(op) not in ("compute", "gather", "reduce")
+    moves_rows = bool(op) and lane_of(op) not in (*COMPUTING, "gather", "reduce")
     copied = launcher == "aten::copy_" and not name.startswith("Memcpy DtoH")
     return moves_rows and (copied or name.startswith("_take_rows"))
 

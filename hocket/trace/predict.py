@@ -114,10 +114,6 @@ def _step_ops(step: StepReport, traces: Sequence[RankTrace], ops: Sequence[PlanO
     return rows.take(np.flatnonzero(rows.step == index))
 
 
-_OPTIMIZER = ("step", "update")
-"""Verbs of the optimizer's step."""
-
-
 def _causes(
     step: StepReport, traces: Sequence[RankTrace], timeline: Timeline, ops: PlanOps, program: Program
 ) -> Mapping[str, float]:
@@ -127,9 +123,9 @@ def _causes(
     rank = pipeline_rank(trace)
     use = timeline.ranks[rank]
     waited = _exposed_waiting(trace, last_starts(traces)[at], step)
-    optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb in _OPTIMIZER)
+    optimizer = sum(seconds for op, seconds in zip(ops.ops, ops.seconds.tolist(), strict=True) if op.verb == "step")
     spans = zip(program.ranks[rank], timeline.spans[rank], strict=True)
-    optimizer -= sum(float(s.end - s.start) for op, s in spans if op.verb in _OPTIMIZER)
+    optimizer -= sum(float(s.end - s.start) for op, s in spans if op.verb == "step")  # updates run beside compute
     return {
         "longer compute": step.compute - float(use.busy) - optimizer,
         "contention": 0.0,

@@ -27,7 +27,7 @@ _LATER: dict[str, Any] = {
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
     "plan.graphs": "off",
-    "overlap.dp.gather_in_update": "off",
+    "overlap.dp.update": "end",
     "overlap.ep.room": 2.0,
     "mesh.tp": 1,
     "model.routing": "learnt",

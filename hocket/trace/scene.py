@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hocket.plan.ops import LANES
+from hocket.plan.ops import COMPUTING, LANES
 from hocket.plan.timeline import COLORS as PLAN_COLORS
 from hocket.plan.timeline import duration, tick
 from hocket.trace.data import Floats, Ints, RankTrace
@@ -99,7 +99,7 @@ def lanes(trace: RankTrace) -> list[Lane]:
         name, rows = trace.words[index], np.flatnonzero(trace.lane == index)
         busy = computes[rows].sum()
         much = busy > seconds[rows].sum() / 2 and busy > computes.sum() * _GOOD_PART
-        found.append(Lane(name, name == "compute" if name in known else bool(much), rows))
+        found.append(Lane(name, name in COMPUTING if name in known else bool(much), rows))
     return sorted(found, key=lambda lane: (not lane.compute, known.get(lane.name, len(known)), _natural(lane.name)))
 
 

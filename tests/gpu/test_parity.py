@@ -61,8 +61,8 @@ OTHERS: dict[str, Config] = {
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
     "zb_v": planned(APART, order="zb_v"),
     "merged_v": planned(BASE, order="merged_v"),
-    "updates at the start": planned(BASE, gather_in_update="on"),
-    "updates at the start, gathered once": planned(BASE, gather_in_update="on", strategy="optim"),
+    "updates in the next step": planned(BASE, update="next_step"),
+    "updates in the next step, gathered once": planned(BASE, update="next_step", strategy="optim"),
 }
 OTHER_SEEDS = 5
 
@@ -79,9 +79,9 @@ PIPED = changed(BASE, {"mesh.dp": 1, "mesh.ep": 1, "overlap.ep.merge": "off", "p
 TWO: dict[str, Config] = {
     "nccl": EXPERTS,
     "copy_engine": COPIED,
-    "updates at the start": planned(EXPERTS, gather_in_update="on"),
-    "updates at the start, gathered once": planned(EXPERTS, gather_in_update="on", strategy="optim"),
-    "updates at the start, copy_engine": planned(COPIED, gather_in_update="on"),
+    "updates in the next step": planned(EXPERTS, update="next_step"),
+    "updates in the next step, gathered once": planned(EXPERTS, update="next_step", strategy="optim"),
+    "updates in the next step, copy_engine": planned(COPIED, update="next_step"),
     "a pipeline": PIPED,
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
     "a V, copy_engine": changed(

@@ -111,7 +111,8 @@ def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> 
     assert strategy != "auto"
     per_rank = c.overlap.ep.copies == "per_rank" and c.mesh.ep > 1  # with one rank every expert has its own row
     wire = DTYPES.get(c.precision.wire)
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, c.train.clip, adamw, strategy, per_rank, wire)
+    clip = c.train.clip or math.inf
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, clip, adamw, strategy, per_rank, wire)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)

@@ -88,7 +88,8 @@ def _case(source: Any, most_ranks: int) -> Case:
     )
     strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))
     fewest = 2 * pp if merged_v else 1
-    return Case(layout, among(range(fewest, fewest + 8)), config, Sharding(among((1, 2)), among((1, 2)), strategy))
+    microbatches, sharding = among(range(fewest, fewest + 8)), Sharding(among((1, 2)), among((1, 2)), strategy)
+    return Case(layout, microbatches, planned(config, update=among(("end", "next_step"))), sharding)
 
 
 @st.composite

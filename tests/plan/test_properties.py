@@ -45,7 +45,10 @@ def test_complete(case: Case) -> None:
         reduces = 1 if case.sharding.adds_up(unit) else m
         assert found["reduce", unit] == reduces * layers
         assert found["add", unit] == (m - reduces) * layers
-    assert found["step", "all"] == layout.pp
+    later = case.config.overlap.dp.update == "next_step"
+    for unit, count in (("embed", 1), ("dense", moe + dense), ("experts", moe), ("head", 1 - layout.tied)):
+        assert found["update", unit] == (count if later else 0)
+    assert found["step", "norm" if later else "all"] == layout.pp
 
 
 @given(cases())

@@ -24,7 +24,8 @@ VALUES: dict[str, list[Any]] = {
     "defer_parts": ["attn", "all"],
     "defer_head": [0, 1, -1],
     "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
-    "gather_in_update": ["off", "on"],
+    "update": ["end", "next_step"],
+    "clip": [0.5, 0.0],
     "ep": [1, 2],
     "dp": [1, 2],
     "pp": [1, 2],
@@ -78,13 +79,14 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents")
+    others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip")
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
-    return changed(whole, {"data.packing": case["documents"], "precision.wire": case["wire"]})
+    others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
+    return changed(whole, {setting: case[name] for setting, name in others.items()})
 
 
 def name_of(case: dict[str, Any]) -> str:

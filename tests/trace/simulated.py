@@ -37,7 +37,7 @@ def settings_for(pp: int = 2, ep: int = 2, microbatches: int = 4, **plan: Any) -
         mesh=MeshConfig(pp=pp, dp=DP, ep=ep),
         train=TrainConfig(microbatches=microbatches, sequences=8),
     )
-    return resolve(planned(config, **{"gather_in_update": "off", **plan}), Host(gpus=pp * DP))
+    return resolve(planned(config, **{"update": "end", **plan}), Host(gpus=pp * DP))
 
 
 def about(settings: Settings, pp_rank: int, transport: str = "nccl") -> dict[str, Any]:

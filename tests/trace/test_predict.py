@@ -59,7 +59,7 @@ def test_a_run_as_simulated_is_predicted(traces: tuple[RankTrace, ...]) -> None:
 
 
 def test_updates_at_the_start_of_a_step_are_predicted(tmp_path: Path) -> None:
-    settings = settings_for(**PLAN, gather_in_update="on")
+    settings = settings_for(**PLAN, update="next_step")
     program = program_of(settings)
     timeline = predict_step(settings, program, hardware_of(settings))
     traces = load(traces_of(settings, timeline, tmp_path))

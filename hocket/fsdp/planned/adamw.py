@@ -65,6 +65,8 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
+        self._factor: Tensor | None = None
+        """What scales the gradients that rest, if they are clipped."""
         self._apart = [
             (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
         ]
@@ -135,35 +137,43 @@ class PlannedAdamW:
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
         """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping.
 
-        With `later`, gradients rest until `update` is called for each unit, or `catch_up`.
+        With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
         self.catch_up()
-        norm = self.grad_norm()
+        norm, self._factor = self.grad_norm(), None
         if self.options.clip:
-            factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
-            torch._foreach_mul_(self._grads(), factor)
+            self._factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
         if lr is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
         self._steps += 1
         if later:
             for unit in self.model.units.values():
-                unit.awaits_update = True
+                unit.rest_grads()
             return norm
+        self._clip(self._grads())
         self._adamw.step()
         self.model.refresh()
         self.model.forget_grads()
         return norm
 
+    def _clip(self, grads: list[Tensor]) -> None:
+        if self._factor is not None:
+            torch._foreach_mul_(grads, self._factor)
+
     @torch.no_grad()
-    def update(self, unit: PlannedUnit) -> None:
-        """Update the weights of one unit, if its gradients wait for that."""
-        if unit.awaits_update:
-            unit.awaits_update = False
-            with optimizer_holding(self._adamw, self._shards[unit]):
-                self._adamw.step()
-            unit.refresh()
-            unit.forget_grads()
+    def update(self, unit: PlannedUnit) -> tuple[Tensor, ...]:
+        """Update the weights of one unit, if its gradients wait for that. Returns their memory, on any lane.
+
+        The caller keeps it until the lane that made it comes behind the update.
+        """
+        if not unit.awaits_update:
+            return ()
+        self._clip([unit.group.main_grad])
+        with optimizer_holding(self._adamw, self._shards[unit]):
+            self._adamw.step()
+        unit.refresh()
+        return unit.take_grads()
 
     def catch_up(self) -> None:
         """Make the updates that were left to the next step: weights and state are those behind the last step."""

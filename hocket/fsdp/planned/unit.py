@@ -16,11 +16,14 @@ what the reduce lane does to it lies in between in that order too:
   after all that the compute lane did in that memory before it was the gradients'. What other lanes read there is over
   as well: a value is dropped by the lane that made it, behind all readers (invariant 6).
 - The step comes after all reduces (invariant 5), and is on the compute lane. So what the compute lane does there next
-  comes after the last reduce and after the optimizer. If updates are left to the next step, the memory goes with the
-  unit's update op, which is on the compute lane too; the next gradient is written behind it (invariant 7).
+  comes after the last reduce and after the optimizer.
+- If updates are left to the next step, gradients are read on the update lane. So the unit's update op does not let the
+  memory go, but hands it over as its value, and the compute lane drops that behind the op, as it drops all that it has
+  made (invariant 6): with the unit's first forward at the latest. The next gradient has memory of its own, and comes
+  behind that forward (invariant 7).
 
 The sum of a unit whose gradients stay whole until the last microbatch is held in the same way: made by the unit's
-first wgrad, or add, read by its reduce, gone with the step.
+first wgrad, or add, read by its reduce, gone with the step, wherever the update is.
 
 After an exception no op says so. Then the caller's stream waits for all lanes, and the next step's lanes for that.
 
@@ -302,12 +305,27 @@ class PlannedUnit:
             self.reducing[slot] = pending
         return pending.then(finish)
 
+    def rest_grads(self) -> None:
+        """In the step op: reduced gradients stay for the next step's update, and what they were added up in goes."""
+        self.awaits_update = True
+        self._forget_sums()
+
+    def take_grads(self) -> tuple[Tensor, ...]:
+        """The memory of gradients that no one needs any more; the caller keeps it while a lane still reads it."""
+        memory = self.group.grads.memory
+        self.awaits_update = False
+        self.forget_grads()
+        return memory
+
     def forget_grads(self) -> None:
         """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
+        self._forget_sums()
+        self.group.forget_gradients()
+
+    def _forget_sums(self) -> None:
         self._sum, self._sums = None, {}
         self._latest.clear()
         self._collected.clear()
-        self.group.forget_gradients()
 
     # The whole
 

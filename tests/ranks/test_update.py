@@ -1,0 +1,212 @@
+"""Updates that are left to the next step: who reads weights in between, what runs beside, who keeps what is read."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.config import Strategy
+from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
+from hocket.plan.check import check
+from hocket.plan.dryrun import dry_run
+from hocket.plan.lower import build_program
+from hocket.plan.ops import Op, Program
+from hocket.plan.stages import layout_of, sharding_of
+from hocket.plan.values import unit_moved, unit_read
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.leaves import changed
+from hocket.settings.rule import Host
+from tests.helpers.parity import config
+from tests.helpers.plans import known_of, planned
+from tests.helpers.ranks import run_ranks
+from tests.plan.programs import with_op
+from tests.reference import random_batches
+
+MODEL = dict(layers=3, dense_layers=(0,))
+
+
+def engine_of(rank: int, value: str) -> Engine:
+    plan: dict[str, Any] = dict(update=value)
+    engine = Engine(config(MODEL, dict(dp=2, ep=2), plan, 2, "fp32"), rank, torch.device("cpu"))
+    engine.init_weights()
+    return engine
+
+
+def batches_of(engine: Engine, count: int) -> list[list[Microbatch]]:
+    c, dp = engine.config, engine.where.dp
+    batches = random_batches(c.model, count, c.train.microbatches, c.mesh.dp, (2, 8))
+    return [[Microbatch(*batch[dp]) for batch in microbatches] for microbatches in batches]
+
+
+def weights(engine: Engine) -> list[Tensor]:
+    return [unit.group.main.clone() for unit in engine.sharded.units.values()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def in_between(rank: int) -> None:
+    """Validation, optimizer state, and an interrupted step find the weights of the last one."""
+    found = {}
+    for value in ("end", "next_step"):
+        engine = engine_of(rank, value)
+        first, second, third = batches_of(engine, 3)
+        before = weights(engine)
+        engine.train_step(first, 0.1)
+        assert same(before, weights(engine)) == (value == "next_step")
+        losses = [engine.evaluate(first)]
+        engine.train_step(second, 0.1)
+        state = [x.clone() for one in engine.optimizer.state.values() for x in (one.piece.main, one.exp_avg)]
+        for fail in (("on_step",), ("on_step", "on_update")):  # behind the updates, and before the first one
+            engine.train_step(third, 0.1)
+            with pytest.MonkeyPatch.context() as patch:
+                for call in fail:
+                    patch.setattr(engine.executor.actions, call, _fail)
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    engine.train_step(third, 0.1)
+            engine.abort()
+            engine.assert_clean()
+        found[value] = [*losses, *state, *weights(engine)]
+        engine.close()
+    assert same(found["end"], found["next_step"])
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("interrupted")
+
+
+def test_who_reads_weights_in_between_finds_those_of_the_last_step() -> None:
+    run_ranks(in_between, 2)
+
+
+def program_of(**settings: Any) -> Program:
+    s = resolve(planned(recipe("tiny"), **{"update": "next_step", **settings}))
+    return build_program(layout_of(s), s.train.microbatches, s, sharding_of(s))
+
+
+def position(ops: tuple[Op, ...], name: str) -> int:
+    return next(i for i, op in enumerate(ops) if str(op).startswith(name))
+
+
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_an_update_stands_in_front_of_what_needs_it(strategy: str) -> None:
+    """Its gather, or its first reader; and it waits for nothing, on a lane of its own."""
+    program = program_of(strategy=strategy)
+    for rank, ops in enumerate(program.ranks):
+        updates = {unit_moved(op): i for i, op in enumerate(ops) if op.verb == "update"}
+        assert updates.keys() == {unit_read(op, program.layout) for op in ops} - {None}
+        for unit, i in updates.items():
+            gathers = [g for g, op in enumerate(ops) if op.verb == "gather" and unit_moved(op) == unit]
+            readers = [r for r, op in enumerate(ops) if unit_read(op, program.layout) == unit]
+            first = min([*gathers, *readers])
+            assert i < first
+            assert (ops[i].lane, ops[i].deps) == ("update", ())
+            assert known_of(ops)["update"][first] >= i
+            assert bool(gathers) == (unit[0] in program.weight_slots)
+        assert str(ops[-1]) == "step norm", rank
+
+
+def test_forwards_and_first_gathers_run_beside_updates_of_other_units() -> None:
+    """Nothing of an update but its own unit's is known to be done when a layer begins."""
+    for strategy in get_args(Strategy):
+        ops = program_of(strategy=strategy).ranks[0]
+        known = known_of(ops)["update"]
+        first = next(i for i, op in enumerate(ops) if op.verb == "fwd" and op.part == "attn")
+        assert str(ops[known[first]]) == "update dense c0 l0"
+        assert len([op for op in ops[first:] if op.verb == "update"]) >= 2
+
+
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_what_an_update_has_read_is_dropped_by_the_compute_lane_behind_it(strategy: str) -> None:
+    """With its unit's first reader at the latest; before new gradients are made, that is."""
+    program = program_of(strategy=strategy)
+    for ops in program.ranks:
+        dropped = {p: q for q, op in enumerate(ops) for p in op.frees}
+        known = known_of(ops)["update"]
+        for i, op in enumerate(ops):
+            if op.verb == "update":
+                q, unit = dropped[i], unit_moved(op)
+                assert ops[q].lane == "compute"
+                assert known[q] >= i
+                assert q <= next(r for r, op in enumerate(ops) if unit_read(op, program.layout) == unit)
+
+
+def test_a_missing_dependency_of_an_update_is_noticed() -> None:
+    for strategy, reader in (("optim", "gather dense"), ("no_shard", "fwd attn")):
+        program = program_of(strategy=strategy)
+        ops = program.ranks[0]
+        late, update = position(ops, reader), position(ops, "update dense")
+        assert update in ops[late].deps
+        mutant = with_op(program, 0, late, deps=tuple(p for p in ops[late].deps if p != update))
+        assert any("may run before" in str(one) for one in check(mutant))
+        noticed = 0
+        for seed in range(20):
+            try:
+                dry_run(mutant, seed)
+            except ValueError:
+                noticed += 1
+        assert noticed
+
+
+def test_memory_that_goes_too_early_is_noticed() -> None:
+    program = program_of()
+    ops = program.ranks[0]
+    update = position(ops, "update dense c0 l1")
+    q = next(i for i, op in enumerate(ops) if update in op.frees)
+    early = next(i for i, op in enumerate(ops) if i > update and op.lane == "compute" and i < q)
+    others = tuple(p for p in ops[q].frees if p != update)
+    mutant = with_op(with_op(program, 0, q, frees=others), 0, early, frees=(*ops[early].frees, update))
+    assert any("may still read it" in str(one) for one in check(mutant))
+    elsewhere = next(i for i, op in enumerate(ops) if i > q and op.lane == "gather")
+    mutant = with_op(with_op(program, 0, q, frees=others), 0, elsewhere, frees=(update,))
+    assert any("memory belongs to lane compute" in str(one) for one in check(mutant))
+    assert any("never dropped" in str(one) for one in check(with_op(program, 0, q, frees=others)))
+
+
+def test_an_update_that_is_missing_is_noticed() -> None:
+    program = program_of()
+    update = position(program.ranks[0], "update dense")
+    gone = with_op(program, 0, update, verb="release", lane="compute")
+    assert any("never updated" in str(one) for one in check(gone))
+    elsewhere = with_op(program, 0, update, lane="compute")
+    assert any("is on lane compute, not update" in str(one) for one in check(elsewhere))
+
+
+CHOICES: list[tuple[dict[str, Any], str, str]] = [
+    ({"train.microbatches": 1}, "end", "NCCL's kernels gain nothing"),
+    ({"train.microbatches": 1, "train.transport": "copy_engine"}, "next_step", "beside the updates of other units"),
+    ({"train.microbatches": 64, "train.transport": "copy_engine"}, "end", "not worth it"),
+    ({"mesh.dp": 1}, "end", "nothing is gathered"),
+    ({"overlap.dp.strategy": "no_shard"}, "end", "nothing is gathered"),
+    ({"train.microbatches": 1, "plan.graphs": "on"}, "end", "recorded"),
+    ({"train.device": "cpu"}, "end", "on CPUs"),
+]
+
+
+@pytest.mark.parametrize(("settings", "value", "reason"), CHOICES, ids=lambda one: str(one)[:40])
+def test_what_it_would_hide_is_said(settings: dict[str, Any], value: str, reason: str) -> None:
+    base = {"model.layers": 14, "mesh.dp": 4, "train.device": "cuda"}
+    found = resolve(changed(recipe("llama3_8b"), {**base, **settings}), Host(gpus=4))
+    (decision,) = [decision for decision in found.decisions if decision.setting == "overlap.dp.update"]
+    assert (decision.value, reason in str(decision)) == (value, True), decision
+
+
+def test_a_recorded_step_has_no_updates() -> None:
+    asked = {"overlap.dp.update": "next_step", "train.device": "cuda", "plan.graphs": "on", "mesh.dp": 4}
+    with pytest.raises(ValueError, match="a step is recorded without updates"):
+        resolve(changed(recipe("llama3_8b"), asked), Host(gpus=4), dict.fromkeys(asked, "command line"))
+
+
+def test_sharding_is_the_same_without_updates() -> None:
+    """Nothing but the updates is there that was not."""
+    with_updates, without = program_of(), program_of(update="end")
+    assert (with_updates.weight_slots, with_updates.grad_slots) == (without.weight_slots, without.grad_slots)
+    for ours, plain in zip(with_updates.ranks, without.ranks, strict=True):
+        kept = [op.key for op in ours if op.verb not in ("update", "step")]
+        assert kept == [op.key for op in plain if op.verb != "step"]
