@@ -130,9 +130,13 @@ PRESETS = {
 
 
 def words(name: str, gpus: int, more: list[str]) -> list[str]:
-    """The words of `hocket bench` for a preset; those in `more` come last, and win."""
+    """The words of `hocket bench` for a preset; those in `more` come last, and win.
+
+    A contender of hocket is on NCCL unless its name says otherwise.
+    """
     preset, lengths = PRESETS[name]
     found = [*shlex.split(preset.format(gpus=gpus, half=gpus // 2)), "--gpus", str(gpus)]
+    found += [] if "--train.transport" in more else ["--train.transport", "nccl"]
     found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
     found += [] if "--out" in more else ["--out", str(RESULTS / f"{name}.json")]
     return [*found, *more]

@@ -169,9 +169,11 @@ class Bench:
         self._groups: dict[Mesh, Groups] = {}
         """Shared by the plans of a mesh, and never given back: see `leave_world`."""
 
-    def settings(self, config: Config, transport: str = "auto") -> Settings:
-        """Everything chosen, for the hardware of this job."""
-        host = Host(gpus=dist.get_world_size() if self.device.type == "cuda" else 0)
+    def settings(self, config: Config, transport: str = "") -> Settings:
+        """Everything chosen, for the hardware of this job; on NCCL or gloo if no transport is named."""
+        on_gpus = self.device.type == "cuda"
+        host = Host(gpus=dist.get_world_size() if on_gpus else 0)
+        transport = transport or ("nccl" if on_gpus else "gloo")
         return resolve(changed(config, {"train.transport": transport, "train.hang_timeout": PATIENCE}), host)
 
     def run(self, name: str, settings: Settings, clock: Clock, record: bool = False) -> list[float]:

@@ -116,6 +116,7 @@ CONTENDERS: dict[str, Entry] = {
         "one microbatch after the other", settings={**PLAIN, "plan.order": "sequential"}
     ),
     "hocket_interleaved": _hocket("the classic order, nothing merged", settings={**PLAIN, "plan.order": "auto"}),
+    "hocket_nccl": _hocket("all on NCCL's kernels", cuda=True, settings={"train.transport": "nccl"}),
     "hocket_ce": _hocket("gathers and reduces on copy engines", cuda=True, settings=_CE),
     "hocket_ce_gather": _hocket(
         "gathers on copy engines", cuda=True, settings={"train.transport": "copy_engine_gathers"}
