@@ -19,6 +19,7 @@ from hocket.plan.timeline import duration
 from hocket.planning import network, predict, program_of
 from hocket.resolve import Settings
 from hocket.search import WORTH, Changes, Found, Known, Search, Trial
+from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
 from hocket.settings.predicted import model_costs
@@ -30,6 +31,7 @@ _ORDERS = 3
 """Orders of a merged layer step that are tried beside those with names."""
 
 _BY_SIMULATION = (
+    "train.transport",
     "plan.graphs",
     "overlap.ep.splits",
     "plan.layers_per_stage",
@@ -163,7 +165,7 @@ class Pricer:
             seconds=float(timeline.makespan),
             exposed={kind: sum(float(use.exposed[kind]) for use in ranks) / len(ranks) for kind in ranks[0].exposed},
             idle=sum(float(use.idle) for use in ranks) / len(ranks),
-            peak_bytes=max(use.peak_bytes for use in ranks),
+            peak_bytes=max(use.peak_bytes for use in ranks) + arrival_bytes(settings),
         )
 
 

@@ -339,8 +339,8 @@ class TrainConfig:
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
     """How collectives move bytes; with copy_engine gathers, reduces, experts' all-to-alls and pipeline sends take no SM
     from compute, with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a
-    network.
-    """
+    network. auto is copy_engine where GPUs of one host can have it and a step fits beside its buffers, else nccl; gloo
+    on CPUs."""
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
     slow_latency: tuple[float, ...] = ()

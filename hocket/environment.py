@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hocket.config import COPIED, Config
+from hocket.config import Config
 from hocket.model.tokenizer import tokenizer_vocab
 from hocket.problems import stop_if
 from hocket.settings.rule import Host
@@ -181,8 +181,7 @@ def cores() -> int:
 
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, variables: Sequence[Finding] = ()) -> Host:
     """What is here. Imports torch only if it could use a GPU. `variables` are as they were before `prepare`."""
-    copies = config.train.transport in COPIED
-    found = Gpus() if config.train.device == "cpu" else find_gpus(copies)
+    found = Gpus() if config.train.device == "cpu" else find_gpus()
     return Host(
         gpus=found.count,
         gpu=found.name,
@@ -208,13 +207,13 @@ class Gpus:
     memory: int = 0
     """Bytes of the smallest."""
     no_copy_engine: str = ""
-    """Why they cannot serve collectives by copy engines, where anybody asks."""
+    """Why their copy engines cannot serve collectives."""
     no_peer_memory: str = ""
     """Why they cannot store into each other's memory."""
 
 
-def find_gpus(copies: bool = False) -> Gpus:
-    """The GPUs of this host; with `copies`, whether their copy engines can serve collectives.
+def find_gpus() -> Gpus:
+    """The GPUs of this host.
 
     A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
     CUDA.
@@ -226,7 +225,7 @@ def find_gpus(copies: bool = False) -> Gpus:
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, json.dumps(asdict(_look(copies))).encode())
+            os.write(write, json.dumps(asdict(_look())).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -236,7 +235,7 @@ def find_gpus(copies: bool = False) -> Gpus:
     return Gpus(**json.loads(text)) if text else Gpus()
 
 
-def _look(copies: bool) -> Gpus:
+def _look() -> Gpus:
     """Touches CUDA."""
     import torch
 
@@ -249,7 +248,7 @@ def _look(copies: bool) -> Gpus:
         count=count,
         name=torch.cuda.get_device_name(0),
         memory=min(torch.cuda.get_device_properties(i).total_memory for i in range(count)),
-        no_copy_engine=copy_engine.problem() if copies else "",
+        no_copy_engine=copy_engine.problem(),
         no_peer_memory=reach.unreachable(),
     )
 

@@ -37,6 +37,7 @@ from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lin
 from hocket.settings.stages_choice import choose_stages
 from hocket.settings.strategy_choice import choose_strategy
 from hocket.settings.tensor_choice import choose_tensor
+from hocket.settings.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.settings.update_choice import choose_update
 
 
@@ -90,6 +91,7 @@ def resolve(
     settled = _add(settled, decisions, choose_tensor(settled, host))
     open_ = {decision.setting for decision in decisions}
     trials = Trials(price)
+    settled = _add(settled, decisions, transport_that_fits(settled, host, open_, trials))
     settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, trials))
     for setting, by_cost in CHOICES_BY_COST:
         if leaf(settled, setting) in _OPEN:
@@ -106,6 +108,18 @@ def resolve(
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))
+
+
+def without_copies(settings: Settings, reason: str) -> Settings:
+    """The settings for a host whose copy engines turned out not to serve, where they were chosen and not asked for.
+
+    What needs less memory and was chosen for them still holds. A transport that somebody asked for stays.
+    """
+    if not chose_copies(settings, settings.decisions):
+        return settings
+    chosen = {decision.setting for decision in settings.decisions if decision.chosen}
+    open_ = {name: "auto" for name in CHOSEN_BY_IT if name in chosen}
+    return resolve(changed(settings, open_), dataclasses.replace(settings.host, no_copy_engine=reason))
 
 
 def _settled(
@@ -218,10 +232,6 @@ def choose_wire(c: Config, h: Host) -> tuple[str, str]:
     if c.precision.compute == "fp32":
         return "fp32", "as precision.compute"
     return c.precision.compute, "as precision.compute: fp32 would round nothing, and send twice the bytes"
-
-
-def choose_transport(c: Config, h: Host) -> tuple[str, str]:
-    return ("nccl", "the ranks compute on GPUs") if c.train.device == "cuda" else ("gloo", "the ranks compute on CPUs")
 
 
 def choose_merge(c: Config, h: Host) -> tuple[str, str]:

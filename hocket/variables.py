@@ -107,6 +107,7 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_IB_DISABLE", ("1",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
     Harm("NCCL_NET", ("SOCKET",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
     Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: train.transport = copy_engine fails"),
+    Harm("NCCL_WIN_ENABLE", ("0",), "no memory is shown to other ranks: NCCL's kernels do what copy engines should"),
     Harm("NCCL_CTA_POLICY", (), "it overrules what each group asks for: copy engines are used by none, or by all"),
     Harm("NCCL_MAX_CTAS", (), "it overrules how many SMs each group may take"),
     Harm("NCCL_MIN_CTAS", (), "it overrules how many SMs each group may take"),
@@ -116,6 +117,9 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_PROTO", (), "NCCL no longer chooses by size and by what links there are"),
 )
 """What nobody asks hocket to set, and what it costs where somebody has."""
+
+_NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_CTA_POLICY")
+"""With these NCCL falls back to kernels where copy engines should gather, or fails."""
 
 
 def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
@@ -156,6 +160,15 @@ def _harmful(env: Mapping[str, str]) -> Iterator[Finding]:
         found = env.get(harm.name, "")
         if found and (not harm.values or found.upper() in harm.values):
             yield Finding(harm.name, "", found, "kept", harm.cost, harm.fix or f"unset {harm.name}")
+
+
+def no_copies(findings: Sequence[Finding]) -> str:
+    """Why copy engines cannot serve NCCL's groups, by what was found; empty if they can."""
+    return "; ".join(f"{f.name} = {f.found} (environment): {f.cost}" for f in findings if _forbids_copies(f))
+
+
+def _forbids_copies(finding: Finding) -> bool:
+    return finding.name in _NO_COPIES and finding.state == "kept"
 
 
 def refusals(findings: Sequence[Finding]) -> list[str]:

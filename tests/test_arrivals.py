@@ -14,7 +14,7 @@ from hocket.explain.build import explain
 from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of, report
 from hocket.resolve import resolve
-from hocket.settings.arrivals import arrival_bytes
+from hocket.settings.arrivals import arrival_bytes, parts_bytes
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
@@ -36,7 +36,11 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
     ("a V: two edges there and two back", BASE | COPIED | {"mesh.pp": 4, "plan.order": "zb_v", "plan.chunks": 2}, 8),
     ("gathers alone", BASE | {"train.transport": "copy_engine_gathers", "mesh.pp": 4}, 0),
     ("experts: two rows a token, twice, and some more", EXPERTS | COPIED | {"overlap.ep.splits": "host"}, 2 * 2 * 1.25),
-    ("the same, where hosts know the rows and NCCL moves them", EXPERTS | {"overlap.ep.splits": "host"}, 0),
+    (
+        "the same, where hosts know the rows and NCCL moves them",
+        EXPERTS | {"overlap.ep.splits": "host", "train.transport": "nccl"},
+        0,
+    ),
     ("ranks without peers", BASE | COPIED, 0),
 ]
 
@@ -44,7 +48,9 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
 @pytest.mark.parametrize(("what", "settings", "microbatches"), CASES, ids=[case[0] for case in CASES])
 def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], microbatches: float) -> None:
     c = resolve(changed(Config(), settings), GPUS)
-    assert arrival_bytes(c) == microbatches * TOKENS
+    parts = max(parts_bytes(c, rank) for rank in range(c.mesh.pp)) if c.train.transport == "copy_engine" else 0
+    assert (parts > 0) == (c.train.transport == "copy_engine" and c.mesh.dp > 1)
+    assert arrival_bytes(c) == microbatches * TOKENS + parts
     step = Trials().step(c)
     assert step.nbytes - arrival_bytes(c) == Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
     assert {row.arrivals for row in explain(c, ()).memory} == {arrival_bytes(c)}

@@ -176,7 +176,7 @@ def links(f: Found) -> Checks:
     if f.torch.apart:
         pairs = ", ".join(f"{a} to {b}" for a, b in f.torch.apart[:6])
         cost = "bytes go through host memory, far slower than NVLink, and no copy engine can serve collectives"
-        yield _link("P2P", "costs", f"not from GPU {pairs}", cost, "train.transport = nccl; see the host's IOMMU")
+        yield _link("P2P", "costs", f"not from GPU {pairs}", cost, "see the host's IOMMU; runs take NCCL until then")
     else:
         yield _link("P2P", "ok", "every GPU reaches every other")
     joined = {pair: how for pair, how in f.links.items() if not f.gpus or set(pair) <= set(_shown(f))}
@@ -221,13 +221,14 @@ def _network(f: Found) -> Checks:
 def _copy_engine(f: Found) -> Checks:
     if f.torch.no_copy_engine:
         cost = "collectives run on SMs, and slow down the compute that they hide under"
-        fix = "what the reason asks for; until then train.transport = nccl"
+        fix = "what the reason asks for; runs take NCCL until then"
         yield _link("copy engine", "costs", f.torch.no_copy_engine, cost, fix)
     elif not f.copies:
         yield _link("copy engine", "unknown", "not tried", f.no_probe)
     elif kernels := sorted({name for name in f.copies if any(word in name for word in KERNELS)}):
         cost = "NCCL has fallen back to kernels without a word: gathers take SMs from compute"
-        yield _link("copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, "unset NCCL_* variables")
+        fix = "unset NCCL_* variables, or train.transport = nccl, which needs less memory"
+        yield _link("copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, fix)
     elif any("Memcpy" in name for name in f.copies):
         yield _link("copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")
     else:

@@ -16,6 +16,7 @@ from hocket.launching.worker import Job, end_now, outcome
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import problem
 from hocket.settings.predicted import gib
+from hocket.settings.transport_choice import lost_copies
 from hocket.variables import passed, survey
 
 BYTES_OF_A_PARAMETER = 8
@@ -48,8 +49,9 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     variables = survey(os.environ, policy, now)
     notes = prepare(os.environ, local_world, policy, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
+    lost = lost_copies(settings.host, settings.decisions)
     if worker is None or worker.rank == 0:
-        sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings)])
+        sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings), *lost])
     return settings, worker
 
 

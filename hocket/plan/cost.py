@@ -312,7 +312,7 @@ def _add_units(
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = 0
-        for (unit, kind), count in Counter(_units(layout, rank)).items():
+        for (unit, kind), count in Counter(units_of(layout, rank)).items():
             weights = unit_weights(model, unit, kind, layout.ep)
             gathers, reduces = _groups_of(unit)
             group = sharding.size(unit)
@@ -349,7 +349,7 @@ def _groups_of(unit: Unit) -> tuple[Purpose, Purpose]:
     return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
 
 
-def _units(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
+def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
     """(class, kind of the layer) of every unit of a pipeline rank."""
     units: list[tuple[Unit, str]] = []
     for chunk in range(layout.chunks):

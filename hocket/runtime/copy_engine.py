@@ -40,6 +40,8 @@ from hocket.runtime.transports import DONE, Nccl, Pending, Window, gather_flat, 
 
 NCCL_VERSION = (2, 28)
 """The first whose copy engine serves all-gathers and all-to-alls without multicast."""
+CUDA_DRIVER = 12050
+"""The first for which it does (`ncclCeImplemented` in NCCL's src/ce_coll.cc): a driver of CUDA 12.5."""
 
 
 def problem() -> str:
@@ -51,6 +53,9 @@ def problem() -> str:
     if version < NCCL_VERSION:
         has, needed = (".".join(map(str, numbers)) for numbers in (version, NCCL_VERSION))
         return f"NCCL {has} has no copy-engine collectives, they came with {needed}"
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: CUDA_DRIVER)()
+    if driver < CUDA_DRIVER:
+        return f"the driver is one of CUDA {driver // 1000}.{driver % 1000 // 10}, and NCCL's copies need one of 12.5"
     missing = [name for name in ("NCCL_CTA_POLICY_ZERO", "register_mem_pool") if not hasattr(backend, name)]
     missing += [name for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:

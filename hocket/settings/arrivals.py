@@ -11,7 +11,9 @@ import math
 from hocket.config import COPIED, Config
 from hocket.plan.capacity import rows_allowed
 from hocket.plan.copies import copies_of
-from hocket.plan.stages import layout_of, mesh_of
+from hocket.plan.cost import unit_weights, units_of
+from hocket.plan.stages import layout_of, mesh_of, sharding_of
+from hocket.plan.tensor_costs import model_of_rank
 from hocket.plan.tensor_times import DIRECTIONS, ROLES
 from hocket.settings.leaves import leaf
 from hocket.settings.tensor_choice import setting_of
@@ -43,6 +45,20 @@ def hop_bytes(c: Config) -> int:
     return min(c.tokens * c.model.hidden * c.element_bytes, _HOP)
 
 
+def parts_bytes(c: Config, rank: int) -> int:
+    """Bytes that a pipeline rank has room for where parts of gradients arrive: one largest unit of each kind of group.
+
+    A reduction on copy engines is an exchange of parts and a local sum (`runtime/copy_engine.py`).
+    """
+    layout, sharding, model = layout_of(c), sharding_of(c), model_of_rank(c)
+    largest: dict[bool, int] = {}
+    for unit, kind in units_of(layout, rank):
+        if sharding.size(unit) > 1:
+            experts = unit == "experts"
+            largest[experts] = max(largest.get(experts, 0), unit_weights(model, unit, kind, layout.ep) * c.wire_bytes)
+    return sum(largest.values())
+
+
 def by_pieces(c: Config) -> bool:
     """Whether some layer moves tokens piece by piece."""
     ways = {leaf(c, setting_of(role, direction)) for role in ROLES for direction in DIRECTIONS}
@@ -56,5 +72,9 @@ def arrival_bytes(c: Config) -> int:
     copied = COPIED.get(c.train.transport, ())
     rows = c.mesh.ep > 1 and (layout_of(c).placed or "a2a" in copied)
     edges = mesh_of(c).edges if "pp_fwd" in copied else ()
-    directions = 2 * max(sum(rank in edge for edge in edges) for rank in range(c.mesh.pp))
-    return 2 * (rows_bytes(c) if rows else 0) + 2 * tokens_bytes(c) + directions * hop_bytes(c)
+    of_rank = (
+        2 * sum(rank in edge for edge in edges) * hop_bytes(c)
+        + (parts_bytes(c, rank) if "reduce_dense" in copied else 0)
+        for rank in range(c.mesh.pp)
+    )
+    return 2 * (rows_bytes(c) if rows else 0) + 2 * tokens_bytes(c) + max(of_rank)

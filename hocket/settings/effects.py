@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 EFFECTS: dict[tuple[str, Any], str] = {
+    ("train.transport", "copy_engine"): "copies move what kernels would: they take no SM from compute",
+    ("train.transport", "nccl"): "what is communicated runs in NCCL's kernels, which take a few SMs from compute",
     ("overlap.ep.merge", "on"): "the all-to-alls of one microbatch run under another's compute",
     ("overlap.ep.merge", "off"): "forwards and backwards run apart",
     ("overlap.ep.merge_ends", "on"): "two forwards, or two backwards, run as one at the ends of the step",

@@ -30,7 +30,7 @@ class Host:
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
-    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody asks for it."""
+    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody looked."""
     no_peer_memory: str = ""
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if nobody looked."""
     variables: tuple[Finding, ...] = ()
