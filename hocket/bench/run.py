@@ -22,7 +22,7 @@ from hocket.bench.record import provenance, save
 from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from hocket.bench.workload import Workload, batches
 from hocket.model.microbatch import Microbatch
-from hocket.resolve import Settings
+from hocket.resolve import Settings, without_copies
 
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""
@@ -199,8 +199,18 @@ def workload_of(sized: Sized, bench: Bench) -> Workload:
     return gate.gentle(Workload(sized.settings, bench.optimizer, bench.compile, sized.variants))
 
 
+def without(bench: Bench, reason: str) -> Bench:
+    """A benchmark on ranks that copy engines cannot serve, for such a reason: who chose them is on NCCL."""
+    sized = (
+        Sized(without_copies(one.settings, reason), {n: without_copies(s, reason) for n, s in one.variants.items()})
+        for one in bench.sized
+    )
+    return dataclasses.replace(bench, sized=tuple(sized)) if reason else bench
+
+
 def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: Any) -> None:
     """The job of a worker: measure every workload, and let rank 0 print and write what came out."""
+    bench = without(bench, settings.host.no_copy_engine)
     session = Session(bench, rank, device, say if rank == 0 else lambda text: None)
     found: list[Measured] = []
     origin = provenance(settings.host.workers, bench.commit) if rank == 0 else {}

@@ -47,6 +47,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     import torch.distributed as dist
 
     from hocket.launching.agreement import require_same
+    from hocket.launching.copies import tried
     from hocket.runtime.comm import join_world, leave_world
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -60,7 +61,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
         raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
     require_same(settings, worker.rank)
-    job.run(settings, worker.rank, device)
+    job.run(tried(settings, worker.rank, device), worker.rank, device)
     leave_world()
     return 0
 

@@ -24,10 +24,15 @@ def place(problem: str) -> Place:
     return platform.node(), problem
 
 
-def refuse(places: Collection[Place], setting: str, fix: str) -> None:
-    """Raise ValueError unless the ranks, whose places these are, can use each other's memory."""
+def apart(places: Collection[Place]) -> str:
+    """Why the ranks, whose places these are, cannot use each other's memory; empty if they can."""
     hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
     if len(hosts) > 1:
         reasons.append(f"the ranks are on {len(hosts)} hosts, and only GPUs of one reach each other's memory")
-    if reasons:
-        raise ValueError(f"{setting}: {'; '.join(reasons)}; fix: {fix}")
+    return "; ".join(reasons)
+
+
+def refuse(places: Collection[Place], setting: str, fix: str) -> None:
+    """Raise ValueError unless the ranks, whose places these are, can use each other's memory."""
+    if reason := apart(places):
+        raise ValueError(f"{setting}: {reason}; fix: {fix}")
