@@ -32,7 +32,7 @@ from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 
 SEEDS = 20
-STEPS = 2
+STEPS = 3
 
 BASE = Config(
     model=ModelConfig(
@@ -81,7 +81,11 @@ TWO: dict[str, Config] = {
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),
     "updates in the next step, gathered once": planned(EXPERTS, update="next_step", strategy="optim"),
+    "updates in the next step, whole": planned(EXPERTS, update="next_step", strategy="no_shard"),
     "updates in the next step, copy_engine": planned(COPIED, update="next_step"),
+    "updates in the next step, gathered once, copy_engine": planned(COPIED, update="next_step", strategy="optim"),
+    "updates in the next step, not clipped": changed(planned(EXPERTS, update="next_step"), {"train.clip": 0.0}),
+    "updates in the next step of a pipeline": planned(PIPED, update="next_step"),
     "a pipeline": PIPED,
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
     "a V, copy_engine": changed(

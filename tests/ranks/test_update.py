@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +23,7 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.parity import config
 from tests.helpers.plans import known_of, planned
 from tests.helpers.ranks import run_ranks
@@ -83,6 +86,35 @@ def _fail(*_: Any) -> None:
 
 def test_who_reads_weights_in_between_finds_those_of_the_last_step() -> None:
     run_ranks(in_between, 2)
+
+
+def test_a_run_saves_validates_and_ends_as_one_that_updates_at_the_end(tmp_path: Path) -> None:
+    """Losses, validations, and what runs go on with from a checkpoint in the middle and from the last one."""
+    words = [*SMALL, "--mesh.pp", "1", "--data.paths", text_in(tmp_path), "--train.save_every", "2"]
+    words += ["--train.eval_every", "2", "--train.steps"]
+    found: dict[str, list[dict[str, float]]] = {"end": [], "next_step": []}
+    try:
+        for value, records in found.items():
+            ended = hocket(tmp_path, "train", *words, "5", "--overlap.dp.update", value, "--run.name", value)
+            assert ended.code == 0, ended.err
+            records += records_of(tmp_path / "runs" / value)
+            for step in (4, 5):
+                saved = str(tmp_path / "runs" / value / "checkpoints" / f"step-0000000{step}")
+                name = ["--run.name", f"{value}{step}", "--run.resume", saved, "--overlap.dp.update", "end"]
+                again = hocket(tmp_path, "train", *words, "6", *name)
+                assert again.code == 0, again.err
+                records += records_of(tmp_path / "runs" / f"{value}{step}")
+    finally:
+        end_all()
+    assert len(found["end"]) == 5 + 3 + 2 + 1 + 1 + 1
+    assert found["end"] == found["next_step"]
+
+
+def records_of(folder: Path) -> list[dict[str, float]]:
+    """What a run has measured of itself, but for times."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    kept = ("step", "loss", "grad_norm", "validation_loss")
+    return [{name: record[name] for name in kept if name in record} for record in records if "step" in record]
 
 
 def program_of(**settings: Any) -> Program:
