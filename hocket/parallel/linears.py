@@ -19,7 +19,7 @@ from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
-from hocket.runtime.functional import embedding, linear
+from hocket.runtime.functional import embedding, linear, linears
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""
@@ -33,7 +33,7 @@ class Linears:
 
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`x @ p.T` for every weight: all tokens of the microbatch, this rank's features, [B, S, F]."""
-        return tuple(linear(x_BSD, param) for param in params)
+        return linears(x_BSD, params)
 
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         """`x @ p.T` over the features of all ranks: this rank's tokens."""

@@ -48,7 +48,7 @@ from hocket.runtime.lanes import Side
 from hocket.runtime.managed_or_not import keep, push, value_now
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of, write_product
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, sum_of_products, weight_of, write_product
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,6 @@ def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> No
         torch.mm(a, b, out=out)
 
 
-def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor | None = None) -> Tensor:
-    """Sum of `a @ b` over the pairs, in their order."""
-    (a, b), *rest = pairs
-    total = torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    for a, b in rest:
-        total.addmm_(a, b)
-    return total
-
-
 def gathered_products(
     x_SD: Tensor, others: Sequence[Tensor], tensors: Tensors, splits: int, keep: bool = False
 ) -> tuple[list[Tensor], Arriving | None]:
@@ -230,7 +221,7 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, sp
             rows = slice(low * tokens, high * tokens)
             with queue_of(i):
                 place, here = collect.place(low, high), [(a[rows], b) for a, b in pairs]
-                _sum_of_products(here, place)
+                sum_of_products(here, place)
                 collect.send(low, high)
     collect.sum(out_SD)
     return out_SD
@@ -266,7 +257,7 @@ class _Column(torch.autograd.Function):
         if way.backward == "pipeline":
             dx = Arriving(summed_products(pairs, tensors, way.splits[1]))
         else:
-            dx = tensors.begin_sum(_sum_of_products(pairs), beside=now and way.backward == "bulk")
+            dx = tensors.begin_sum(sum_of_products(pairs), beside=now and way.backward == "bulk")
         if not now:
             dx.get()
         if again is None:

@@ -1,4 +1,4 @@
-"""The functions that read weights: linear, grouped linear, scale, embedding; `norms.py` has the norms.
+"""The functions that read weights: linear, score, grouped linear, scale, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` writes the weight gradient where it is sent from (`sinks.py`). For a managed parameter
@@ -19,6 +19,7 @@ E local experts, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.kernels.usable import usable
+from hocket.kernels.usable import refuse_graph, usable
 from hocket.runtime import sinks, table_rows
-from hocket.runtime.managed_or_not import apply, apply_managed, contribute, keep, kept, push, value_of
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, put, weight_of, write_product
+from hocket.runtime.managed_or_not import (
+    apply,
+    apply_managed,
+    contribute,
+    keep,
+    kept,
+    push,
+    queue_of,
+    value_now,
+    value_of,
+)
+from hocket.runtime.weights import (
+    Product,
+    Weight,
+    WgradQueue,
+    current_queue,
+    put,
+    sum_of_products,
+    weight_of,
+    write_product,
+)
 
 
 def linear(x_TD: Tensor, p_FD: Tensor) -> Tensor:
@@ -38,6 +58,16 @@ def linear(x_TD: Tensor, p_FD: Tensor) -> Tensor:
     if weight is None:
         return sinks.linear(x_TD, p_FD)
     return apply_managed(_Linear, x_TD, weight, x_TD.dtype)
+
+
+def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`linear` of every weight. On a GPU one product after another adds its part to the gradient of `x`."""
+    weights = [weight_of(p) or p for p in params]
+    if len(weights) == 1 or not _sums_itself(x_TD, weights):
+        return tuple(linear(x_TD, p) for p in params)
+    managed = [weight for weight in weights if isinstance(weight, Weight)]
+    queue = queue_of(x_TD, managed[0]) if managed else None
+    return _Linears.apply(x_TD, *weights, queue)
 
 
 def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,6 +148,18 @@ def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bo
     return exact and usable(x_RD, g_RF, out_EDF) and x_RD.dtype == g_RF.dtype == torch.bfloat16
 
 
+def _sums_itself(x_TD: Tensor, weights: Sequence[Weight | Tensor]) -> bool:
+    """Whether nobody has to see or change the products of a GPU or their gradients."""
+    values = [value_now(weight) for weight in weights]
+    ordinary = [weight for weight in weights if isinstance(weight, Tensor)]
+    return (
+        usable(x_TD, *values)
+        and len(ordinary) in (0, len(weights))
+        and all(value.dtype == x_TD.dtype for value in values)
+        and all(sinks.sink_of(param) is None or sinks.writes_itself(x_TD, param) for param in ordinary)
+    )
+
+
 def _is_widened(x_TD: Tensor, value_FD: Tensor) -> bool:
     """Whether tensor cores take both operands as they are. No launch takes a matrix without rows."""
     return usable(x_TD, value_FD) and x_TD.dtype == value_FD.dtype == torch.bfloat16 and x_TD.numel() > 0
@@ -172,6 +214,35 @@ class _Linear(torch.autograd.Function):
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
         push(ctx.queue, ctx.weight, Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0))
         return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
+
+
+class _Linears(torch.autograd.Function):
+    """Several products of one input. An ordinary weight is no saved tensor, and may have a sink: see `sinks.py`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_queue: Any) -> tuple[Tensor, ...]:
+        *ctx.weights, ctx.queue = weights_queue
+        ctx.versions = sinks.versions(ctx.weights)
+        ctx.save_for_backward(x)
+        return tuple(F.linear(x, value_now(weight)) for weight in ctx.weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        refuse_graph()
+        sinks.unchanged(ctx.weights, ctx.versions)
+        (x,) = ctx.saved_tensors
+        x_TD, gs = x.detach().reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = sum_of_products([(g, value_now(w)) for g, w in zip(gs, ctx.weights, strict=True)]).view(x.shape)
+        found: list[Tensor | None] = []
+        for i, (g_TF, weight) in enumerate(zip(gs, ctx.weights, strict=True), 1):
+            if isinstance(weight, Weight):
+                push(ctx.queue, weight, Product(partial(write_product, g_TF.t(), x_TD)))
+                found.append(None)
+            else:
+                found.append(sinks.contribute_product(ctx, i, weight, g_TF, x_TD))
+        return dx, *found, None
 
 
 class _Score(torch.autograd.Function):

@@ -28,11 +28,16 @@ def apply(function: Any, x: Tensor, param: Tensor, *args: Any) -> Any:
 
 
 def apply_managed(function: Any, x: Tensor, weight: Weight, *args: Any) -> Any:
-    """Apply a managed function; refuses an input through which its weight gradient could never be reached."""
+    """Apply a managed function."""
+    return function.apply(x, weight, queue_of(x, weight), *args)
+
+
+def queue_of(x: Tensor, weight: Weight) -> WgradQueue | None:
+    """The current queue; refuses an input through which the weight's gradient could never be reached."""
     queue = current_queue()
     if queue is not None and torch.is_grad_enabled():
         assert x.requires_grad, f"{weight.name}: the input requires no gradient, so its weight would get none"
-    return function.apply(x, weight, queue, *args)
+    return queue
 
 
 def push(queue: WgradQueue | None, weight: Weight, write: Write) -> None:

@@ -13,7 +13,7 @@ Shapes: R rows (all leading dimensions together), D input width, F output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,20 +100,29 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_RD)
-        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
+        ctx.weight, ctx.bias, ctx.versions = weight, bias, versions([weight])
         return F.linear(x_RD, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g_RF: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x_RD,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        if weight._version != ctx.version:
-            raise RuntimeError("a weight of a linear layer was modified in place between its forward and its backward")
-
+        unchanged([weight], ctx.versions)
         dx = _input_gradient(g_RF, x_RD, weight) if ctx.needs_input_grad[0] else None
-        dw = contribute(ctx, 1, weight, lambda: g_RF.t() @ x_RD, partial(write_product, g_RF.t(), x_RD))
+        dw = contribute_product(ctx, 1, weight, g_RF, x_RD)
         db = contribute(ctx, 2, bias, lambda: g_RF.sum(0), partial(_write_sum, g_RF))
         return dx, dw, db
+
+
+def versions(weights: Sequence[object]) -> list[int]:
+    """Of those that are tensors, for `unchanged`."""
+    return [weight._version for weight in weights if isinstance(weight, Tensor)]
+
+
+def unchanged(weights: Sequence[object], before: list[int]) -> None:
+    """What autograd says of saved tensors."""
+    if versions(weights) != before:
+        raise RuntimeError("a weight of a linear layer was modified in place between its forward and its backward")
 
 
 def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
@@ -121,6 +130,11 @@ def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
     if x_RD.stride() == (1, x_RD.shape[0]):
         return (weight_FD.t() @ g_RF.t()).t()
     return g_RF @ weight_FD
+
+
+def contribute_product(ctx: Any, index: int, param: Tensor, g_RF: Tensor, x_RD: Tensor) -> Tensor | None:
+    """The gradient of a linear layer's weight, as `contribute` says."""
+    return contribute(ctx, index, param, lambda: g_RF.t() @ x_RD, partial(write_product, g_RF.t(), x_RD))
 
 
 def contribute(

@@ -15,7 +15,7 @@ autograd's way and autograd's bits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -145,6 +145,15 @@ def write_product(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: 
         torch.addmm(out_FD, a_FR, b_RD, out_dtype=out_FD.dtype, beta=int(add), alpha=scale, out=out_FD)
     else:
         torch.mm(a_FR, b_RD, out_dtype=out_FD.dtype, out=out_FD)
+
+
+def sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor | None = None) -> Tensor:
+    """Sum of `a @ b` over the pairs, in their order."""
+    (a, b), *rest = pairs
+    total = torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    for a, b in rest:
+        total.addmm_(a, b)
+    return total
 
 
 def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale: float) -> None:
