@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.command import end_all
 from tests.helpers.turns import turn
 
 # Random examples are the same in every run of CI; elsewhere each run looks at new ones.
@@ -66,6 +67,12 @@ for name in ("COLUMNS", "LINES"):
 
 # Several threads split a product differently on different machines, and then its bits differ. Ranks have one each.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _end_commands() -> Iterator[None]:
+    yield
+    end_all()
 
 
 @pytest.fixture(autouse=True)

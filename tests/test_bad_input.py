@@ -29,19 +29,12 @@ from tests.helpers.command import (
     Process,
     alive,
     children_of,
-    end_all,
     finish,
     hocket,
     start,
     text_in,
     wait_for,
 )
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
 
 
 def one_message(ended: Finished, *parts: str, code: int = 2) -> None:

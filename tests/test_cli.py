@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hocket import cli
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
@@ -29,7 +27,7 @@ from tests.helpers.command import (
     SMALL,
     alive,
     children_of,
-    end_all,
+    command,
     finish,
     hocket,
     in_a_terminal,
@@ -37,21 +35,6 @@ from tests.helpers.command import (
     text_in,
     wait_for,
 )
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
-
-
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(words)
-    captured = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return end.value.code, captured.out, captured.err
-
 
 # ------------------------------------------------------------------------------------------------------- words
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hocket import cli
 from hocket.commands.explain import Explain, settle
 from hocket.commands.options import parse
 from hocket.environment import prepare
@@ -41,6 +40,7 @@ from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.variables import survey
+from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
 from tests.helpers.seconds import cpu_seconds
 
@@ -149,8 +149,8 @@ def test_the_commands_that_check_an_explanation_are_of_the_same_run(tmp_path: Pa
         options, origins = parse(Explain, "explain", words)
         settings, _ = settle(options.config, origins)
         bench, train = explain(settings, ()).check
-        for command, rest in ((bench, "--against hocket_null"), (train, "--profile &&")):
-            said = shlex.split(command.partition(f" {rest}")[0])[2:]
+        for line, rest in ((bench, "--against hocket_null"), (train, "--profile &&")):
+            said = shlex.split(line.partition(f" {rest}")[0])[2:]
             again, origins = parse(Explain, "explain", said)
             assert digest(settle(again.config, origins)[0]) == digest(settings)
             assert again.config.run == options.config.run
@@ -309,7 +309,7 @@ def test_a_run_records_the_explanation_that_the_command_prints(
     record(settings, tmp_path)
     kept = json.loads((tmp_path / FILE).read_text())
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-    _, out, _ = command(capsys, "tiny", "--json")
+    _, out, _ = command(capsys, "explain", "tiny", "--json")
     printed = json.loads(out)
     assert kept["digest"] == printed["digest"]
     assert {key for key in kept if kept[key] != printed[key]} <= {"environment", "decisions", "overlaps", "groups"}
@@ -324,8 +324,9 @@ def test_the_explanation_of_a_run_is_printed_again(tmp_path: Path, capsys: pytes
         assert read(str(tmp_path)) == read(str(tmp_path / FILE)) == kept
     record(settled(), tmp_path)
     assert read(str(tmp_path)) == explain(settled(), ())
-    assert command(capsys, str(tmp_path)) == (0, f"{to_text(read(str(tmp_path)))}\n", "")
-    assert json.loads(command(capsys, str(tmp_path), "--json")[1]) == json.loads((tmp_path / FILE).read_text())
+    assert command(capsys, "explain", str(tmp_path)) == (0, f"{to_text(read(str(tmp_path)))}\n", "")
+    found = command(capsys, "explain", str(tmp_path), "--json")[1]
+    assert json.loads(found) == json.loads((tmp_path / FILE).read_text())
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_the_explanation_of_a_run_is_printed_again(tmp_path: Path, capsys: pytes
 def test_an_explanation_that_is_damaged_or_old_is_one_line(tmp_path: Path, capsys: Any, said: Any, part: str) -> None:
     text = said if isinstance(said, str) else json.dumps(RUN.as_json() | said)
     (tmp_path / FILE).write_text(text)
-    code, out, err = command(capsys, str(tmp_path))
+    code, out, err = command(capsys, "explain", str(tmp_path))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"{tmp_path / FILE} (command line): damaged, or written by another version of hocket ({part}); fix: " in err
 
@@ -355,15 +356,17 @@ def test_a_run_without_an_explanation_and_words_that_do_not_go_with_one_are_one_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (tmp_path, tmp_path / FILE):
-        code, _, err = command(capsys, str(name))
+        code, _, err = command(capsys, "explain", str(name))
         assert (code, err.count("\n")) == (2, 1)
         assert f"{FILE} (command line): cannot be read (No such file or directory); fix: the folder of a run" in err
-    code, _, err = command(capsys, str(tmp_path), "--train.lr", "1", "--json")
+    code, _, err = command(capsys, "explain", str(tmp_path), "--train.lr", "1", "--json")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"hocket: --train.lr 1 (command line): {tmp_path} is a run's")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert command(capsys, "tiny")[1].startswith("tiny: 4 ranks"), "a recipe comes before a folder of its name"
+    assert command(capsys, "explain", "tiny")[1].startswith("tiny: 4 ranks"), (
+        "a recipe comes before a folder of its name"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -384,16 +387,8 @@ def test_what_cannot_be_kept_leaves_nothing_half_written(tmp_path: Path, monkeyp
 # The command
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["explain", *words])
-    captured = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return end.value.code, captured.out, captured.err
-
-
 def test_json_is_the_same_object(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "moe_8gpu", "--json", "--overlap.dp.prefetch", "1")
+    code, out, _ = command(capsys, "explain", "moe_8gpu", "--json", "--overlap.dp.prefetch", "1")
     found = json.loads(out)
     assert code == 0
     assert {field.name for field in dataclasses.fields(Explanation)} == set(found)
@@ -406,11 +401,11 @@ IMPOSSIBLE = ("tiny", "--overlap.ep.merge", "off", "--overlap.ep.merge_ends", "o
 
 
 def test_what_a_run_would_refuse_is_explained_all_the_same_and_the_exit_code_says_so(capsys: Any) -> None:
-    code, out, err = command(capsys, *IMPOSSIBLE)
+    code, out, err = command(capsys, "explain", *IMPOSSIBLE)
     assert code == 1
     assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off (asked for on: command line" in out
     assert err.startswith("hocket: a run would not start: overlap.ep.merge_ends = on (command line")
-    code, out, err = command(capsys, *IMPOSSIBLE, "--overlap.on_unmet", "warn")
+    code, out, err = command(capsys, "explain", *IMPOSSIBLE, "--overlap.on_unmet", "warn")
     assert (code, err) == (0, "")
     assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off" in out
 
@@ -418,7 +413,7 @@ def test_what_a_run_would_refuse_is_explained_all_the_same_and_the_exit_code_say
 @pytest.mark.parametrize(("name", "value"), [("NCCL_NVLS_ENABLE", "1"), ("OMP_NUM_THREADS", "all")])
 def test_variables_with_which_no_run_starts_have_the_verdict_of_one(capsys: Any, monkeypatch: Any, name, value) -> None:
     monkeypatch.setenv(name, value)
-    code, out, err = command(capsys, "tiny", "--json")
+    code, out, err = command(capsys, "explain", "tiny", "--json")
     assert code == 1
     assert err.startswith(f"hocket: a run would not start: {name} = {value} (environment): ")
     with pytest.raises(ValueError, match=f"{name} = {value}") as error:
@@ -428,14 +423,16 @@ def test_variables_with_which_no_run_starts_have_the_verdict_of_one(capsys: Any,
 
 
 def test_what_cannot_be_explained_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, "tiny", "--mesh.ep", "3")
+    code, out, err = command(capsys, "explain", "tiny", "--mesh.ep", "3")
     assert (code, out) == (2, "")
     assert "mesh.ep = 3" in err
 
 
 def test_help_and_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = command(capsys, "--help")
+    code, out, _ = command(capsys, "explain", "--help")
     assert code == 0
     assert "--overlap.ep.merge" in out
-    assert command(capsys)[0] == 2
-    assert command(capsys, "--from-megatron", "--help")[1].startswith("usage: hocket explain --from-megatron")
+    assert command(capsys, "explain")[0] == 2
+    assert command(capsys, "explain", "--from-megatron", "--help")[1].startswith(
+        "usage: hocket explain --from-megatron"
+    )

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket import cli
 from hocket.foreign import bridge, read
 from hocket.foreign.bridge import ALIASES
 from hocket.foreign.entry import Given
@@ -20,6 +19,7 @@ from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
 from hocket.problems import problems_of
 from hocket.settings.leaves import is_a, types
+from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
 
 SAMPLES: dict[type, Any] = {bool: True, int: 2, float: 0.5, str: "x", list: ["x"], object: "x"}
@@ -315,26 +315,20 @@ def test_whatever_is_given_appears_once_and_what_it_becomes_can_be_read_back(nam
 # The command
 
 
-def explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["explain", *words])
-    captured = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return end.value.code, captured.out, captured.err
-
-
 FLAGS = "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 4 --bf16"
 
 
 def test_the_command_prints_a_translation(capsys, pytestconfig: pytest.Config) -> None:
-    code, out, _ = explain(capsys, "--from-megatron", f"{FLAGS} --fp8-format e4m3 --overlap-grad-reduce", "--gpus", "8")
+    code, out, _ = command(
+        capsys, "explain", "--from-megatron", f"{FLAGS} --fp8-format e4m3 --overlap-grad-reduce", "--gpus", "8"
+    )
     assert code == 1
     assert_golden("explain_from_megatron.txt", out, pytestconfig)
 
 
 def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsys, tmp_path: Path) -> None:
     target = tmp_path / "run.toml"
-    code, out, _ = explain(capsys, "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
+    code, out, _ = command(capsys, "explain", "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
     assert code == 0
     assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2, "tp": 1}
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
@@ -365,9 +359,9 @@ DENSE = (
 )
 def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[str], rows: tuple[str, ...]) -> None:
     target = tmp_path / "run.toml"
-    code, out, err = explain(capsys, *words, "--gpus", "8", "--toml", str(target))
+    code, out, err = command(capsys, "explain", *words, "--gpus", "8", "--toml", str(target))
     assert code == 0, out + err
-    code, out, err = explain(capsys, str(target))
+    code, out, err = command(capsys, "explain", str(target))
     assert code == 0, err
     for text in rows:
         assert text in out
@@ -397,7 +391,7 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
     ],
 )
 def test_a_mistake_is_one_line(capsys, words: list[str], message: str) -> None:
-    code, _, err = explain(capsys, *words)
+    code, _, err = command(capsys, "explain", *words)
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1

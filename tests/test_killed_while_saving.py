@@ -6,19 +6,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from hocket.train.damage import damage_of
-from tests.helpers.command import ALONE, SMALL, alive, children_of, end_all, finish, hocket, start, text_in, wait_for
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
+from tests.helpers.command import ALONE, SMALL, alive, children_of, finish, hocket, start, text_in, wait_for
 
 
 def kill_while_saving(folder: Path, words: list[str], who: slice, delay: float) -> str:

@@ -6,7 +6,6 @@ import gzip
 import json
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,10 @@ from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe
 from hocket.train.signals import StopRequest
 from hocket.train.trace_reader import Reading, TraceReader
-from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, text_in, wait_for
+from tests.helpers.command import ALONE, SMALL, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
 from tests.ranks.test_lane_orders import microbatches_of
 from tests.trace.build import Trace
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
 
 
 def trace_of(folder: Path, rank: int, run: str = "tiny") -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,9 @@ from hocket.launching.worker import Job
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
-from tests.helpers.command import ALONE, SMALL, end_all, finish, start, text_in
+from tests.helpers.command import ALONE, SMALL, finish, start, text_in
 from tests.helpers.ranks import server_environment
 from tests.test_bad_input import one_message
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
 
 
 @pytest.mark.parametrize(

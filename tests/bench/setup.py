@@ -17,6 +17,7 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConf
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
 from tests.helpers.plans import planned
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,15 @@ def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str,
         found[name] = gate.curve(contender, work, rank, CPU, steps)
         contender.close()
     return found
+
+
+def learn_the_same(world: int, work: Workload, names: list[str]) -> None:
+    """Contenders on so many ranks come to the curves of the first, well within the gate's tolerance."""
+    found = run_ranks(curves, world, names, work, 8)
+    verdict = gate.judge(found[0], work)
+    assert found[1] == found[0], "every rank comes to the same verdict"
+    assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"
+    assert verdict.fall > 0.02
 
 
 def built(name: str, rank: int, work: Workload) -> Contender:

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,12 @@ from hocket.commands.bench import check, chosen
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
 from tests.bench.setup import CPU, workload
-from tests.helpers.command import ALONE, SMALL, end_all, finish, hocket, start, wait_for
+from tests.helpers.command import ALONE, SMALL, finish, hocket, start, wait_for
 from tests.helpers.ranks import run_ranks
 
 QUICK = ["--blocks", "2", "--steps", "1", "--gate_steps", "3"]
 SLOW = ["--train.transport", "slow", "--train.slow_latency", "0.001"]
 LITTLE = ["--model.layers", "2", "--train.microbatches", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:

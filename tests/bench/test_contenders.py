@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.bench import gate
 from hocket.bench.contender import CONTENDERS, load
 from hocket.bench.ours import Muted, Planned
 from hocket.bench.plain import Exchange, first_value, materialize, plain_model
 from hocket.bench.workload import Workload, batches
-from tests.bench.setup import CPU, built, curves, workload
+from tests.bench.setup import CPU, built, curves, learn_the_same, workload
 from tests.helpers.ranks import run_ranks
 
 FSDP = ["fsdp2", "fsdp2_fp32", "fsdp2_tuned", "fsdp2_tuned_fp32"]
@@ -41,12 +40,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_learn_the_same(case):
-    world, work, names = CASES[case]
-    found = run_ranks(curves, world, names, work, 8)
-    verdict = gate.judge(found[0], work)
-    assert found[1] == found[0], "every rank comes to the same verdict"
-    assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"
-    assert verdict.fall > 0.02
+    learn_the_same(*CASES[case])
 
 
 def compiled(rank: int) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hocket.bench import gate
 from hocket.bench.ours import Muted
 from hocket.bench.sharded import Sharded
 from hocket.bench.workload import batches
@@ -17,7 +16,7 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.comm import Group, Window
 from hocket.runtime.pretended import Null
 from hocket.runtime.sinks import sink_of
-from tests.bench.setup import CPU, built, curves, workload
+from tests.bench.setup import CPU, built, learn_the_same, workload
 from tests.helpers.ranks import run_ranks
 
 EVERY = [f"fully_shard{way}" for way in ("", "_slots", "_unified", "_fp32_wire", "_copied")]
@@ -31,12 +30,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_learn_the_same(case):
-    world, work, names = CASES[case]
-    found = run_ranks(curves, world, names, work, 8)
-    verdict = gate.judge(found[0], work)
-    assert found[1] == found[0], "every rank comes to the same verdict"
-    assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"
-    assert verdict.fall > 0.02
+    learn_the_same(*CASES[case])
 
 
 def of(contender: object) -> list[ParamGroup]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hocket.bench.contender import Resting, load
 from hocket.bench.workload import batches
 from hocket.settings.leaves import changed
 from tests.bench.setup import workload
-from tests.helpers.command import end_all, finish, start
+from tests.helpers.command import finish, start
 
 WORDS = [
     "tiny", "--mesh.pp", "1", "--plan.chunks", "1", "--precision.compute", "bf16", "--model.hidden", "512",
@@ -27,12 +26,6 @@ CASES = {
     "no optimizer": ["--mesh.ep", "2", "--against", "bound,bound_graph,ep_sync,hocket_null", "--optimizer", "off"],
     "experts": ["--mesh.ep", "2", "--against", "bound,bound_graph,ep_sync,fsdp2_tuned,hocket_sequential,hocket_null"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _end_all() -> Iterator[None]:
-    yield
-    end_all()
 
 
 @pytest.mark.gpu

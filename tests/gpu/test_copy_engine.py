@@ -36,6 +36,7 @@ from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.transports import local_sum
 from hocket.testing import profile_overlap
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_copy_engine import rank_order_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,14 +53,6 @@ BF16 = torch.bfloat16
 def copied(group: Group) -> CopyEngine:
     assert isinstance(group.transport, CopyEngine), f"{group} is not on the copy engine"
     return group.transport
-
-
-def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
-    """What a reduction promises, element by element in the dtype of `into`."""
-    total = parts[0].to(into.dtype)
-    for part in parts[1:]:
-        total = (total + part).to(into.dtype)
-    return into + total * scale
 
 
 # The local sum

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,20 +12,7 @@ from hocket.runtime.island import Island
 from tests.helpers.chunks import init_chunk
 from tests.ranks.test_islands import CASES, CONFIGS, DTYPES, ByIslands, gradients
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _full_fp32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with warnings.catch_warnings():
-        # The first matrix product in autograd's own thread warns that the thread has no CUDA context, and makes one.
-        warnings.simplefilter("ignore")
-        x = torch.ones(2, 2, device="cuda", requires_grad=True)
-        (x @ x).sum().backward()
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

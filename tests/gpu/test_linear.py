@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,20 +13,7 @@ from hocket.runtime.table_rows import dense_gradient, write_rows
 from hocket.runtime.weights import write_product
 from tests.fsdp.sinks import DTYPES, LAYOUTS, OUTPUTS, attach, compare_bits, linears, pair
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _full_fp32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with warnings.catch_warnings():
-        # The first matrix product in autograd's own thread warns that the thread has no CUDA context, and makes one.
-        warnings.simplefilter("ignore")
-        x = torch.ones(2, 2, device="cuda", requires_grad=True)
-        (x @ x).sum().backward()
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 
 
 def large(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:

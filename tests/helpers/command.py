@@ -1,4 +1,4 @@
-"""Run `hocket` in a process of its own."""
+"""Run `hocket`, mostly in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from hocket import cli
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,15 @@ def end_all() -> None:
         for stream in (process.stdout, process.stderr):
             if stream:
                 stream.close()
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command, run in this process."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*map(str, words)])
+    captured = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, captured.out, captured.err
 
 
 def environment(**more: str) -> dict[str, str]:

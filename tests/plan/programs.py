@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hocket.config import Config
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.schedule import Time
 from hocket.plan.shard import Sharding
+from hocket.plan.simulate import Timeline
 from tests.helpers.plans import planned
 
 
@@ -27,6 +29,17 @@ class Case:
 
     def build(self) -> Program:
         return build_program(self.layout, self.microbatches, self.config, self.sharding)
+
+
+def toy(*ranks: list[Op]) -> Program:
+    """A program of hand-made ops."""
+    layout = Layout(kinds=("dense",) * len(ranks), pp=len(ranks))
+    return Program(layout, 1, tuple(tuple(ops) for ops in ranks))
+
+
+def times(timeline: Timeline, rank: int = 0) -> list[tuple[Time, Time]]:
+    """Starts and ends of a rank's ops."""
+    return [(span.start, span.end) for span in timeline.spans[rank]]
 
 
 class _Random:

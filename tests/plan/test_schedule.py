@@ -9,25 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.ops import Layout, Op
 from hocket.plan.schedule import KINDS, Friction
 from hocket.plan.shard import Sharding
-from hocket.plan.simulate import Time, Timeline, simulate
+from hocket.plan.simulate import Time, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
-from tests.plan.programs import Case, cases
+from tests.plan.programs import Case, cases, times, toy
 
 HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
-
-
-def program(*ranks: list[Op]) -> Program:
-    layout = Layout(kinds=("dense",) * len(ranks), pp=len(ranks))
-    return Program(layout, 1, tuple(tuple(ops) for ops in ranks))
-
-
-def times(timeline: Timeline, rank: int = 0) -> list[tuple[Time, Time]]:
-    return [(span.start, span.end) for span in timeline.spans[rank]]
 
 
 # --- contention
@@ -36,7 +27,7 @@ def times(timeline: Timeline, rank: int = 0) -> list[tuple[Time, Time]]:
 def test_compute_gets_on_slower_as_long_as_communication_runs() -> None:
     ops = [Op("gather", "dense", 0, 0, 0, "gather"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0)]
     costs = Table({("gather", "dense"): 6, ("fwd", "attn"): 10, ("fwd", "mlp"): 3})
-    timeline = simulate(program(ops), costs, Friction({"gather": HALF}))
+    timeline = simulate(toy(ops), costs, Friction({"gather": HALF}))
     # 6 seconds at two thirds do 4 of 10; the other 6 go at full speed, and so does the next op
     assert times(timeline) == [(0, 6), (0, 12), (12, 15)]
     assert timeline.ranks[0].busy == 15
@@ -50,7 +41,7 @@ def test_factors_of_kinds_that_run_at_once_add_up() -> None:
         Op("fwd", "attn", 0, 0, 0),
     ]
     costs = Table({("gather", "dense"): 7, ("reduce", "dense"): 4, ("fwd", "attn"): 8})
-    timeline = simulate(program(ops), costs, Friction({"gather": HALF, "reduce": HALF}))
+    timeline = simulate(toy(ops), costs, Friction({"gather": HALF, "reduce": HALF}))
     # to 4 at half speed: 2 done; to 7 at two thirds: 2 more; the last 4 at full speed
     assert times(timeline)[2] == (0, 11)
 
@@ -58,7 +49,7 @@ def test_factors_of_kinds_that_run_at_once_add_up() -> None:
 def test_an_op_that_starts_beside_communication_is_slow_from_its_start() -> None:
     ops = [Op("fwd", "dispatch", 0, 0, 0, "a2a"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0)]
     costs = Table({("fwd", "dispatch"): 100, ("fwd", "attn"): 4, ("fwd", "mlp"): 8})
-    timeline = simulate(program(ops), costs, Friction({"a2a": QUARTER}))
+    timeline = simulate(toy(ops), costs, Friction({"a2a": QUARTER}))
     assert times(timeline) == [(0, 100), (0, 5), (5, 15)]
 
 
@@ -69,14 +60,14 @@ def test_a_hop_slows_both_of_its_ends() -> None:
     ]
     second = [Op("recv", "act", 0, 0, lane="recv_act"), Op("fwd", "attn", 0, 0, 1)]
     costs = Table({("recv", "act"): 3, ("fwd", "attn"): 4})
-    timeline = simulate(program(first, second), costs, Friction({"pp": HALF}))
+    timeline = simulate(toy(first, second), costs, Friction({"pp": HALF}))
     assert times(timeline, 0)[1] == times(timeline, 1)[1] == (0, 5)
 
 
 def test_only_a_kind_with_a_factor_slows() -> None:
     ops = [Op("gather", "dense", 0, 0, 0, "gather"), Op("fwd", "attn", 0, 0, 0)]
     costs = Table({("gather", "dense"): 6, ("fwd", "attn"): 10})
-    assert times(simulate(program(ops), costs, Friction({"a2a": HALF}))) == [(0, 6), (0, 10)]
+    assert times(simulate(toy(ops), costs, Friction({"a2a": HALF}))) == [(0, 6), (0, 10)]
 
 
 # --- the host
@@ -86,7 +77,7 @@ def test_ops_start_when_the_host_comes_to_them_and_end_when_it_is_through() -> N
     ops = [Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0), Op("gather", "dense", 0, 0, 0, "gather")]
     costs = Table({("fwd", "attn"): 1, ("fwd", "mlp"): 9, ("gather", "dense"): 2})
     issue = {("fwd", "attn", "dense"): 4, ("fwd", "mlp", "dense"): 3}
-    timeline = simulate(program(ops), costs, Friction(issue=issue))
+    timeline = simulate(toy(ops), costs, Friction(issue=issue))
     # attn is there at once but lasts until its last kernel is issued; the gather has to wait for both
     assert times(timeline) == [(0, 4), (4, 13), (7, 9)]
 
@@ -99,9 +90,9 @@ def test_the_host_stands_still_at_a_dispatch_until_the_counts_are_known() -> Non
         Op("fwd", "mlp", 0, 0, 0),
     ]
     costs = Table({("fwd", "attn"): 5, ("fwd", "dispatch"): 9, ("wgrad", "mlp"): 2, ("fwd", "mlp"): 2})
-    assert times(simulate(program(ops), costs)) == [(0, 5), (5, 14), (5, 7), (7, 9)]
+    assert times(simulate(toy(ops), costs)) == [(0, 5), (5, 14), (5, 7), (7, 9)]
     # counts arrive 3 after the start of the dispatch: compute has nothing to do until then
-    timeline = simulate(program(ops), costs, Friction(counts=3))
+    timeline = simulate(toy(ops), costs, Friction(counts=3))
     assert times(timeline) == [(0, 5), (5, 14), (8, 10), (10, 12)]
 
 

@@ -12,28 +12,18 @@ from hypothesis import strategies as st
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.shard import Sharding
-from hocket.plan.simulate import KINDS, Time, Timeline, makespan, simulate
+from hocket.plan.simulate import KINDS, Time, makespan, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
-from tests.plan.programs import sample
-
-
-def program(*ranks: list[Op]) -> Program:
-    layout = Layout(kinds=("dense",) * len(ranks), pp=len(ranks))
-    return Program(layout, 1, tuple(tuple(ops) for ops in ranks))
-
-
-def times(timeline: Timeline, rank: int = 0) -> list[tuple[Time, Time]]:
-    return [(span.start, span.end) for span in timeline.spans[rank]]
-
+from tests.plan.programs import sample, times, toy
 
 # --- toys
 
 
 def test_two_ops_on_two_lanes() -> None:
     ops = [Op("gather", "dense", 0, 0, 0, "gather"), Op("fwd", "attn", 0, 0, 0, deps=(0,))]
-    timeline = simulate(program(ops), Table({("gather", "dense"): 3, ("fwd", "attn"): 2}))
+    timeline = simulate(toy(ops), Table({("gather", "dense"): 3, ("fwd", "attn"): 2}))
     assert times(timeline) == [(0, 3), (3, 5)]
     use = timeline.ranks[0]
     assert (use.busy, use.exposed_total, use.idle, timeline.makespan) == (2, 3, 0, 5)
@@ -49,7 +39,7 @@ def test_ops_of_one_lane_run_in_list_order_and_lanes_overlap() -> None:
         Op("fwd", "head", 0, 0, deps=(3,)),
     ]
     costs = {("fwd", "attn"): 4, ("fwd", "dispatch"): 6, ("fwd", "mlp"): 1, ("fwd", "combine"): 2, ("fwd", "head"): 3}
-    timeline = simulate(program(ops), Table(costs))
+    timeline = simulate(toy(ops), Table(costs))
     assert times(timeline) == [(0, 4), (0, 6), (4, 5), (6, 8), (8, 11)]
     assert timeline.ranks[0].busy == 8
     assert timeline.ranks[0].exposed["a2a"] == 3
@@ -64,7 +54,7 @@ def test_time_of_several_kinds_counts_for_the_one_that_ends_last() -> None:
         Op("step", "all", deps=(1,)),
     ]
     costs = {("fwd", "dispatch"): 7, ("gather", "dense"): 9, ("reduce", "dense"): 4, ("fwd", "attn"): 2}
-    use = simulate(program(ops), Table({**costs, ("step", "all"): 1})).ranks[0]
+    use = simulate(toy(ops), Table({**costs, ("step", "all"): 1})).ranks[0]
     assert use.exposed == {"a2a": 0, "pp": 0, "gather": 7, "reduce": 0}
     assert (use.busy, use.exposed_total, use.idle) == (3, 7, 0)
 
@@ -83,19 +73,19 @@ def test_hop_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> Non
         Op("fwd", "mlp", 1, 0, 1, deps=(1,)),
     ]
     costs = {("fwd", "attn"): 5, ("recv", "act"): 7, ("send", "act"): 1000, ("fwd", "mlp"): 1}
-    timeline = simulate(program(first, second), Table(costs))
+    timeline = simulate(toy(first, second), Table(costs))
     assert times(timeline, 0) == [(0, 5), (5, 5), (5, 10), (10, 10)]
     # the second hop's data is ready at 10, but its lane is still busy with the first one
     assert times(timeline, 1) == [(5, 12), (12, 19), (12, 13), (19, 20)]
     late = [*second[:1], second[1]._replace(deps=(2,)), *second[2:]]
     late = [late[0], late[2]._replace(deps=(0,)), late[1]._replace(deps=(1,)), late[3]._replace(deps=(2,))]
-    assert times(simulate(program(first, late), Table(costs)), 1) == [(5, 12), (12, 13), (13, 20), (20, 21)]
+    assert times(simulate(toy(first, late), Table(costs)), 1) == [(5, 12), (12, 13), (13, 20), (20, 21)]
 
 
 def test_ranks_that_wait_on_different_lanes_in_opposite_list_order_finish() -> None:
     left = [Op("recv", "grad", 0, 0, lane="recv_grad"), Op("send", "act", 0, 0, lane="send_act")]
     right = [Op("recv", "act", 0, 0, lane="recv_act"), Op("send", "grad", 0, 0, lane="send_grad", deps=(0,))]
-    timeline = simulate(program(left, right), Table({("recv", "act"): 2, ("recv", "grad"): 3}))
+    timeline = simulate(toy(left, right), Table({("recv", "act"): 2, ("recv", "grad"): 3}))
     assert times(timeline, 0) == [(2, 5), (0, 0)]
     assert times(timeline, 1) == [(0, 2), (2, 2)]
 
@@ -103,7 +93,7 @@ def test_ranks_that_wait_on_different_lanes_in_opposite_list_order_finish() -> N
 def test_all_ranks_take_the_optimizer_step_together() -> None:
     ranks = [[Op("fwd", "attn", 0, 0, rank), Op("step", "all")] for rank in range(2)]
     ranks[1].insert(0, Op("fwd", "mlp", 0, 0, 1))
-    timeline = simulate(program(*ranks), Table({("fwd", "attn"): 1, ("fwd", "mlp"): 4, ("step", "all"): 2}))
+    timeline = simulate(toy(*ranks), Table({("fwd", "attn"): 1, ("fwd", "mlp"): 4, ("step", "all"): 2}))
     assert times(timeline, 0)[-1] == times(timeline, 1)[-1] == (5, 7)
     assert timeline.ranks[0].idle == 4
 
@@ -119,13 +109,13 @@ def test_a_program_that_cannot_finish_names_where_it_stops() -> None:
     ]
     first = r"rank 0 lane recv_grad: 'recv grad m0 c0' \(position 1\)"
     with pytest.raises(ValueError, match=f"never finishes.*; stuck at {first}"):
-        simulate(program(*crossed), Table({}))
+        simulate(toy(*crossed), Table({}))
     with pytest.raises(ValueError, match=r"rank 1 waits at 'recv act m0 c0' for a send that rank 0 does not have"):
-        simulate(program([], [Op("recv", "act", 0, 0, lane="recv_act")]), Table({}))
+        simulate(toy([], [Op("recv", "act", 0, 0, lane="recv_act")]), Table({}))
 
 
 def test_an_empty_program_takes_no_time() -> None:
-    timeline = simulate(program([]), Table({}, fixed=5))
+    timeline = simulate(toy([]), Table({}, fixed=5))
     assert timeline.makespan == 0
     assert timeline.ranks[0].peak_bytes == 5
 
@@ -142,9 +132,9 @@ def test_peak_memory_counts_values_and_saved_state_for_their_lifetimes() -> None
     output = {("fwd", "attn"): 10, ("fwd", "mlp"): 20, ("bwd", "mlp"): 7}
     saved = {("fwd", "attn"): 100, ("fwd", "mlp"): 200, ("bwd", "mlp"): 50, ("bwd", "attn"): 999}
     table = Table(everything, output, saved, fixed=1000)
-    assert simulate(program(ops), table).ranks[0].peak_bytes == 1000 + 100 + 200 + 20 + 7
+    assert simulate(toy(ops), table).ranks[0].peak_bytes == 1000 + 100 + 200 + 20 + 7
     table.saved = {("fwd", "attn"): 100, ("bwd", "mlp"): 500}
-    assert simulate(program(ops), table).ranks[0].peak_bytes == 1000 + 100 + 500 + 7
+    assert simulate(toy(ops), table).ranks[0].peak_bytes == 1000 + 100 + 500 + 7
 
 
 def test_peak_memory_counts_gradients_from_their_first_wgrad_on() -> None:
@@ -156,7 +146,7 @@ def test_peak_memory_counts_gradients_from_their_first_wgrad_on() -> None:
         ]
         everything: dict[tuple[str, str], Time] = {(op.verb, op.part): 1 for op in ops}
         table = Table(everything, saved={("fwd", "attn"): 100}, grads={("wgrad", "attn"): 30})
-        return simulate(program([*ops, Op("step", "all")]), table).ranks[0].peak_bytes
+        return simulate(toy([*ops, Op("step", "all")]), table).ranks[0].peak_bytes
 
     assert peak(1) == 100
     assert peak(2) == peak(3) == 100 + 30

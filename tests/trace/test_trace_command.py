@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from hocket import cli
 from hocket.commands.trace import only, parse, trace_files
 from hocket.trace import load, report
 from hocket.trace.as_json import to_json
 from hocket.trace.table import render
-from tests.helpers.command import environment
+from tests.helpers.command import command, environment
 from tests.trace.build import Trace
 from tests.trace.reports import busy
 
@@ -46,23 +45,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["trace", *map(str, words)])
-    captured = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return end.value.code, captured.out, captured.err
-
-
 def test_a_folder_stands_for_its_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = command(capsys, folder)
+    code, out, err = command(capsys, "trace", folder)
     assert (code, err) == (0, "")
     assert out.startswith("hocket trace: 2 ranks, NVIDIA H200, steps 5, 6\n")
     assert out.strip() == render(report(load(trace_files([str(folder / "traces")])))).strip()
 
 
 def test_json_has_the_figures_of_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = command(capsys, folder, "--json")
+    _, out, _ = command(capsys, "trace", folder, "--json")
     figures = json.loads(out)
     assert figures == to_json(report(load(trace_files([str(folder)]))))
     assert figures["step"]["step_seconds"] == pytest.approx(100e-6)
@@ -71,10 +62,10 @@ def test_json_has_the_figures_of_the_table(folder: Path, capsys: pytest.CaptureF
 
 
 def test_step_looks_at_one_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = json.loads(command(capsys, folder, "--json", "--step", 6)[1])
+    figures = json.loads(command(capsys, "trace", folder, "--json", "--step", 6)[1])
     assert figures["steps"] == [6]
     assert {row["step"] for row in figures["by_rank_and_step"]} == {6}
-    code, _, err = command(capsys, folder, "--step", 7)
+    code, _, err = command(capsys, "trace", folder, "--step", 7)
     assert code == 2
     assert "--step 7 (command line): not in " in err
     assert "fix: one of its steps: 5, 6" in err
@@ -90,7 +81,7 @@ def test_a_step_alone_has_the_figures_that_it_has_among_others() -> None:
 def test_all_files_are_written_and_the_table_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     targets = {name: folder / f"out.{name}" for name in ("html", "svg", "perfetto")}
     words = [word for name, path in targets.items() for word in (f"--{name}", path)]
-    code, out, err = command(capsys, folder / "traces" / "rank0.json.gz", *words)
+    code, out, err = command(capsys, "trace", folder / "traces" / "rank0.json.gz", *words)
     assert (code, out) == (0, "")
     assert [line.split()[0] for line in err.splitlines()] == ["wrote"] * 3
     assert targets["html"].read_text().startswith("<!doctype html>")
@@ -102,10 +93,10 @@ def test_null_adds_the_tax(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "null").mkdir()
     for rank in (0, 1):
         build(rank, tmp_path / "null", speed=0.5)
-    code, out, err = command(capsys, folder, "--null", tmp_path / "null")
+    code, out, err = command(capsys, "trace", folder, "--null", tmp_path / "null")
     assert (code, err) == (0, "")
     assert "Tax of communication" in out
-    figures = json.loads(command(capsys, "--null", tmp_path / "null", "--json", folder)[1])
+    figures = json.loads(command(capsys, "trace", "--null", tmp_path / "null", "--json", folder)[1])
     gemm = next(row for row in figures["tax"]["classes"] if row["class"] == "gemm")
     assert gemm["slowdown_share"] == pytest.approx(75 / 45 - 1)
 
@@ -114,7 +105,7 @@ def test_a_run_that_cannot_be_predicted_is_reported_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = {"version": 99, "transport": "slow", "rank": 0}
-    code, out, _ = command(capsys, build(0, tmp_path, hocket=run))
+    code, out, _ = command(capsys, "trace", build(0, tmp_path, hocket=run))
     assert code == 0
     assert "no prediction: " in " ".join(out.split())
     assert "version 99" in out
@@ -124,10 +115,10 @@ def test_a_run_that_cannot_be_predicted_is_reported_all_the_same(
 def test_a_terminal_gets_colours_and_a_file_does_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "\x1b[" not in command(capsys, folder)[1]
+    assert "\x1b[" not in command(capsys, "trace", folder)[1]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b[1m" in command(capsys, folder)[1]
+    assert "\x1b[1m" in command(capsys, "trace", folder)[1]
 
 
 def test_the_order_of_words_does_not_matter() -> None:
@@ -145,8 +136,8 @@ def test_a_reader_that_leaves_and_a_terminal_without_width_are_no_failures(folde
 
 
 def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(capsys, "--help")[0] == 0
-    code, out, _ = command(capsys)
+    assert command(capsys, "trace", "--help")[0] == 0
+    code, out, _ = command(capsys, "trace")
     assert code == 2
     assert "--perfetto FILE" in out
 
@@ -186,7 +177,7 @@ def test_mistakes_are_one_clear_line(
 ) -> None:
     (folder / "empty").mkdir()
     (folder / "empty" / "explanation.json").write_text("{}")  # as a run without --profile leaves it
-    code, out, err = command(capsys, *(word.format(run=folder) for word in words))
+    code, out, err = command(capsys, "trace", *(word.format(run=folder) for word in words))
     assert code == 2
     assert said in err
     assert err.startswith("hocket: ")
@@ -200,7 +191,7 @@ def test_a_null_trace_that_communicates_is_refused(
     (tmp_path / "other").mkdir()
     for rank in (0, 1):
         build(rank, tmp_path / "other")
-    code, _, err = command(capsys, folder, "--null", tmp_path / "other")
+    code, _, err = command(capsys, "trace", folder, "--null", tmp_path / "other")
     assert code == 2
     assert "no run without communication" in err
 
