@@ -174,17 +174,17 @@ FAST = changed(DENSE, {"train.microbatches": 1, "model.hidden": 1024, "model.ffn
 
 def test_without_copies_what_hung_on_them_is_chosen_anew_and_nothing_else() -> None:
     before = resolve(FAST, HERE)
-    assert (before.train.transport, before.overlap.dp.gather_in_update) == ("copy_engine", "on")
+    assert (before.train.transport, before.overlap.dp.update) == ("copy_engine", "next_step")
     after = without_copies(before, WHY)
     assert chosen(after).reason == WHY
-    assert "NCCL's kernels gain nothing" in chosen(after, "overlap.dp.gather_in_update").reason
+    assert "NCCL's kernels gain nothing" in chosen(after, "overlap.dp.update").reason
     assert after == replace(resolve(FAST, replace(HERE, no_copy_engine=WHY)), decisions=after.decisions), (
         "not as if the host had said so before"
     )
     names = [decision.setting for decision in after.decisions]
     assert sorted(names) == sorted(decision.setting for decision in before.decisions)
-    asked = resolve(changed(FAST, {"overlap.dp.gather_in_update": "on"}), HERE)
-    assert without_copies(asked, WHY).overlap.dp.gather_in_update == "on"
+    asked = resolve(changed(FAST, {"overlap.dp.update": "next_step"}), HERE)
+    assert without_copies(asked, WHY).overlap.dp.update == "next_step"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -26,7 +26,7 @@ from hocket.variables import no_copies
 
 TRANSPORT = "train.transport"
 COPIES = "copy_engine"
-CHOSEN_BY_IT = TRANSPORT, "overlap.dp.gather_in_update"
+CHOSEN_BY_IT = TRANSPORT, "overlap.dp.update"
 """What is chosen anew where copies turn out not to be had."""
 
 
