@@ -108,6 +108,15 @@ def _hocket(about: str, settings: Mapping[str, Any], **fits: Any) -> Entry:
     return Entry(f"{_OURS}:planned", f"hocket, {about}", pp="any", settings=settings, **fits)
 
 
+def _megatron_core(way: str, about: str, **fits: Any) -> Entry:
+    target = f"{_PEERS}.megatron_core:megatron_core{way}"
+    return Entry(target, about, "megatron-core==0.19.2", cuda=True, pp="any", **fits)
+
+
+def _torchtitan(way: str, about: str, **fits: Any) -> Entry:
+    return Entry(f"{_PEERS}.torchtitan:torchtitan{way}", about, "torchtitan==0.2.2", cuda=True, pp="any", **fits)
+
+
 CONTENDERS: dict[str, Entry] = {
     "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
     "bound_graph": Entry(f"{_PEERS}.bound:bound_graph", "the bound, replayed as a CUDA graph", cuda=True, bound=True),
@@ -175,30 +184,12 @@ CONTENDERS: dict[str, Entry] = {
     "deepspeed": Entry(
         f"{_PEERS}.deepspeed:deepspeed", "DeepSpeed ZeRO-3", "deepspeed==0.19.8", cuda=True, model="whole"
     ),
-    "megatron_core": Entry(
-        f"{_PEERS}.megatron_core:megatron_core", "megatron-core: schedules, DDP, sharded optimizer, expert overlap",
-        package="megatron-core==0.19.2", cuda=True, pp="any",
-    ),
-    "megatron_core_fp32": Entry(
-        f"{_PEERS}.megatron_core:megatron_core_fp32", "megatron-core, gradients in fp32",
-        package="megatron-core==0.19.2", cuda=True, pp="any",
-    ),
-    "megatron_core_sync": Entry(
-        f"{_PEERS}.megatron_core:megatron_core_sync", "megatron-core, synchronous expert all-to-all",
-        package="megatron-core==0.19.2", cuda=True, pp="any", model="moe",
-    ),
-    "torchtitan": Entry(
-        f"{_PEERS}.torchtitan:torchtitan", "torchtitan: FSDP2 wiring, experts' plan, its best pipeline",
-        package="torchtitan==0.2.2", cuda=True, pp="any",
-    ),
-    "torchtitan_fp32": Entry(
-        f"{_PEERS}.torchtitan:torchtitan_fp32", "torchtitan, fp32 reduce",
-        package="torchtitan==0.2.2", cuda=True, pp="any",
-    ),
-    "torchtitan_dispatcher": Entry(
-        f"{_PEERS}.torchtitan:torchtitan_dispatcher", "torchtitan with its own permutation of rows",
-        package="torchtitan==0.2.2", cuda=True, pp="any", model="moe",
-    ),
+    "megatron_core": _megatron_core("", "megatron-core: schedules, DDP, sharded optimizer, expert overlap"),
+    "megatron_core_fp32": _megatron_core("_fp32", "megatron-core, gradients in fp32"),
+    "megatron_core_sync": _megatron_core("_sync", "megatron-core, synchronous expert all-to-all", model="moe"),
+    "torchtitan": _torchtitan("", "torchtitan: FSDP2 wiring, experts' plan, its best pipeline"),
+    "torchtitan_fp32": _torchtitan("_fp32", "torchtitan, fp32 reduce"),
+    "torchtitan_dispatcher": _torchtitan("_dispatcher", "torchtitan with its own permutation of rows", model="moe"),
 }  # fmt: skip
 """Every contender by name, but those that a user makes of settings."""
 

@@ -42,6 +42,11 @@ class Workload:
         return mesh_of(self.config)
 
     @property
+    def chunks(self) -> int:
+        """Virtual stages per rank; without a pipeline there is one, whatever the plan says."""
+        return self.config.plan.chunks if self.mesh.pp > 1 else 1
+
+    @property
     def dtype(self) -> torch.dtype:
         """What computes. Main weights and optimizer state are fp32."""
         return DTYPES[self.config.precision.compute]

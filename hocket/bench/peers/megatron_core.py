@@ -61,17 +61,12 @@ def megatron_core_sync(workload: Workload, rank: int, device: torch.device) -> C
     return MegatronCore(workload, rank, device, Options(overlap_experts=False))
 
 
-def chunks_of(workload: Workload) -> int:
-    """Virtual stages per rank; without a pipeline there is one, whatever the plan says."""
-    return workload.config.plan.chunks if workload.mesh.pp > 1 else 1
-
-
 def join_groups(workload: Workload) -> None:
     """Make megatron-core's process groups; its default order of ranks is hocket's: pp outermost, ep inside dp.
 
     They are global to the process: contenders of one mesh share them, another mesh replaces them.
     """
-    mesh, chunks = workload.mesh, chunks_of(workload)
+    mesh, chunks = workload.mesh, workload.chunks
     wanted = (mesh.pp, chunks if chunks > 1 else None, mesh.ep)
     if parallel_state.model_parallel_is_initialized():
         found = (
@@ -93,7 +88,7 @@ def join_groups(workload: Workload) -> None:
 def overlaps(workload: Workload, options: Options) -> bool:
     """Whether the forward and backward of two microbatches are combined: megatron-core's conditions for it."""
     mesh = workload.mesh
-    possible = mesh.ep > 1 and workload.dtype is torch.bfloat16 and (mesh.pp == 1 or chunks_of(workload) > 1)
+    possible = mesh.ep > 1 and workload.dtype is torch.bfloat16 and (mesh.pp == 1 or workload.chunks > 1)
     return options.overlap_experts and possible
 
 
@@ -117,7 +112,7 @@ class MegatronCore:
 
     def _config(self) -> Any:
         mesh, c, dtype = self.workload.mesh, self.workload.config, self.workload.dtype
-        chunks = chunks_of(self.workload)
+        chunks = self.workload.chunks
         interleaved = chunks > 1
         return TransformerConfig(
             num_layers=mesh.pp * chunks,  # only checked to be divisible; hocket's layout says which layers
@@ -161,7 +156,7 @@ class MegatronCore:
         rows = Exchange(parallel_state.get_expert_model_parallel_group(), mesh.ep, where.ep)
         # Counts have a communicator of their own, as in megatron-core's dispatcher: they must not queue behind rows.
         counts = Exchange(parallel_state.get_expert_tensor_and_model_parallel_group(), mesh.ep, where.ep)
-        for number in range(chunks_of(workload)):
+        for number in range(workload.chunks):
             model = plain_stage(workload, rank, number, rows)
             materialize(model, workload, rank, self.device)
             for name, param in model.named_parameters():
@@ -298,7 +293,7 @@ def check(workload: Workload) -> None:
     """Raise ValueError for what megatron-core's schedules do not take."""
     mesh, c = workload.mesh, workload.config
     prefix = "against = megatron_core (command line): "
-    interleaved = chunks_of(workload) > 1
+    interleaved = workload.chunks > 1
     group = c.plan.group or mesh.pp
     left = c.train.microbatches % group
     if interleaved and (c.train.microbatches < group or 0 < left < mesh.pp):

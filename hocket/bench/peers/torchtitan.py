@@ -68,14 +68,9 @@ def dims_of(mesh: Mesh) -> Any:
     return dims
 
 
-def chunks_of(workload: Workload) -> int:
-    """Virtual stages per rank; without a pipeline there is one, whatever the plan says."""
-    return workload.config.plan.chunks if workload.mesh.pp > 1 else 1
-
-
 def schedule_of(workload: Workload) -> str:
     """The best of torchtitan's pipeline schedules that a rank's number of chunks allows; empty without a pipeline."""
-    mesh, chunks, microbatches = workload.mesh, chunks_of(workload), workload.config.train.microbatches
+    mesh, chunks, microbatches = workload.mesh, workload.chunks, workload.config.train.microbatches
     if mesh.pp == 1:
         return ""
     if chunks == 1:
@@ -107,14 +102,14 @@ class Torchtitan:
         self.settings = self._settings()
 
     def _stage_count(self) -> int:
-        return self.mesh.pp * chunks_of(self.workload)
+        return self.mesh.pp * self.workload.chunks
 
     def _stages(self) -> list[int]:
         """The virtual stages of this rank: in a loop, or there and back in a V."""
         pp, rank = self.mesh.pp, self.where.pp
         if self.overlap:
             return [rank, 2 * pp - 1 - rank]
-        return [chunk * pp + rank for chunk in range(chunks_of(self.workload))]
+        return [chunk * pp + rank for chunk in range(self.workload.chunks)]
 
     def _model(self, number: int) -> TitanModel:
         """One virtual stage on the meta device, in torchtitan's hands."""
