@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from hocket.kernels import router
 from hocket.runtime import functional
 from hocket.runtime.functional import score
-from tests.ranks.test_islands import gradients
+from tests.ranks.test_islands import CONFIGS, ByIslands, batch, gradients, model
 
 BF16 = torch.bfloat16
 TOKENS = st.sampled_from([0, 1, 2, 63, 65, 130])
@@ -93,6 +95,28 @@ def test_managed_equals_ordinary_and_the_formula(shape, read, monkeypatch: pytes
         # A product in fp32 may be added up in another order. The formula rounds two gradients of x and their sum.
         rtol, atol = (1e-5, 1e-5) if a.dtype is torch.float32 else (2**-6, 2**-6)
         torch.testing.assert_close(a, c, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["mixed_shared", "sigmoid"])
+def test_a_model_by_islands_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nearly the gradients of formulas, in which more is rounded."""
+    ids, targets = batch((1, 6))
+    formula = model(CONFIGS[name], BF16)
+    formula.loss(formula(ids), targets).backward(torch.tensor(0.5))
+    monkeypatch.setattr(functional, "usable", lambda *tensors: True)
+    plain = model(CONFIGS[name], BF16)
+    with patch.object(router, "input_gradient", wraps=router.input_gradient) as called:
+        loss = plain.loss(plain(ids), targets)
+        loss.backward(torch.tensor(0.5))
+    assert called.call_count == 2
+    islands = ByIslands(model(CONFIGS[name], BF16), defer=True)
+    assert torch.equal(loss, islands.step(ids, targets))
+    grads = {name: islands.grads[weight] for weight, name in islands.weights.items()}
+    for (param_name, param), other in zip(plain.named_parameters(), formula.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        assert torch.equal(param.grad, grads[param_name]), param_name
+        assert (param.grad - other.grad).norm() <= 0.03 * other.grad.norm(), param_name
 
 
 def test_other_dtypes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
