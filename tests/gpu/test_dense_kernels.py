@@ -95,14 +95,14 @@ def test_router(tokens: int, experts: int, width: int) -> None:
         x64, w64, g64 = x.double(), w.double(), g.double()
         exact = [x64 @ w64.t(), g64 @ w64 + g_x.double(), g64.t() @ x64]
         terms = [x64.abs() @ w64.abs().t(), g64.abs() @ w64.abs() + g_x.double().abs(), g64.abs().t() @ x64.abs()]
-    for found, again, e, t, lost in zip(run(), run(), exact, terms, (2**-19, 2**-16, 2**-19), strict=True):
+    for found, again, e, t, lost in zip(run(), run(), exact, terms, (2**-18, 2**-16, 2**-18), strict=True):
         assert torch.equal(found, again)
         rounding = 2**-8 if found.dtype is torch.bfloat16 else 0.0
         assert ((found.double() - e).abs() <= rounding * e.abs() + lost * t).all()
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (3, 5), (8192, 128)])
-def test_weight_gradient_of_a_router_in_fp32(tokens: int, experts: int) -> None:
+@pytest.mark.parametrize(("tokens", "experts", "lost"), [(1, 128, 2**-21), (3, 5, 2**-20), (8192, 128, 2**-18)])
+def test_weight_gradient_of_a_router_in_fp32(tokens: int, experts: int, lost: float) -> None:
     """Nothing of the gradient is left out where microbatches are added up; of few tokens it could be seen."""
     from hocket.kernels.router import weight_gradient
 
@@ -111,7 +111,7 @@ def test_weight_gradient_of_a_router_in_fp32(tokens: int, experts: int) -> None:
     exact = out.double() + 0.5 * g.double().t() @ x.double()
     terms = out.double().abs() + 0.5 * g.double().abs().t() @ x.double().abs()
     weight_gradient(g, x, out, add=True, scale=0.5)
-    assert ((out.double() - exact).abs() <= 2**-20 * terms).all()
+    assert ((out.double() - exact).abs() <= lost * terms).all()
 
 
 def test_router_in_a_graph() -> None:
