@@ -94,7 +94,17 @@ PARALLEL: tuple[Entry, ...] = (
     entry("--use-tp-pp-dp-mapping", bool, never("the order of ranks is fixed: tp varies fastest, then dp, then pp")),
     entry("--num-distributed-optimizer-instances", int, only(1, "no replicas of shards in planned steps", "one")),
     entry("--outer-dp-sharding-strategy", str, only("no_shard", "no replicas of shards in planned steps", "one")),
-    entry("--distributed-backend", str, same("train.transport")),
+    entry(
+        "--distributed-backend",
+        str,
+        choice(
+            {
+                "nccl": to(needless="groups of GPUs are NCCL's; train.transport leaves to copies what they can move"),
+                "gloo": Answer("becomes", {"train.transport": "gloo"}),
+            },
+            "groups are of nccl or gloo",
+        ),
+    ),
     entry(
         "--distributed-timeout-minutes",
         int,
