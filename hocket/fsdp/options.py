@@ -37,8 +37,8 @@ class ShardOptions:
     """Where gathered weights lie: `dynamic` memory that comes and goes, which suits any model, or a number of fixed
     buffers, which bound the memory and which CUDA graphs and the copy engine need. `auto` is fixed for these."""
     transport: ShardTransport = "auto"
-    """How bytes move: `auto` is nccl for GPUs and gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL.
-    `null` moves none, for measuring the bound."""
+    """How bytes move: `auto` is nccl for GPUs, since copy engines need fixed slots, and gloo for CPUs.
+    `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
     unified: bool = False
     """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
