@@ -195,7 +195,8 @@ def dense_pieces(sizes: Sizes) -> Iterator[Piece]:
     yield Piece("rotary", lambda q: rotate(q, table), [q], sizes.bytes(2 * heads), sizes.bytes(2 * heads))
     w_router, scores = sizes.new(m.experts, m.hidden), 4 * tokens * m.experts
     moved = sizes.bytes(hidden, w_router.numel()) + scores  # backward also adds the gradient of who else reads x
-    yield Piece("router", lambda x: score(x, w_router), [x], moved, 2 * moved + sizes.bytes(hidden), [w_router])
+    back = 2 * moved + sizes.bytes(hidden)
+    yield Piece("router", lambda x: score(x.flatten(0, -2), w_router), [x], moved, back, [w_router])
     inner = sizes.rows * m.expert_ffn
     gate_up = sizes.new(sizes.rows, 2 * m.expert_ffn)
     yield Piece("swiglu", swiglu, [gate_up], sizes.bytes(3 * inner), sizes.bytes(5 * inner))
