@@ -19,6 +19,7 @@ from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
+from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.kernels import IGNORED
@@ -71,7 +72,6 @@ class Engine:
         device: torch.device,
         *,
         groups: Groups | None = None,
-        keep_records: int | None = 64,
         update: bool = True,
     ) -> None:
         self.config, self.device = config, device
@@ -101,7 +101,7 @@ class Engine:
         sides = [] if self._tensors is None else [self._tensors.side]
         self.lanes: Lanes = CudaLanes(device, sides) if on_gpu else CpuLanes()
         self._grad_norm = torch.zeros((), device=device)
-        self.executor = self.executor_for(self.program, self._finish_step, keep_records)
+        self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
         if config.plan.graphs == "on":
@@ -140,9 +140,7 @@ class Engine:
         shape = (c.train.sequences, c.data.sequence_length) if self.mesh.tp == 1 else (1, c.tokens)
         return Activation((*shape, c.model.hidden), self.dtype, self.device)
 
-    def executor_for(
-        self, program: Program, on_step: Callable[[], None] | None, keep_records: int | None = 64
-    ) -> Executor:
+    def executor_for(self, program: Program, on_step: Callable[[], None] | None) -> Executor:
         """What runs a program on this engine's weights and groups. It must fit them: same layout, no more slots.
 
         `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
@@ -161,7 +159,7 @@ class Engine:
             actions.on_update = self._optimizer.update
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
-        return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], keep_records), order)
+        return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)
 
     @property
     def optimizer(self) -> PlannedAdamW:
@@ -289,13 +287,10 @@ class Engine:
         """The recorder of the executor that runs right now."""
         return next((e.recorder for e in self._executors if e.recorder.active), None)
 
-    def report(self, rank: int) -> str:
-        """What this rank is doing, for a report of a hang."""
+    def report(self, rank: int, device: bool = True) -> str:
+        """What this rank is doing, for a report of a hang; without `device`, as far as the host knows."""
         recorder = self.current_recorder
-        if recorder is None:
-            return ""
-        ops = recorder.report(rank, lambda op, p: self.lanes.completed(op.lane, p))
-        return f"{ops}\n  calls of each group, and the last: {self.groups.report()}"
+        return "" if recorder is None else Standstill(rank, recorder, self.groups, self.lanes, device).text()
 
     def assert_clean(self) -> None:
         """After a step nothing may be left: no value, island, slot or pending collective."""

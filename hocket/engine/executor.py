@@ -110,9 +110,7 @@ class Executor:
                 recorder.issue(c.position)
                 lanes.use(c.lane)
                 for lane, position in c.waits:
-                    recorder.waiting = position
                     lanes.wait(lane, position)
-                recorder.waiting = None
                 result = c.run(c.op, *[values[p] for p in c.inputs])
                 pending = None
                 if c.lane not in COMPUTING:
@@ -124,8 +122,10 @@ class Executor:
                 if self._rehearse:
                     lanes.settle()
             lanes.end()
-        except BaseException:
+        except BaseException as error:
             recorder.end()
+            if recorder.issued:
+                error.add_note(f"while op {recorder.issued[-1]} was issued: {recorder.ops[recorder.issued[-1]]}")
             raise
         if self._rehearse:  # from now on lanes run side by side
             self._rehearse, self._ops = False, self._list

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hocket.launching.culprit import culprit
+from hocket.runtime.exchanges import STATE, RankState
 from hocket.runtime.recorder import HANG_EXIT_CODE, HANG_HEADLINE
 
 TAIL = 15
@@ -52,16 +54,29 @@ class Child:
 
 
 def explain_hang(children: list[Child], silent: list[Child]) -> int:
-    """Say what every rank waited for, and which ones did not say. Returns the exit code."""
+    """Say whom the others waited for, what every rank waited for, and which ones did not say. Returns the exit code."""
     reports = {child.rank: report_of_hang(child) for child in children if child.code == HANG_EXIT_CODE}
-    still = "".join(f"; rank {child.rank} (process {child.pid}) said nothing and was ended" for child in silent)
+    states = {rank: state for rank, lines in reports.items() if (state := state_in(lines)) is not None}
+    cause = culprit(states, {child.rank for child in children} - states.keys())
     waited = f"{'ranks' if len(reports) > 1 else 'rank'} {', '.join(map(str, reports))} waited"
+    rest = "".join(f"; rank {child.rank} (process {child.pid}) said nothing and was ended" for child in silent)
+    for child in children:
+        if child not in silent and child.code not in (0, HANG_EXIT_CODE):
+            rest += f"; rank {child.rank} (process {child.pid}) {how_it_ended(child)}"
     sys.stderr.write(
-        f"{reports[min(reports)][0]}: {waited}{still}. "
+        f"{reports[min(reports)][0]}: {cause}. {waited}{rest}. "
         f"fix: see {children[0].log.parent}, or raise train.hang_timeout; {children[0].again}\n"
     )
-    sys.stderr.writelines(f"  | {line}\n" for _, *lines in reports.values() for line in lines)
+    for _, *lines in reports.values():
+        sys.stderr.writelines(f"  | {line}\n" for line in lines if not line.startswith(STATE))
     return 1
+
+
+def how_it_ended(child: Child) -> str:
+    """By a signal, or with which code."""
+    return (
+        f"was ended by {signal.Signals(-child.code).name}" if child.code < 0 else f"ended with exit code {child.code}"
+    )
 
 
 def report_of_hang(child: Child) -> list[str]:
@@ -69,6 +84,12 @@ def report_of_hang(child: Child) -> list[str]:
     lines = child.log.read_text(errors="replace").splitlines()
     start = max((i for i, line in enumerate(lines) if line.startswith(HANG_HEADLINE)), default=None)
     return [HANG_HEADLINE, f"rank {child.rank}: its report is missing"] if start is None else lines[start:]
+
+
+def state_in(report: list[str]) -> RankState | None:
+    """What a report says for programs; None if it says nothing."""
+    lines = [line for line in report if line.startswith(STATE)]
+    return RankState.from_line(lines[-1]) if lines else None
 
 
 def explain(children: list[Child]) -> int:
@@ -82,9 +103,8 @@ def explain(children: list[Child]) -> int:
     # A signal is the cause before an exception, which may only tell that somebody else has gone; so may a later one.
     cause = min(failed, key=lambda child: (child.code >= 0, words[child.rank].get("time", math.inf)))
     if cause.code < 0:
-        name = signal.Signals(-cause.code).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        what = f"was ended by {name}{hint}"
+        hint = " (out of memory?)" if cause.code == -signal.SIGKILL else ""
+        what = f"{how_it_ended(cause)}{hint}"
     else:
         what = f"failed with {words[cause.rank].get('text') or f'exit code {cause.code}'}"
     sys.stderr.write(

@@ -21,12 +21,15 @@ from hocket.launching.children import Child, explain, explain_hang
 from hocket.launching.ports import free_port
 from hocket.launching.worker import Job, child_main
 from hocket.resolve import Settings
-from hocket.runtime.recorder import HANG_EXIT_CODE
+from hocket.runtime.recorder import ANSWER, HANG_EXIT_CODE
 from hocket.settings.leaves import problem
 from hocket.train.signals import asking, hang_up
 
 GRACE = 2.5
 """Seconds in which other workers may fail too once one has, so that the cause can be told from its consequences."""
+
+GONE = 30.0
+"""Seconds in which killed workers must have gone."""
 
 
 def start_workers(settings: Settings, job: Job) -> int:
@@ -125,8 +128,11 @@ def watch(children: list[Child], asked: list[int], ended: str) -> int:
     if asked and any(child.status and child.code in ended_by(asked) for child in children):
         sys.stderr.write(f"hocket: {ended}\n")
         return 128 + asked[0]
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and any(child.status is None for child in children):
+    first = time.monotonic()
+    while any(child.status is None for child in children):
+        hang = any(child.status and child.code == HANG_EXIT_CODE for child in children)
+        if time.monotonic() > first + GRACE + (ANSWER if hang else 0.0):
+            break
         if any(child.status and child.code < 0 for child in children):
             break  # a killed worker is the cause, whatever the others will say
         for child in children:
@@ -148,8 +154,16 @@ def kill(children: list[Child]) -> None:
     """End all workers that still run, with everything that they have started."""
     for child in children:
         child.poll()
-        if child.status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
-            child.status = 0  # not a failure of its own
+    running = [child for child in children if child.status is None]
+    for child in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + GONE
+    while any(child.status is None for child in running) and time.monotonic() < deadline:
+        time.sleep(0.005)
+        for child in running:
+            child.poll()
+    for child in running:
+        if child.status is None:  # the system has not given back what it has of a GPU
+            sys.stderr.write(f"hocket: rank {child.rank} (process {child.pid}) was killed, and is still there\n")
+        child.status = 0  # not a failure of its own

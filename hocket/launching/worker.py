@@ -99,7 +99,7 @@ def child_main(settings: Settings, worker: Worker, job: Job, log: int, pipe: int
         code = 2
         log_error()
     except BaseException as error:
-        say(pipe, "crash", f"{type(error).__name__}: {error}")
+        say(pipe, "crash", "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
         log_error()
     end_now(code)
 

@@ -8,9 +8,10 @@ collective creates anything while lanes are running.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,10 +23,14 @@ from hocket.config import COPIED
 from hocket.plan.mesh import PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.copy_engine import CopyEngine, problem
+from hocket.runtime.exchanges import Issued, Words
 from hocket.runtime.group_transport import HOPS, CommOptions, TransportName, make_transport
+from hocket.runtime.hop_copies import CopiedHops
+from hocket.runtime.peer_copies import CopiedRows
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.reach import place, refuse, unreachable
+from hocket.runtime.shared_memory import Barrier
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
@@ -95,8 +100,8 @@ class Group:
         self.size = len(ranks)
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0
-        self.last = ""
-        """The call that was made last."""
+        self.issued: Issued | None = None
+        """The calls since a step began, for those who ask why one does not end; None: nobody does."""
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks {list(self.ranks)}, rank {self.rank})"
@@ -106,6 +111,28 @@ class Group:
         """The other rank of a group of two."""
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
+
+    @property
+    def key(self) -> str:
+        """The same on all ranks of the group, and of no other group."""
+        sends_and_receives = self.name.startswith(("send_", "recv_"))
+        purpose = self.name.split("_")[1] if sends_and_receives else self.name
+        return f"{purpose} {','.join(map(str, self.ranks))}"
+
+    @property
+    def words(self) -> Words | None:
+        """Words in memory by which its ranks wait for each other; None if there is none to read."""
+        match self.transport:
+            case CopiedHops(copies=words) | CopyingNccl(tokens=words):
+                return words
+            case CopiedRows(copies=rows) | PushedRows(pushes=rows):
+                return rows.barrier if isinstance(rows.barrier, Barrier) else None
+        return None
+
+    def begin(self) -> Issued:
+        """A step begins: what is issued from here on."""
+        self.issued = Issued(marks=self.words.begin() if self.words else [])
+        return self.issued
 
     def tokens(self) -> Tokens | None:
         """How tensor-parallel ranks can move tokens piece by piece; None if they can't."""
@@ -132,7 +159,8 @@ class Group:
 
     def _count(self, call: str, nbytes: int) -> None:
         self.calls[call] += 1
-        self.last = call
+        if self.issued is not None:
+            self.issued.calls.append((call, time.monotonic()))
         self.sent_bytes += nbytes if self.size > 1 else 0
 
     def forget_calls(self) -> None:
@@ -260,15 +288,17 @@ class Groups:
     recv_grad_back: Group | None = None
     made: tuple[str, ...] = ()
     """Names of the groups in the order in which they were made, in which all ranks agree."""
+    steps: int = field(default=0, init=False)
+    """Steps that have begun."""
 
     def __iter__(self) -> Iterator[Group]:
         for name in self.made:
             yield getattr(self, name)
 
-    def report(self) -> str:
-        """How many calls this rank has made on each group, and the last of them: ranks that differ wait in it."""
-        used = [group for group in self if group.size > 1 and group.last]
-        return "; ".join(f"{group.name} {group.calls.total()}, {group.last}" for group in used) or "none"
+    def begin(self) -> dict[str, Issued]:
+        """A step begins: what is issued from here on, by group."""
+        self.steps += 1
+        return {group.name: group.begin() for group in self if group.size > 1}
 
     def edges(self) -> Iterator[Group]:
         """Those between pipeline ranks."""

@@ -1,14 +1,30 @@
 """Operations of a stream that torch has no words for: the driver copies, writes a word, and waits for one.
 
 They are operations of the stream, not kernels: they need no SM, and a wait does not take one from products.
+
+Note: [Who asks a GPU that stands still]
+Streams that wait keep others from nothing, so a stream of its own can bring words to the host. But the thread that
+issues work may itself be blocked, in a call for which the driver has no room left, and then the driver may answer
+nobody. So what is asked here is asked through ctypes, which lets go of the interpreter, on memory and a stream that
+were made before, and whoever asks does so in a thread that nobody has to wait for (`recorder.Watchdog`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+
+WORDS_AT_ONCE = 256
+"""Words that are read at once at most."""
+PATIENCE = 2.0
+"""Seconds in which words must have come to the host."""
+_NOT_READY = 600
 
 
 class Driver(Protocol):
@@ -19,9 +35,16 @@ class Driver(Protocol):
         """Many copies, of which none needs another one: arrays [N] of int64, at least one byte each."""
         ...
 
-    def write(self, stream: int, word: int, value: int) -> None: ...
+    def write(self, stream: int, word: int, value: int) -> None:
+        """Give a word of 32 bits a value, which may be negative."""
+        ...
+
     def wait(self, stream: int, word: int, value: int) -> None:
-        """Until the word is at least the value."""
+        """Until the word, read as a number that may be negative, is at least the value."""
+        ...
+
+    def read(self, words: Sequence[int]) -> list[int] | None:
+        """What these words are now, beside all streams; None if the device does not answer."""
         ...
 
 
@@ -55,6 +78,7 @@ class Cuda:
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         for call in (self._write, self._wait):
             call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._reader = reader()
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
         _check(self._copy(into, source, nbytes, stream))
@@ -72,10 +96,64 @@ class Cuda:
         _check(self._batch(*addresses, count, *how, ctypes.byref(failed), ctypes.c_void_p(stream)))
 
     def write(self, stream: int, word: int, value: int) -> None:
-        _check(self._write(stream, word, value, 0))
+        _check(self._write(stream, word, value & 0xFFFFFFFF, 0))
 
     def wait(self, stream: int, word: int, value: int) -> None:
-        _check(self._wait(stream, word, value, 0))
+        _check(self._wait(stream, word, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
+
+    def read(self, words: Sequence[int]) -> list[int] | None:
+        return self._reader.read(words)
+
+
+class Reader:
+    """Asks the current GPU what is in its memory and what is over. See Note: [Who asks a GPU that stands still].
+
+    Made while the GPU is the current one and answers.
+    """
+
+    def __init__(self) -> None:
+        self._library = library = ctypes.CDLL("libcuda.so.1")
+        self._context, self._stream, self._words = (ctypes.c_void_p() for _ in range(3))
+        _check(library.cuCtxGetCurrent(ctypes.byref(self._context)))
+        beside_the_default_stream = 1  # CU_STREAM_NON_BLOCKING
+        _check(library.cuStreamCreate(ctypes.byref(self._stream), beside_the_default_stream))
+        _check(library.cuMemAllocHost_v2(ctypes.byref(self._words), ctypes.c_size_t(4 * WORDS_AT_ONCE)))
+        library.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._turn, self._answers = threading.Lock(), True
+
+    def read(self, words: Sequence[int]) -> list[int] | None:
+        """Words at addresses of the GPU's own or of mapped memory, as signed numbers."""
+        assert len(words) <= WORDS_AT_ONCE, f"{len(words)} words at once"
+        assert self._words.value is not None
+        with self._turn:
+            self._answers = self._answers and self._bring(words)
+            # Words that come later would come into the answers to others, so nobody asks again.
+            return list((ctypes.c_int32 * len(words)).from_address(self._words.value)) if self._answers else None
+
+    def _bring(self, words: Sequence[int]) -> bool:
+        """Copy words to the host; whether they have come."""
+        assert self._words.value is not None
+        failed = self._library.cuCtxSetCurrent(self._context)  # of this thread
+        for i, word in enumerate(words):
+            failed = failed or self._library.cuMemcpyDtoHAsync_v2(self._words.value + 4 * i, word, 4, self._stream)
+        deadline = time.monotonic() + PATIENCE
+        while not failed and time.monotonic() < deadline:
+            state = self._library.cuStreamQuery(self._stream)
+            if state != _NOT_READY:
+                return state == 0
+            time.sleep(0.001)
+        return False
+
+    def over(self, event: int) -> bool | None:
+        """Whether the work before an event, given by its handle, is over; None if that cannot be told."""
+        failed = self._library.cuCtxSetCurrent(self._context) or self._library.cuEventQuery(ctypes.c_void_p(event))
+        return {0: True, _NOT_READY: False}.get(failed)
+
+
+@cache
+def reader() -> Reader:
+    """That of this process, which has one GPU."""
+    return Reader()
 
 
 def _check(error: int) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from hocket.plan.ops import COMPUTING, LANES, Lane
+from hocket.runtime.driver import reader
 from hocket.runtime.transports import Pending
 
 
@@ -150,8 +151,8 @@ class Lanes(Protocol):
     def abort(self) -> None:
         """Leave the lanes after an interrupted step."""
 
-    def completed(self, lane: Lane, position: int) -> bool:
-        """Whether the op is known to be done (for reports; never waits)."""
+    def completed(self, lane: Lane, position: int) -> bool | None:
+        """Whether an op that was issued is done; None if nothing says so (for reports; never waits)."""
 
 
 class CpuLanes:
@@ -205,7 +206,7 @@ class CpuLanes:
                     pending.wait()
             queue.clear()
 
-    def completed(self, lane: Lane, position: int) -> bool:
+    def completed(self, lane: Lane, position: int) -> bool | None:
         return self._done[lane] >= position
 
 
@@ -223,6 +224,7 @@ class CudaLanes:
         self._device, self._sides = device, sides
         self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in LANES}
         self._events: dict[int, torch.cuda.Event] = {}
+        self._reader = reader()
         self._current = self._outer = torch.cuda.current_stream(device)
         self._inside = False
         self.delays: Sequence[int] = ()
@@ -288,8 +290,6 @@ class CudaLanes:
         for side in self._sides:
             side.join()
 
-    def completed(self, lane: Lane, position: int) -> bool:
-        event = self._events.get(position)
-        with suppress(RuntimeError):  # of a step that is being recorded, or of a GPU that has failed
-            return event is not None and event.query()
-        return False
+    def completed(self, lane: Lane, position: int) -> bool | None:
+        event = self._events.get(position)  # ops that nobody awaits have none
+        return None if event is None else self._reader.over(event.cuda_event)

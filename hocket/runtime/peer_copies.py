@@ -53,7 +53,7 @@ class PeerCopies:
         queue: Callable[[], int],
     ) -> None:
         """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams, `queue` names one."""
-        self.rank, self.arrivals, self._barrier = rank, tuple(arrivals), barrier
+        self.rank, self.arrivals, self.barrier = rank, tuple(arrivals), barrier
         self._driver, self._queue = driver, queue
         size = len(self.arrivals)
         self._peers = (rank + np.arange(1, size)) % size  # each rank begins with another one
@@ -83,7 +83,7 @@ class PeerCopies:
             here = self.arrivals[self.rank][self._rounds % 2]
             self._rounds += 1
             self._send(rows, width, leaving, starts, low, high)
-            self._barrier()
+            self.barrier()
             if low < len(out):
                 self._take(here, rows, out, blocks.leaving[:, self.rank], low, min(high, len(out)))
 

@@ -1,21 +1,29 @@
 """What a rank has issued, and a watchdog that says what it hangs on.
 
-The recorder keeps the last ops that were issued. When no op has been issued for the time limit, the watchdog
-reports the op that the rank waits for and the last ops that completed, and ends the process: a rank that
-hangs would otherwise hang all others without a word.
+When no op has been issued for the time limit, the watchdog has the rank reported: what it does and waits for
+(`engine/standstill.py`). Then it ends the process: a rank that hangs would otherwise hang all others without a word.
+
+Note: [The watchdog waits for nobody]
+What a rank waits for is asked of a device that may not answer, while other threads may hold what an answer needs. So
+the report is made in a thread of its own, and if that is late the watchdog tells what it knows without the device. A
+thread that is blocked while it holds the interpreter stops the watchdog too. For that there is a second one, which
+needs no interpreter (`faulthandler`): it is put off while the first one lives, and else writes where all threads are,
+and ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 
 from hocket.plan.ops import Op
+from hocket.runtime.exchanges import Issued
 
 HANG_EXIT_CODE = 75
 """Exit status of a rank that the watchdog ended."""
@@ -23,34 +31,39 @@ HANG_EXIT_CODE = 75
 HANG_HEADLINE = "hocket: no progress"
 """How the report of a hang begins."""
 
-WHOLE = "its ops were issued as one graph, so none is known to be reached; plan.graphs = off shows which one hangs"
-"""What is known of a replayed step."""
+ANSWER = 5.0
+"""Seconds in which a report that asks the device must be there."""
 
 LINGER = 2.0
 """Seconds between a rank's report and its end. Others hang with it and look once a second: an end would break their
 connections, and they would tell of that instead."""
 
-MARGIN = 10.0
+MARGIN = 20.0
 """Seconds by which collectives wait longer than the watchdog, which knows more about a hang than they do."""
 
 
 class Recorder:
-    """The ops that a rank issues, in order, with times from `time.monotonic`."""
+    """The ops that a rank issues in a step, in order, with times from `time.monotonic`."""
 
-    def __init__(self, ops: Sequence[Op], keep: int | None = 64) -> None:
-        self._ops = ops
-        self.issued: deque[tuple[int, float]] = deque(maxlen=keep)
+    def __init__(self, ops: Sequence[Op], begin_exchanges: Callable[[], Mapping[str, Issued]] = dict) -> None:
+        """`begin_exchanges` has groups note what they are asked for from then on, by their names."""
+        self.ops = ops
+        self._begin_exchanges = begin_exchanges
+        self.issued: list[int] = []
+        self._times: list[float] = []
+        self.exchanges: Mapping[str, Issued] = {}
+        """What was issued together with the ops."""
         self.last_progress = time.monotonic()
         self.active = self.replayed = False
-        self.waiting: int | None = None
-        """The op that the one being issued waits for, if any."""
         self.inside = ""
         """What the host is at that is no op: a part of the step's end, or what comes behind all ops."""
 
     def begin(self, replayed: bool = False) -> None:
-        """A step starts: from now on a standstill is a hang. A `replayed` one is issued as a whole."""
-        self.issued.clear()
-        self.waiting, self.inside = None, ""
+        """A step starts: from now on a standstill is a hang. A `replayed` one issues once more what was issued last."""
+        begun = self._begin_exchanges()
+        if not replayed:
+            self.issued, self._times, self.exchanges = [], [], begun
+        self.inside = "a replayed step, or the optimizer behind it" if replayed else ""
         self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
@@ -60,41 +73,35 @@ class Recorder:
     def issue(self, position: int) -> None:
         """Note that the op at `position` is being issued."""
         now = time.monotonic()
-        self.issued.append((position, now))
-        self.last_progress, self.waiting, self.inside = now, None, ""
+        self.issued.append(position)
+        self._times.append(now)
+        self.last_progress, self.inside = now, ""
 
     def enter(self, what: str) -> None:
         """Note that the host goes on to something that is no op of its own and may have to wait for other ranks."""
-        self.last_progress, self.waiting, self.inside = time.monotonic(), None, what
+        self.last_progress, self.inside = time.monotonic(), what
 
-    def report(self, rank: int, completed: Callable[[Op, int], bool], count: int = 5) -> str:
-        """What the rank is doing, what it waits for and the last ops that completed."""
-        if self.replayed:
-            seconds = time.monotonic() - self.last_progress
-            return (
-                f"rank {rank}: stuck for {seconds:.0f} s inside a replayed step, or in the optimizer behind it: {WHOLE}"
-            )
-        if not self.issued:
-            return f"rank {rank}: no op has been issued"
-        position = self.issued[-1][0]
+    def at(self, when: float) -> int | None:
+        """The op that was being issued at some time of this step; None before the first."""
+        count = bisect_right(self._times, when)
+        return self.issued[count - 1] if count else None
+
+    def where(self) -> str:
+        """What the host is at."""
         seconds = time.monotonic() - self.last_progress
-        op = f"op {position}: {self._ops[position]}"
-        where = f"in {self.inside}; the last that was issued is {op}" if self.inside else f"at {op}"
-        lines = [f"rank {rank}: stuck for {seconds:.0f} s {where}"]
-        if self.waiting is not None:
-            lines.append(f"  waits for op {self.waiting}: {self._ops[self.waiting]}")
-        done = [p for p, _ in self.issued if p != position and completed(self._ops[p], p)][-count:]
-        not_done = [p for p, _ in self.issued if p != position and not completed(self._ops[p], p)][:count]
-        lines.append("  last completed: " + ("; ".join(f"{p} {self._ops[p]}" for p in done) or "nothing known"))
-        if not_done:
-            lines.append("  issued, not known to be complete: " + "; ".join(f"{p} {self._ops[p]}" for p in not_done))
-        return "\n".join(lines)
+        last = f"op {self.issued[-1]}: {self.ops[self.issued[-1]]}" if self.issued and not self.replayed else ""
+        if self.inside:
+            return f"stuck for {seconds:.0f} s in {self.inside}" + (f"; the last issued is {last}" if last else "")
+        return f"stuck for {seconds:.0f} s at {last}" if last else "no op has been issued"
 
 
 class Watchdog:
-    """Ends the process with a report when a step makes no progress for `limit` seconds."""
+    """Ends the process with a report when a step makes no progress for `limit` seconds.
 
-    def __init__(self, limit: float, report: Callable[[], str], recorder: Callable[[], Recorder | None]) -> None:
+    `report` is told whether it may ask the device. See Note: [The watchdog waits for nobody].
+    """
+
+    def __init__(self, limit: float, report: Callable[[bool], str], recorder: Callable[[], Recorder | None]) -> None:
         self._limit = limit
         self._report = report
         self._recorder = recorder
@@ -105,16 +112,33 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._limit / 4)):
             recorder = self._recorder()
-            if recorder is not None and recorder.active and time.monotonic() - recorder.last_progress > self._limit:
+            if recorder is None or not recorder.active:
+                faulthandler.cancel_dump_traceback_later()
+                continue
+            self._put_off()
+            if time.monotonic() - recorder.last_progress > self._limit:
                 with contextlib.suppress(Exception):  # a full disk is no reason to go on
                     sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._said()}\n")
                     sys.stderr.flush()
                 time.sleep(LINGER)
                 os._exit(HANG_EXIT_CODE)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _put_off(self) -> None:
+        """Have the process ended if this thread does not come back in time."""
+        with contextlib.suppress(Exception):  # a standard error that is no file
+            faulthandler.dump_traceback_later(self._limit + ANSWER + LINGER, exit=True, file=sys.stderr)
 
     def _said(self) -> str:
+        answers: list[str] = []
+        asking = threading.Thread(target=lambda: answers.append(self._ask(True)), daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+        return answers[0] if answers else f"{self._ask(False)}\nthe device did not answer within {ANSWER:g} s"
+
+    def _ask(self, device: bool) -> str:
         try:
-            return self._report()
+            return self._report(device)
         except Exception as error:  # a GPU that has failed, or records a step, answers no questions
             return f"what this rank waits for cannot be told: {error}"
 

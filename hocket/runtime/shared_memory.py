@@ -8,12 +8,48 @@ make a multicast object.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+
+from hocket.runtime.driver import reader
+from hocket.runtime.exchanges import Told
+
+
+@dataclass
+class Barrier:
+    """Orders the current streams of all ranks of a group.
+
+    One that lasts more than `timeout` seconds ends its process' use of the GPU, with an error.
+    """
+
+    handle: Any
+    timeout: float
+
+    def __call__(self) -> None:
+        self.handle.barrier(channel=0, timeout_ms=round(self.timeout * 1000))
+
+    def begin(self) -> list[int]:
+        """A step begins; a barrier counts nothing."""
+        return []
+
+    def told(self, marks: list[int], replayed: bool) -> Told | None:
+        """Who has not come to the barrier that this rank stands in.
+
+        A rank that comes makes its own word of each peer one, and waits until the peer has come and made it zero.
+        """
+        rank, pads = self.handle.rank, self.handle.signal_pad_ptrs
+        others = [peer for peer in range(self.handle.world_size) if peer != rank]
+        words = reader().read([pads[peer] + 4 * rank for peer in others])
+        if words is None:
+            return None
+        absent = tuple(peer for peer, word in zip(others, words, strict=True) if word)
+        waits = f"in a barrier to which {len(absent)} of {len(others)} others have not come"
+        return Told(waits if absent else "in no barrier", absent=absent)
 
 
 def shared_memory(
@@ -22,18 +58,14 @@ def shared_memory(
     device: torch.device,
     timeout: float,
     prepare: Callable[[Tensor], object] | None = None,
-) -> tuple[int, list[Tensor], Callable[[], object]]:
+) -> tuple[int, list[Tensor], Barrier]:
     """Return (this rank, every rank's `nbytes` bytes, a barrier of current streams).
 
     All ranks of the group call it together. `prepare` makes a rank's own bytes what they are before anybody writes.
-    A barrier that lasts more than `timeout` seconds ends its process' use of the GPU, with an error.
     """
     mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle: Any = symm_mem.rendezvous(mine, group)
-
-    def barrier() -> None:
-        handle.barrier(channel=0, timeout_ms=round(timeout * 1000))
-
+    barrier = Barrier(handle, timeout)
     if prepare is not None:
         prepare(mine)
         barrier()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
+from hocket.runtime.exchanges import Told
 from hocket.runtime.lanes import Side
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.tokens import Collect, Spread, add_up
@@ -50,6 +51,7 @@ class CopiedTokens:
         self._starts = [memory.data_ptr() for memory in memories]
         self.turns = 0
         """Those that were taken so far, or since all words were zero."""
+        self._marks = [0, 0]
         self._views: dict[Any, Tensor] = {}
         self.others = [(rank + step) % self.size for step in range(1, self.size)]
         """The peers, from the next one on: each rank begins with another."""
@@ -59,6 +61,7 @@ class CopiedTokens:
         needed = self.size * like_SD.nbytes
         assert needed <= self.nbytes, f"{needed} bytes of tokens for arrival buffers of {self.nbytes}"
         self.turns += 1
+        self._marks[1] = self.turns
         key = self.turns % 2, like_SD.shape, like_SD.dtype
         if key not in self._views:
             start = key[0] * self.nbytes
@@ -70,11 +73,36 @@ class CopiedTokens:
         """Copy this rank's piece for a peer, and tell it."""
         into = self._starts[peer] + turn % 2 * self.nbytes + self.rank * nbytes
         self.driver.copy(stream, into, source, nbytes)
-        self.driver.write(stream, self._starts[peer] + 2 * self.nbytes + 4 * self.rank, turn)
+        self.driver.write(stream, self._word(peer, self.rank), turn)
 
     def wait(self, stream: int, turn: int, peer: int) -> None:
         """Until a peer's piece is here."""
-        self.driver.wait(stream, self._starts[self.rank] + 2 * self.nbytes + 4 * peer, turn)
+        self.driver.wait(stream, self._word(self.rank, peer), turn)
+
+    def _word(self, at: int, peer: int) -> int:
+        """The word of a rank in which a peer says what it has sent."""
+        return self._starts[at] + 2 * self.nbytes + 4 * peer
+
+    def begin(self) -> list[int]:
+        """Marks of a step: the last turn before it, and its own last one so far."""
+        self._marks = [self.turns, self.turns]
+        return self._marks
+
+    def told(self, marks: list[int], replayed: bool) -> Told | None:
+        """What the words say of a step's turns, whose numbers they are."""
+        before, last = marks
+        words = [self._word(self.rank, peer) for peer in self.others]
+        words += [self._word(peer, self.rank) for peer in self.others]
+        read = self.driver.read(words)
+        if read is None:
+            return None
+        come = [min(turn, last) - before for turn in read]
+        here, there = come[: len(self.others)], come[len(self.others) :]
+        done = max(0, min(*here, max(there)))  # a turn that this rank has not come to is not over
+        absent = [peer for peer, turns in zip(self.others, here, strict=True) if turns == done]
+        text = f"pieces of {done} of {last - before} turns are here from all ranks"
+        waits = done < last - before and max(there) > done
+        return Told(text, done, tuple(absent) if waits else (), (max(there), last - before))
 
     def rewind(self) -> None:
         """Begin with turn one again, when all ranks of the group do: Note: [Recorded turns begin at one]."""

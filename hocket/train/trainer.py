@@ -190,5 +190,5 @@ class Trainer:
             return saved
         return self.step
 
-    def _report(self) -> str:
-        return self.engine.report(self.rank)
+    def _report(self, device: bool) -> str:
+        return self.engine.report(self.rank, device)

@@ -147,7 +147,7 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
     engine = Engine(changed(config, {"plan.graphs": "on"}), rank, device)
     assert isinstance(engine.lanes, CudaLanes)
     assert engine._graphed is not None
-    watchdog = Watchdog(40.0, lambda: engine.report(rank), lambda: engine.current_recorder)
+    watchdog = Watchdog(40.0, lambda device: engine.report(rank, device), lambda: engine.current_recorder)
     plain = dataclasses.replace(
         config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig(tp=config.overlap.tp)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ class Memcpy:
         self.changed = threading.Condition()
 
     def value(self, word: int) -> int:
-        return ctypes.c_uint32.from_address(word).value
+        return ctypes.c_int32.from_address(word).value
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
         ctypes.memmove(into, source, nbytes)
@@ -28,10 +29,13 @@ class Memcpy:
 
     def write(self, stream: int, word: int, value: int) -> None:
         with self.changed:
-            ctypes.c_uint32.from_address(word).value = value
+            ctypes.c_int32.from_address(word).value = value
             self.changed.notify_all()
 
     def wait(self, stream: int, word: int, value: int) -> None:
         with self.changed:
             reached = self.changed.wait_for(lambda: self.value(word) >= value, 10.0)
         assert reached, "nobody has written what is waited for"
+
+    def read(self, words: Sequence[int]) -> list[int] | None:
+        return [self.value(word) for word in words]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,8 +16,9 @@ import torch
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime import recorder
+from hocket.runtime.exchanges import STATE, RankState
 from hocket.runtime.recorder import Recorder
-from tests.helpers.command import wait_for
+from tests.helpers.command import ROOT, wait_for
 from tests.helpers.parity import LR, batches_of
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of
@@ -69,7 +73,7 @@ def test_a_rank_that_cannot_say_what_it_waits_for_ends_all_the_same(
     monkeypatch.setattr(recorder, "LINGER", 0.0)
     monkeypatch.setattr(recorder.os, "_exit", lambda code: (codes.append(code), stuck.end(), ended.set()))
 
-    def report() -> str:
+    def report(device: bool) -> str:
         raise fault
 
     stuck.begin()
@@ -89,8 +93,67 @@ def test_a_rank_that_waits_behind_all_ops_says_for_what(tmp_path: Path) -> None:
         assert first.startswith("rank 0: stuck for ")
         assert where in first
         assert "step all" in first
-        assert not any("waits for op" in line for line in rest)
-        assert "calls of each group, and the last: " in rest[-1]
-    assert "tp " in said[0].splitlines()[-1]
-    assert "all_gather" in said[0].splitlines()[-1]
-    assert "control" in said[1].splitlines()[-1]
+        assert rest[-1].startswith(STATE)
+    for text, group, before in zip(said, ("tp", "control", "control"), (0, 0, 1), strict=True):
+        state = RankState.from_line(text.splitlines()[-1])
+        assert f"{group} 0,1" in state.waits, text
+        waits = [came for came in state.groups if came.key == f"{group} 0,1"]
+        assert [came.issued for came in waits] == [max(came.done + 1, before + 1) for came in waits], text
+        assert f"  waits for exchange {waits[0].done + 1} of {group} (ranks 0, 1), all_" in text
+
+
+def test_a_device_that_does_not_answer_delays_the_end_by_little(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, stuck, never = threading.Event(), Recorder([]), threading.Event()
+    monkeypatch.setattr(recorder, "LINGER", 0.0)
+    monkeypatch.setattr(recorder, "ANSWER", 0.2)
+    monkeypatch.setattr(recorder.os, "_exit", lambda code: (stuck.end(), ended.set()))
+
+    def report(device: bool) -> str:
+        if device:
+            never.wait(20)
+        return f"what is known {'with' if device else 'without'} the device"
+
+    stuck.begin()
+    watchdog = recorder.Watchdog(0.05, report, lambda: stuck)
+    assert ended.wait(10)
+    watchdog.close()
+    never.set()
+    said = capsys.readouterr().err
+    assert "what is known without the device\nthe device did not answer within 0.2 s" in said
+
+
+def hold_the_interpreter() -> None:
+    """A step whose thread never gives back the interpreter, as one may that is blocked in a call of the driver."""
+    recorder.ANSWER = recorder.LINGER = 0.5
+    stuck = Recorder([])
+    stuck.begin()
+    recorder.Watchdog(1.0, lambda device: "a report", lambda: stuck)
+    time.sleep(0.6)  # until the watchdog has looked once
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter, unlike CDLL
+
+
+def test_a_thread_that_holds_the_interpreter_cannot_keep_the_process() -> None:
+    source = "from tests.ranks.test_hang_report import hold_the_interpreter; hold_the_interpreter()"
+    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=40)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "in hold_the_interpreter" in ended.stderr
+
+
+def test_an_error_inside_a_step_says_at_which_op() -> None:
+    for found, position in run_ranks(fails, 2):
+        assert found == [f"while op {position} was issued: fwd experts m0 c0 l1"]
+
+
+def fails(rank: int) -> tuple[list[str], int]:
+    engine = Engine(of(MIXED, {}, {}), rank, torch.device("cpu"))
+    engine.init_weights()
+    position = next(i for i, op in enumerate(engine.program.ranks[0]) if (op.verb, op.part) == ("fwd", "experts"))
+    (batches,) = batches_of(engine.config)[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.chunks[0].layer(1), "forward_experts", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            engine.train_step([microbatch(of_ranks[0]) for of_ranks in batches], LR)
+    return caught.value.__notes__, position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.runtime.hop_copies import HALVES, WORDS, HopCopies, blank
+from hocket.runtime.hop_copies import _LAP, HALVES, WORDS, HopCopies, _number, blank
 from tests.helpers.driver import Memcpy
 
 HALF = 64
@@ -84,7 +85,7 @@ class Stepwise(Memcpy):
 
     def write(self, stream: int, word: int, value: int) -> None:
         super().write(stream, word, value)
-        self._note(f"write {value}")
+        self._note("give" if value > 0 else "take")
 
     def wait(self, stream: int, word: int, value: int) -> None:
         super().wait(stream, word, value)
@@ -92,27 +93,27 @@ class Stepwise(Memcpy):
 
 
 def test_words_change_only_around_the_copy() -> None:
-    """Its own word becomes zero before the copy: one that became it behind could undo what the other rank says."""
+    """Its own word is taken before the copy: one that was behind it could undo what the other rank says."""
     received = torch.zeros(16)
     driver = Stepwise(received)
     sender, receiver = edge(driver)
     sender.send(sent(0) + 1)
-    assert driver.done == [("wait", False), ("write 0", False), ("write 1", False)]
+    assert driver.done == [("wait", False), ("take", False), ("give", False)]
     receiver.receive(received)
-    assert driver.done[3:] == [("wait", False), ("write 0", False), ("write 1", True)]
+    assert driver.done[3:] == [("wait", False), ("take", False), ("give", True)]
 
 
-def test_all_words_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
+def test_all_signs_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
     """The same calls again, on the same addresses, as a replay makes them, and other steps between them."""
     driver = Memcpy()
     sender, receiver = edge(driver)
     here, there = sent(5), torch.empty_like(sent(5))
 
-    def words() -> list[list[int]]:
-        return [memory[-WORDS:].view(torch.int32)[: 2 * HALVES].tolist() for memory in (sender._mine, sender._other)]
+    def signs() -> list[list[int]]:
+        return [memory[-WORDS:].view(torch.int32)[: 2 * HALVES].sign().tolist() for memory in sender._memories]
 
-    before = words()
-    assert before == [[0, 0, 1, 1]] * 2
+    before = signs()
+    assert before == [[-1, -1, 1, 1]] * 2
     for step in range(5):
         here.copy_(sent(5) + step)
         at_once(lambda: sender.send(here), lambda: receiver.receive(there))
@@ -120,7 +121,7 @@ def test_all_words_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
         odd = sent(0) + step, torch.empty_like(sent(0))
         at_once(lambda odd=odd: sender.send(odd[0]), lambda odd=odd: receiver.receive(odd[1]))
         assert torch.equal(*odd)
-        assert words() == before
+        assert signs() == before
 
 
 def test_pieces_cover_every_byte_once() -> None:
@@ -131,3 +132,71 @@ def test_pieces_cover_every_byte_once() -> None:
         found = torch.cat([tensor.new_empty(0).view(torch.uint8), *(piece for _, piece in pieces)])
         assert torch.equal(found.view(torch.float32), tensor)
         assert [half for half, _ in pieces] == [number % 2 for number in range(len(pieces))]
+
+
+def told(copies: HopCopies, marks: list[int], replayed: bool = False) -> tuple[object, ...]:
+    found = copies.told(marks, replayed)
+    assert found is not None
+    return found.done, found.absent, found.text
+
+
+class Stuck(Exception):
+    pass
+
+
+class Impatient(Memcpy):
+    """A stream that would wait for ever stops there."""
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        if self.value(word) < value:
+            raise Stuck
+
+
+def until_stuck(*work: Callable[[], object]) -> None:
+    for one in work:
+        with contextlib.suppress(Stuck):
+            one()
+
+
+@pytest.mark.parametrize("before", [0, 3, _LAP - 5], ids=["first step", "later", "numbers begin anew"])
+def test_words_tell_what_has_arrived_and_who_is_waited_for(before: int) -> None:
+    sender, receiver = edge(Impatient())
+    for copies in (sender, receiver):
+        copies._piece = before
+    for memory in sender._memories:
+        words = memory[-WORDS:].view(torch.int32)
+        words[:2], words[2:4] = -_number(before), _number(before)
+    marks = [copies.begin() for copies in (sender, receiver)]
+    one, big = sent(0), sent(5)  # a piece, and thirteen
+    arrives = [torch.empty_like(tensor) for tensor in (one, big, one)]
+
+    sender.send(one)
+    assert told(sender, marks[0]) == (1, (), "1 of 1 have arrived, 0 were read")
+    receiver.receive(arrives[0])
+    assert told(receiver, marks[1]) == (1, (), "1 of 1 have arrived, 1 were read")
+    # A receiver that is early waits for the sender.
+    until_stuck(lambda: receiver.receive(arrives[1]))
+    receiver._piece, more = receiver._piece - 1, [*marks[1], before + 14, before + 15]  # as if a stream had taken all
+    assert told(receiver, more) == (1, (0,), "1 of 3 have arrived, 1 were read")
+    # A sender whose second tensor finds no room waits for the receiver, who waits for nobody then.
+    until_stuck(lambda: sender.send(big))
+    sender._piece, less = before + 15, [*marks[0], before + 14, before + 15]
+    assert told(sender, less) == (1, (1,), "1 of 3 have arrived, 1 were read")
+    assert told(receiver, more) == (1, (), "1 of 3 have arrived, 1 were read")
+
+
+def test_words_at_rest_tell_nothing_of_a_replayed_step() -> None:
+    sender, receiver = edge(Memcpy())
+    marks = sender.begin()
+    for _ in range(2):
+        sender.send(sent(0))
+        assert told(sender, marks, replayed=True)[2] != "all of 2 have passed, or none"
+        receiver.receive(torch.empty_like(sent(0)))
+    assert told(sender, marks) == (2, (), "2 of 2 have arrived, 2 were read")
+    assert told(sender, marks, replayed=True) == (None, (), "all of 2 have passed, or none")
+
+
+def test_a_device_that_does_not_answer_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, _ = edge(Memcpy())
+    monkeypatch.setattr(Memcpy, "read", lambda driver, words: None)
+    assert sender.told(sender.begin(), False) is None

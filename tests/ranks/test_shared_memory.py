@@ -33,7 +33,7 @@ class Imitated:
         return self
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        self.done.append(f"barrier of {timeout_ms} ms, {'blank' if self.mine[-WORDS] == 0 else 'raw'}")
+        self.done.append(f"barrier of {timeout_ms} ms, {'raw' if self.mine[-1] == 9 else 'blank'}")
 
     def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.full(shape, 7, dtype=dtype)
@@ -70,5 +70,5 @@ def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(
     monkeypatch.setattr("hocket.runtime.hop_copies.Cuda", lambda: None)
     copies = hop_copies(GROUP, nbytes, CPU, 2.5)
     assert copies.nbytes == half
-    assert copies._mine is imitated.mine
+    assert copies._memories[1] is imitated.mine
     assert len(list(copies._pieces(torch.zeros(nbytes, dtype=torch.uint8)))) <= HALVES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -111,6 +111,9 @@ class Recorded:
     def wait(self, stream: int, word: int, value: int) -> None:
         self._do(lambda: self.real.wait(stream, word, value))
 
+    def read(self, words: Sequence[int]) -> list[int] | None:
+        return self.real.read(words)
+
     def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         self.recording, self.calls = True, []
         result, calls = run(), self.calls
@@ -162,3 +165,29 @@ def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
         for found in pool.map(work, range(size)):
             for number, out in enumerate(found):
                 assert torch.equal(out, torch.cat([tokens_of(rank, number) for rank in range(size)]))
+
+
+def test_words_tell_which_turn_a_rank_waits_in_and_for_whom() -> None:
+    """Rank 0 takes two turns with both peers, then a third in which the second peer is missing."""
+    size, nbytes = 3, 3 * TOKENS * WIDTH * 4
+    memories, driver = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Memcpy()
+    ranks = [CopiedTokens(rank, memories, driver, Side(CPU)) for rank in range(size)]
+    for tokens in ranks:
+        tokens.spread(tokens_of(tokens.rank, 0))
+    marks = [tokens.begin() for tokens in ranks]
+
+    def told(rank: int) -> tuple[object, ...]:
+        found = ranks[rank].told(marks[rank], False)
+        assert found is not None
+        return found.done, found.absent, found.turns
+
+    assert [told(rank) for rank in range(size)] == [(0, (), (0, 0))] * size
+    for tokens in ranks:
+        tokens.spread(tokens_of(tokens.rank, 1))
+    assert [told(rank) for rank in range(size)] == [(1, (), (1, 1))] * size
+    for tokens in ranks[:2]:
+        tokens.spread(tokens_of(tokens.rank, 2))
+    assert [told(rank) for rank in range(size)] == [(1, (2,), (2, 2)), (1, (2,), (2, 2)), (1, (), (1, 1))]
+    behind = ranks[2].turn(tokens_of(2, 2))  # issued, and its stream has not come to it
+    assert behind[0] == 3
+    assert told(2) == (1, (), (1, 2))

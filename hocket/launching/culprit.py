@@ -1,0 +1,83 @@
+"""Which rank a hang is due to: the one that others wait for, and that waits for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from hocket.runtime.exchanges import Came, RankState
+
+Waits = dict[int, tuple[Came, int]]
+"""By the rank that is waited for: in which exchanges, seen from the rank that waits, and the number of the first that
+the other has not come to."""
+
+
+def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
+    """One line that says who keeps the others waiting, by the states of ranks that told them; `others` did not."""
+    newest = max((state.step for state in states.values()), default=0)
+    waits = {rank: _waits(state, states, newest) for rank, state in states.items()}
+    awaited = [rank for found in waits.values() for rank in found]
+    ends = [rank for rank in awaited if not waits.get(rank)]
+    if ends:
+        end = max(sorted(set(ends)), key=lambda rank: (rank in others, ends.count(rank)))
+        rank = next(rank for rank, found in waits.items() if end in found)
+        return f"rank {end} {_missing(rank, *waits[rank][end])}, and {_does(end, states)}"
+    if awaited:
+        circle = _circle(waits)
+        legs = [f"rank {a} waits for rank {b}, which {_missing(a, *waits[a][b])}" for a, b in circle]
+        return f"ranks wait in a circle: {'; '.join(legs)}"
+    if others:
+        return f"rank {min(others)} did not say what it does, and nobody is known to wait for another one"
+    busy = [state for state in states.values() if not state.waits and state.at]
+    if busy:
+        return f"rank {busy[0].rank} {_does(busy[0].rank, states)}"
+    return "no rank is known to be behind another one"
+
+
+def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> Waits:
+    found: Waits = {}
+    if state.step < newest:  # others have passed all that this one still does
+        return found
+    for key in state.waits:
+        came = state.came(key)
+        assert came is not None
+        for rank in came.absent or came.ranks:
+            if rank == state.rank:
+                continue
+            other = states.get(rank)
+            if other is None:
+                found.setdefault(rank, (came, came.done + 1))
+                continue
+            theirs = other.came(key)
+            reached = theirs.reached if theirs is not None and other.step == state.step else 0
+            if reached < came.until:
+                found.setdefault(rank, (came, reached + 1))
+            elif rank in came.absent:
+                found.setdefault(rank, (came, came.done + 1))
+    return found
+
+
+def _missing(rank: int, came: Came, number: int) -> str:
+    """What the rank that a rank waits for has not done."""
+    what = {"recv": "has not sent", "send": "has not received"}.get(came.name.split("_")[0], "has not come to")
+    op = f" ({came.what} on rank {rank})" if number == came.done + 1 and came.what else ""
+    return f"{what} {came.thing(number)}{op}"
+
+
+def _does(rank: int, states: Mapping[int, RankState]) -> str:
+    """What a rank does that waits for nobody."""
+    state = states.get(rank)
+    if state is None:
+        return "did not say what it does"
+    stands = f", at {'; '.join(state.at)}" if state.at else ""
+    return f"is {state.where}{stands}"
+
+
+def _circle(waits: Mapping[int, Waits]) -> Sequence[tuple[int, int]]:
+    """Pairs of a circle of ranks of which the first waits for the second: whoever is waited for waits too."""
+    rank = next(rank for rank, found in waits.items() if found)
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        rank = min(waits[rank])
+    circle = path[path.index(rank) :]
+    return list(zip(circle, [*circle[1:], rank], strict=True))

@@ -1,0 +1,145 @@
+"""Where lanes stand, from which ops are complete; and which rank a hang is due to, from where ranks stand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hocket.launching.culprit import culprit
+from hocket.plan.ops import Op
+from hocket.runtime.exchanges import Came, RankState
+from hocket.runtime.stands import Stands
+
+OPS = [
+    Op("gather", "dense", lane="gather"),  # 0
+    Op("gather", "dense", lane="gather"),  # 1
+    Op("recv", "act", lane="recv_act"),  # 2
+    Op("fwd", "attn", deps=(0, 2)),  # 3
+    Op("fwd", "mlp"),  # 4
+    Op("send", "act", lane="send_act", deps=(4,)),  # 5
+    Op("fwd", "attn", deps=(1,)),  # 6
+    Op("step", "all", deps=(1,)),  # 7
+]
+
+
+def stands(complete: set[int], unknown: set[int] = frozenset(), issued: int = len(OPS)) -> Stands:  # type: ignore[assignment]
+    return Stands(OPS, range(issued), lambda op, position: None if position in unknown else position in complete)
+
+
+@pytest.mark.parametrize(
+    ("complete", "unknown", "at"),
+    [
+        (set(), set(), {(0,), (2,)}),
+        ({2}, set(), {(0,)}),  # not at the gather behind it, which nobody needs yet
+        ({0}, set(), {(2,)}),
+        ({0, 2}, {3}, {(3, 4)}),  # ops that leave no event: at one of them
+        ({0, 2, 4}, {3}, {(1,)}),  # in order, so what stands before a complete op is complete
+        ({1, 2, 4}, {5, 6}, {(6, 7)}),  # a send that nobody has taken keeps this rank from nothing
+        ({1, 2, 4}, {5}, {(6,)}),  # not at the op behind it, whose event says nothing yet either
+        ({1, 2, 6}, {3, 4, 5}, {(7,)}),
+    ],
+)
+def test_a_lane_stands_where_nothing_else_is_waited_for(
+    complete: set[int], unknown: set[int], at: set[tuple[int, ...]]
+) -> None:
+    assert set(stands(complete, unknown).at()) == at
+
+
+def test_the_op_that_is_being_issued_is_never_complete() -> None:
+    """Whatever its event says, which may be that of the step before."""
+    assert stands({0, 2, 3}, issued=4).at() == [(3,)]
+    assert stands(set(), issued=0).at() == []
+
+
+def test_an_op_behind_one_that_waits_has_not_begun() -> None:
+    found = stands({1, 2}, {3, 4, 5, 6, 7})
+    assert [found.reached(position) for position in range(8)] == [True, True, True, True, True, False, True, True]
+    assert [stands({1, 2}, {5}).reached(position) for position in (3, 4, 6)] == [True, False, False]
+    assert [found.open(position) for position in (0, 1, 2, 3)] == [False, False, False, True]
+    assert not stands(set()).reached(3)
+
+
+def came(name: str, ranks: tuple[int, ...], done: int, reached: int, **more: object) -> Came:
+    part, key = name.split("_")[-1], ",".join(map(str, ranks))
+    edge = name.startswith(("send", "recv"))
+    known = Came(name, f"{part if edge else name} {key}", ranks, reached, reached, done, until=done + 1, what="an op")
+    return replace(known, **more)  # type: ignore[arg-type]
+
+
+def state(rank: int, *groups: Came, waits: int = 1, at: tuple[str, ...] = (), step: int = 3) -> RankState:
+    """Of a rank that waits in the first of its groups."""
+    keys = tuple(group.key for group in groups[:waits])
+    return RankState(rank, step, "stuck for 9 s at op 4: fwd mlp", at, keys, groups)
+
+
+def told(*states: RankState, others: tuple[int, ...] = ()) -> str:
+    return culprit({each.rank: RankState.from_line(each.as_line()) for each in states}, others)
+
+
+def test_a_rank_that_says_nothing_is_what_the_others_wait_for() -> None:
+    """Through another one that waits, too."""
+    line = told(
+        state(0, came("recv_grad", (0, 1), 16, 17)),
+        state(1, came("recv_grad", (1, 2), 2, 3), came("send_grad", (0, 1), 16, 16)),
+        others=(2,),
+    )
+    assert line == "rank 2 has not sent gradient 3 of edge 1→2 (an op on rank 1), and did not say what it does"
+
+
+def test_a_rank_that_is_busy_is_what_the_others_wait_for() -> None:
+    line = told(
+        state(0, came("recv_act", (3, 0), 4, 5)),
+        state(3, came("send_act", (3, 0), 4, 4), waits=0, at=("op 4: fwd mlp",)),
+    )
+    assert line == (
+        "rank 3 has not sent activation 5 of edge 3→0 (an op on rank 0), and "
+        "is stuck for 9 s at op 4: fwd mlp, at op 4: fwd mlp"
+    )
+
+
+def test_the_rank_that_is_behind_in_a_group_is_named_and_not_those_that_are_there() -> None:
+    ranks = (0, 1, 2)
+    there = [state(rank, came("a2a", ranks, 6, 7)) for rank in (0, 2)]
+    line = told(*there, state(1, came("a2a", ranks, 5, 5), waits=0))
+    assert line.startswith("rank 1 has not come to exchange 6 of a2a (ranks 0, 1, 2), and is stuck")
+    # A rank may be in any of the exchanges of an op, and one that has not come to the last is behind.
+    line = told(
+        state(0, came("control", (0, 1), 0, 3, until=3)), state(1, came("control", (0, 1), 0, 1, until=1), waits=0)
+    )
+    assert line.startswith("rank 1 has not come to exchange 2 of control (ranks 0, 1), and is")
+
+
+def test_words_in_memory_say_more_than_what_was_issued() -> None:
+    """Everybody has issued it, and one rank's stream has not come there."""
+    ranks = (4, 5, 6)
+    waits = [state(rank, came("a2a", ranks, 6, 7, absent=(6,))) for rank in (4, 5)]
+    line = told(*waits, state(6, came("a2a", ranks, 6, 7), waits=0))
+    assert line.startswith("rank 6 has not come to exchange 7 of a2a (ranks 4, 5, 6) (an op on rank 4), and is stuck")
+
+
+def test_a_rank_in_an_earlier_step_is_behind() -> None:
+    """It waits for nobody who has not passed there."""
+    late = state(1, came("gather_dense", (0, 1), 2, 3), step=2)
+    assert told(state(0, came("gather_dense", (0, 1), 0, 1)), late).startswith("rank 1 has not come to exchange 1 of g")
+
+
+def test_ranks_that_wait_for_each_other_are_told_as_a_circle() -> None:
+    edges = (0, 1), (1, 0)
+    line = told(
+        state(0, came("recv_act", edges[1], 1, 2), came("send_act", edges[0], 0, 0)),
+        state(1, came("recv_act", edges[0], 0, 1), came("send_act", edges[1], 1, 1)),
+        state(2, came("recv_act", (1, 2), 0, 1)),
+    )
+    assert line == (
+        "ranks wait in a circle: rank 0 waits for rank 1, which has not sent activation 2 of edge 1→0 (an op on rank 0)"
+        "; rank 1 waits for rank 0, which has not sent activation 1 of edge 0→1 (an op on rank 1)"
+    )
+
+
+def test_where_nobody_is_known_to_wait_that_is_said() -> None:
+    assert told(state(0, waits=0), others=(1,)).startswith("rank 1 did not say what it does, and nobody is known")
+    assert told(state(0, waits=0, at=("op 4",)), state(1, waits=0)).startswith("rank 0 is stuck for 9 s at op 4")
+    everybody = [state(rank, came("a2a", (0, 1), 1, 2)) for rank in (0, 1)]
+    assert told(*everybody) == "no rank is known to be behind another one"
+    assert told(others=(0, 1)).startswith("rank 0 did not say")
