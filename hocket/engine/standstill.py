@@ -33,9 +33,9 @@ class Standstill:
         self._device, self._now = device, time.monotonic()
         ops = recorder.ops
         self._known = device and not recorder.replayed  # else nothing tells which ops are complete
-        self._in_order = lanes.needs_rehearsal  # streams; what a CPU has issued has begun
         issued = recorder.issued if self._known else []
-        self._stands = Stands(ops, issued, lambda op, position: lanes.completed(op.lane, position))
+        streams = lanes.needs_rehearsal
+        self._stands = Stands(ops, issued, lambda op, position: lanes.completed(op.lane, position), streams)
         self._at = self._stands.at()
         standing = {position for positions in self._at for position in positions}
         came = [each for group in groups if group.name in recorder.exchanges for each in self._came(group, standing)]
@@ -66,9 +66,8 @@ class Standstill:
         done, reached = 0, count
         if self._known:
             done = next((i for i, p in enumerate(ops) if p is None or stands.open(p)), count)
-            if self._in_order:
-                begun = [i for i, p in enumerate(ops) if p is not None and (not stands.open(p) or stands.reached(p))]
-                reached = begun[-1] + 1 if begun else 0
+            begun = [i for i, p in enumerate(ops) if p is not None and (not stands.open(p) or stands.reached(p))]
+            reached = begun[-1] + 1 if begun else 0
         counted = told is not None and told.done is not None
         if told is not None and told.done is not None:
             done, reached = told.done, max(reached, told.done)

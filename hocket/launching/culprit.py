@@ -68,8 +68,8 @@ def _does(rank: int, states: Mapping[int, RankState]) -> str:
     state = states.get(rank)
     if state is None:
         return "did not say what it does"
-    stands = f", at {'; '.join(state.at)}" if state.at else ""
-    return f"is {state.where}{stands}"
+    at = [op for op in state.at if op not in state.where]
+    return f"is {state.where}{', with the device at ' if at else ''}{'; '.join(at)}"
 
 
 def _circle(waits: Mapping[int, Waits]) -> Sequence[tuple[int, int]]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -96,9 +97,10 @@ class HopCopies:
         latest = self._piece + 2 * HALVES  # of the words' numbers: a sender is ahead by that at most
         pieces = [latest - (latest + 1 - abs(word)) % _LAP for word in words]
         free, full = (list(zip(words[i : i + HALVES], pieces[i : i + HALVES], strict=True)) for i in (0, HALVES))
-        begun, arrived = max(pieces[:HALVES]), max(pieces[HALVES:])
+        last = (lambda numbers: _last_of_replay(marks, numbers)) if replayed else max
+        begun, arrived = last(pieces[:HALVES]), last(pieces[HALVES:])
         read = min((piece - 1 for word, piece in free if word < 0), default=begun)
-        if replayed and begun == arrived == read:
+        if replayed and (begun == arrived == read == marks[-1] or min(begun, arrived) < 0):
             return Told(f"all of {issued} have passed, or none")
 
         def tensors(piece: int) -> int:
@@ -136,6 +138,21 @@ class HopCopies:
 
     def _word(self, rank: int, words: int, half: int) -> int:
         return self._memories[rank].data_ptr() + HALVES * self.nbytes + words + 4 * half
+
+
+def _last_of_replay(marks: list[int], numbers: Sequence[int]) -> int:
+    """The piece that a replay was at last, by those that its halves were given last; -1 if that cannot be told."""
+    halves = [
+        (piece, (piece - low - 1) % HALVES) for low, high in pairwise(marks) for piece in range(low + 1, high + 1)
+    ]
+    mine = [number if marks[0] < number <= marks[-1] else 0 for number in numbers]  # not those of another program
+    for before in ({half: piece for piece, half in halves}, {}):
+        state = [before.get(half, 0) for half in range(HALVES)]
+        for piece, half in halves:
+            state[half] = piece
+            if state == mine:
+                return piece
+    return -1
 
 
 def _number(piece: int) -> int:

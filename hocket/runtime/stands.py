@@ -16,12 +16,19 @@ from hocket.plan.ops import Lane, Op
 class Stands:
     """What is open of a rank's step. Positions are those of the rank's list."""
 
-    def __init__(self, ops: Sequence[Op], issued: Sequence[int], completed: Callable[[Op, int], bool | None]) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        issued: Sequence[int],
+        completed: Callable[[Op, int], bool | None],
+        streams: bool = True,
+    ) -> None:
         """`issued` are positions in their order; of the last it is not known whether it was issued to its end.
 
-        `completed` says of any other whether it is complete; None if nothing tells.
+        `completed` says of any other whether it is complete; None if nothing tells. `streams`: the ops of a lane begin
+        one after the other, and not when the host issues them.
         """
-        self._ops = ops
+        self._ops, self._streams = ops, streams
         self._lanes: dict[Lane, list[int]] = {}
         self._index: dict[int, int] = {}
         for position in issued:
@@ -52,7 +59,9 @@ class Stands:
         return self._index[position] >= self._complete[self._ops[position].lane]
 
     def reached(self, position: int) -> bool:
-        """Whether an op may have begun, where the ops of a lane begin one after the other."""
+        """Whether an op may have begun."""
+        if not self._streams:
+            return True
         lane = self._ops[position].lane
         blocked = next((p for p in self._open_ops(lane) if self._waits_for(p)), None)
         return self._index[position] < (self._begun[lane] if blocked is None else self._index[blocked])
@@ -82,7 +91,8 @@ class Stands:
                 continue
             seen.add(position)
             lane = self._ops[position].lane
-            before = self._open_ops(lane, position)
+            at_once = position in last and not self._streams
+            before = [position] if at_once else self._open_ops(lane, position)
             waits = next((p for p in before if self._waits_for(p)), None)
             if waits is not None:
                 left += self._waits_for(waits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -185,15 +185,37 @@ def test_words_tell_what_has_arrived_and_who_is_waited_for(before: int) -> None:
     assert told(receiver, more) == (1, (), "1 of 3 have arrived, 1 were read")
 
 
-def test_words_at_rest_tell_nothing_of_a_replayed_step() -> None:
+@pytest.mark.parametrize("between", [0, 1, 6])
+def test_words_of_a_replayed_step_are_told_from_those_of_the_one_before(between: int) -> None:
+    """Five tensors of one piece or two are issued, then others of another program, and the five are replayed."""
     sender, receiver = edge(Memcpy())
-    marks = sender.begin()
-    for _ in range(2):
-        sender.send(sent(0))
-        assert told(sender, marks, replayed=True)[2] != "all of 2 have passed, or none"
-        receiver.receive(torch.empty_like(sent(0)))
-    assert told(sender, marks) == (2, (), "2 of 2 have arrived, 2 were read")
-    assert told(sender, marks, replayed=True) == (None, (), "all of 2 have passed, or none")
+    sizes = [sent(number) for number in (0, 2, 0, 2, 2)]
+
+    def issue(tensors: list[Tensor], numbers: int | None = None) -> Iterator[int]:
+        """With `numbers`, as a replay does: pieces have the numbers from there on, and the host counts nothing."""
+        for i, tensor in enumerate(tensors):
+            for copies, call in ((sender, sender.send), (receiver, receiver.receive)):
+                before = copies._piece
+                copies._piece = before if numbers is None else numbers
+                call(tensor.clone())
+                then, copies._piece = copies._piece, copies._piece if numbers is None else before
+                yield i
+            numbers = None if numbers is None else then
+
+    start, marks = sender._piece, (sender.begin(), receiver.begin())
+    list(issue(sizes))
+    marks = marks[0].copy(), marks[1].copy()
+    list(issue([sent(2)] * between))
+    for again in range(2):
+        if not between or again:
+            assert told(sender, marks[0], True) == (None, (), "all of 5 have passed, or none")
+        for turn, i in enumerate(issue(sizes, start)):
+            read = i + turn % 2
+            if read < len(sizes):
+                text = f"{i + 1} of 5 have arrived, {read} were read"
+                full = read == i and i + 1 < len(sizes)  # both begin with the first half
+                assert told(sender, marks[0], True) == (i + 1, (1,) if full else (), text)
+                assert told(receiver, marks[1], True) == (read, () if read == i else (0,), text)
 
 
 def test_a_device_that_does_not_answer_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,14 @@ def test_the_op_that_is_being_issued_is_never_complete() -> None:
     assert stands(set(), issued=0).at() == []
 
 
+def test_what_a_cpu_has_issued_has_begun_and_it_is_at_the_last() -> None:
+    """Sends before it may be on their way still."""
+    sends = [Op("send", "act", lane="send_act"), Op("send", "act", lane="send_act")]
+    found = Stands(sends, range(2), lambda op, position: False, streams=False)
+    assert (found.at(), found.reached(1)) == ([(1,)], True)
+    assert Stands(sends, range(2), lambda op, position: False).at() == [(0,)]
+
+
 def test_an_op_behind_one_that_waits_has_not_begun() -> None:
     found = stands({1, 2}, {3, 4, 5, 6, 7})
     assert [found.reached(position) for position in range(8)] == [True, True, True, True, True, False, True, True]
@@ -93,9 +101,9 @@ def test_a_rank_that_is_busy_is_what_the_others_wait_for() -> None:
         state(3, came("send_act", (3, 0), 4, 4), waits=0, at=("op 4: fwd mlp",)),
     )
     assert line == (
-        "rank 3 has not sent activation 5 of edge 3→0 (an op on rank 0), and "
-        "is stuck for 9 s at op 4: fwd mlp, at op 4: fwd mlp"
+        "rank 3 has not sent activation 5 of edge 3→0 (an op on rank 0), and is stuck for 9 s at op 4: fwd mlp"
     )
+    assert told(state(0, waits=0, at=("op 3: fwd attn",))).endswith("op 4: fwd mlp, with the device at op 3: fwd attn")
 
 
 def test_the_rank_that_is_behind_in_a_group_is_named_and_not_those_that_are_there() -> None:

@@ -1,0 +1,95 @@
+"""One rank of a run on copy engines stops in the middle of a step: words in memory say for whom the other one waits.
+
+Streams are blocked then, and everything must end all the same, soon and by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.command import Finished, end_all
+from tests.test_hangs import PIPELINE, ROWS, SEND, stopped
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+LIMIT = "6"
+"""Seconds without progress. The first step takes a second or more in one op, which loads kernels."""
+COPIED = [
+    "--train.device", "cuda", "--train.transport", "copy_engine", "--train.hang_timeout", LIMIT,
+    "--model.hidden", "128", "--model.heads", "2", "--model.head_dim", "64", "--data.sequence_length", "128",
+]  # fmt: skip
+"""Over `SMALL`."""
+HEAD = f"hocket: no progress for {LIMIT} s: "
+MLP = "hocket.engine.actions:Actions.fwd_mlp"
+EXCHANGE = "hocket.runtime.peer_copies:PeerCopies.exchange"
+STEP = "hocket.engine.engine:Engine.train_step"
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def of_rank(ended: Finished, rank: int) -> list[str]:
+    """The lines of a rank's report."""
+    lines = [line.removeprefix("  | ") for line in ended.err.splitlines()[1:]]
+    starts = [i for i, line in enumerate(lines) if line.startswith("rank ")]
+    (start,) = [i for i in starts if lines[i].startswith(f"rank {rank}: ")]
+    return lines[start : next((i for i in starts if i > start), len(lines))]
+
+
+def test_a_host_that_has_stopped_has_not_sent(tmp_path: Path) -> None:
+    ended = stopped(tmp_path, "host", SEND, *COPIED, *PIPELINE, "--plan.graphs", "off", timeout=120)
+    first = ended.err.splitlines()[0]
+    cause = r"rank 1 has not sent (activation|gradient) \d+ of edge (1→0|0→1) \(recv (act|grad) m\d c\d on rank 0\)"
+    assert re.match(rf"{HEAD}{cause}, and is stuck for \d+ s at op \d+: send ", first), ended.err
+    waits = [line for line in of_rank(ended, 0) if line.startswith("  waits for ")]
+    assert any(re.search(r"ago: by words in memory for rank 1$", line) for line in waits), ended.err
+    assert any(re.search(r"; in memory: \d+ of \d+ have arrived", line) for line in of_rank(ended, 0)), ended.err
+    assert "did not answer" not in ended.err
+
+
+def test_a_device_that_has_stopped_has_not_sent(tmp_path: Path) -> None:
+    """Its host has issued all that the other rank waits for."""
+    ended = stopped(tmp_path, "device", MLP, *COPIED, *PIPELINE, "--plan.graphs", "off", timeout=120)
+    first = ended.err.splitlines()[0]
+    assert re.match(rf"{HEAD}rank 1 has not (sent|received) (activation|gradient) \d+ of edge ", first), ended.err
+    assert re.search(r", and is stuck for .*op \d+: fwd (mlp|attn|experts) m\d", first), ended.err
+    assert any("by words in memory for rank 1" in line for line in of_rank(ended, 0)), ended.err
+    assert not [line for line in of_rank(ended, 1) if "by words in memory" in line], ended.err
+    assert "did not answer" not in ended.err
+
+
+def test_rows_that_are_not_exchanged_are_told_by_the_barrier(tmp_path: Path) -> None:
+    words = [*COPIED, *ROWS, "--plan.graphs", "off", "--overlap.ep.splits", "host"]
+    ended = stopped(tmp_path, "host", EXCHANGE, *words, timeout=120)
+    first = ended.err.splitlines()[0]
+    assert re.match(rf"{HEAD}rank 1 has not come to exchange \d+ of a2a \(ranks 0, 1\)", first), ended.err
+    told = "in memory: in a barrier to which 1 of 1 others have not come"
+    assert any(told in line for line in of_rank(ended, 0)), ended.err
+
+
+def test_a_replayed_step_waits_for_a_rank_that_does_not_begin_its_own(tmp_path: Path) -> None:
+    """The rank that stopped is between two steps, where its own watchdog does not look: it says nothing."""
+    ended = stopped(tmp_path, "host", STEP, *COPIED, *PIPELINE, "--plan.graphs", "on", timeout=150)
+    first = ended.err.splitlines()[0]
+    assert first.startswith(f"{HEAD}rank 1 "), ended.err
+    assert "did not say what it does" in first, ended.err
+    assert ". rank 0 waited; rank 1 (process" in first, ended.err
+    assert any("in memory: " in line for line in of_rank(ended, 0)), ended.err
+    assert any("plan.graphs = off shows which one hangs" in line for line in of_rank(ended, 0)), ended.err
+
+
+def test_a_rank_that_is_killed_ends_the_run_although_streams_wait_for_it(tmp_path: Path) -> None:
+    ended = stopped(tmp_path, "kill", SEND, *COPIED, *PIPELINE, "--plan.graphs", "off", timeout=120)
+    assert re.match(r"hocket: rank 1 \(process \d+\) was ended by SIGKILL", ended.err), ended.err
+    assert "still there" not in ended.err
