@@ -33,6 +33,7 @@ def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] 
 
 
 def _purposes(settings: Settings) -> list[Purpose]:
-    """One of the groups that NCCL leaves to copy engines, and one whose ranks copy into each other's memory."""
-    into_peers = settings.mesh.ep > 1 or settings.mesh.pp > 1
-    return ["gather_dense", "a2a"] if into_peers else ["gather_dense"]
+    """A group that NCCL leaves to copy engines, and one whose ranks copy into each other's memory, where such are needed."""
+    mesh = settings.mesh
+    needed: tuple[tuple[Purpose, bool], ...] = (("gather_dense", mesh.dp > 1), ("a2a", mesh.ep > 1 or mesh.pp > 1))
+    return [purpose for purpose, there in needed if there]
