@@ -16,7 +16,7 @@ from hocket.runtime.comm import CommOptions, Group
 from hocket.runtime.trial import of_all, why_no_copies
 from hocket.settings.leaves import changed
 from tests.gpu.test_copy_engine import CONFIGS, engine_on
-from tests.helpers.command import SMALL, hocket, text_in
+from tests.helpers.command import finish, start
 from tests.helpers.ranks import run_ranks
 
 WORLD = 4 if torch.cuda.device_count() >= 4 else 2
@@ -25,30 +25,44 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
-TWO = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "2", "--plan.chunks", "1", "--train.steps", "3"]
+WORDS = [
+    "tiny", "--precision.compute", "bf16", "--model.hidden", "512", "--data.sequence_length", "256",
+    "--train.steps", "5", "--train.eval_every", "0", "--train.eval_batches", "1", "--run.name", "open",
+]  # fmt: skip
+MESHES = {
+    "experts": "--mesh.pp 1 --mesh.dp 2 --mesh.ep 2 --plan.chunks 1 --plan.graphs off",
+    "experts, recorded": "--mesh.pp 1 --mesh.dp 2 --mesh.ep 2 --plan.chunks 1 --plan.graphs on",
+    "a pipeline": "--mesh.pp 2 --mesh.dp 1 --mesh.ep 1 --overlap.ep.merge off",
+    "weights": "--mesh.pp 1 --mesh.dp 2 --mesh.ep 1 --plan.chunks 1 --overlap.ep.merge off",
+}
 PURPOSES: list[Purpose] = ["gather_dense", "a2a"]
-WINDOWLESS = "NCCL_CUMEM_ENABLE"
 
 
-def moved_by(folder: Path, name: str) -> dict[str, str]:
-    """What explanation.json says of the groups."""
-    found = json.loads((folder / "runs" / name / "explanation.json").read_text())
-    return {group["purpose"]: group["moved_by"] for group in found["groups"]}
-
-
-@pytest.mark.parametrize(
-    ("variables", "way", "told"),
-    [({}, "copy engines, no SM", ""), ({WINDOWLESS: "0"}, "NCCL, at most", f"{WINDOWLESS} = 0 (environment)")],
-    ids=["as it is", "no memory can be shown"],
-)
-def test_a_run_that_asks_for_nothing(tmp_path: Path, variables: dict[str, str], way: str, told: str) -> None:
-    words = [*TWO, "--run.name", "open", "--data.paths", text_in(tmp_path), "--plan.graphs", "off"]
-    done = hocket(tmp_path, "train", *words, fresh=True, **variables)
+def run(folder: Path, mesh: str, **variables: str) -> tuple[dict[str, str], list[str]]:
+    """What a run's explanation.json says of its groups, and what it has said of the transport."""
+    (folder / "text").mkdir()
+    for i in range(60):
+        (folder / "text" / f"{i}.txt").write_text(f"this is document {i}. " * 1000)
+    given = [*WORDS, *mesh.split(), "--data.paths", str(folder / "text")]
+    done = finish(start(folder, "train", *given, fresh=True, **variables), timeout=250)
     assert done.code == 0, done.err
-    assert all(moved.startswith(way) for name, moved in moved_by(tmp_path, "open").items() if name != "control")
+    found = json.loads((folder / "runs" / "open" / "explanation.json").read_text())
     notes = [line for line in f"{done.out}\n{done.err}".splitlines() if "hocket: train.transport" in line]
-    assert len(notes) == bool(told)
-    assert all(told in note for note in notes)
+    return {group["purpose"]: group["moved_by"] for group in found["groups"]}, notes
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_run_that_asks_for_nothing_copies(tmp_path: Path, name: str) -> None:
+    groups, notes = run(tmp_path, MESHES[name])
+    ways = {"copy engines, no SM"} | ({"kernels that store into the peers' memory"} if "recorded" in name else set())
+    assert {moved for purpose, moved in groups.items() if purpose != "control"} == ways
+    assert notes == []
+
+
+def test_a_host_where_no_memory_can_be_shown_is_on_nccl_and_says_so(tmp_path: Path) -> None:
+    groups, (note,) = run(tmp_path, MESHES["experts"], NCCL_CUMEM_ENABLE="0")
+    assert "train.transport = nccl: NCCL_CUMEM_ENABLE = 0 (environment)" in note
+    assert all(moved.startswith("NCCL") for moved in groups.values())
 
 
 def stepped(transport: str, config: Config, rank: int) -> list[float]:
