@@ -183,7 +183,7 @@ class DataOverlap:
     update: Update = "auto"
     """When weights are updated: end, all of them when a step ends; next_step, unit by unit when the next one begins, on
     a lane of their own, so that first gathers and forwards run beside the updates of other units. auto is next_step
-    where copy engines gather and 2% of a step or more is hidden."""
+    where copy engines gather and 2% of a step or more is hidden even if forwards gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

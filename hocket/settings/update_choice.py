@@ -1,27 +1,31 @@
-"""How `overlap.dp.update` is chosen where it is `auto`: by what the first gathers of a step would cost.
+"""How `overlap.dp.update` is chosen where it is `auto`: by what updates in the next step are sure to hide.
 
-They are exposed if weights are updated when a step ends, and hidden if each unit is gathered while others are updated,
-for as long as these updates last. In a step of many microbatches that is little. A step that was to become shorter by
-4.6 % became so by 1.8 % on copy engines, and on NCCL's kernels by nothing that was more than noise, 2.4 % (two H200,
+A step is simulated with both. What is left to the next step runs beside its first gathers, in the bubble at its start,
+and beside forwards. The simulator takes nothing from forwards for that, but both want the same SMs and the same memory
+bandwidth, and how much of it is gained has not been measured. So all time in which a rank does both counts as lost.
+
+What is left is a bound, and less than that was gained: a step of which 2.2 % were to be hidden became shorter by 1.8 %
+on copy engines, and on NCCL's kernels by nothing that was more than noise, 2.4 % (two H200,
 `benchmarks/results/gather_in_update.json`, when no forward began before all updates were done).
-
-That forwards run beside updates counts for nothing here: both want the same SMs and the same memory bandwidth, and what
-is left of the gain has not been measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hocket.config import COPIED, Config, Update
 from hocket.plan.cost import CostTable
+from hocket.plan.ops import COMPUTING, Lane, Program
+from hocket.plan.schedule import Time
 from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
-from hocket.settings.plan_rules import shares_units
-from hocket.settings.predicted import Trials
+from hocket.settings.leaves import changed
+from hocket.settings.predicted import Trials, enough_microbatches
 from hocket.settings.rule import Host
 
+_SETTING = "overlap.dp.update"
 _WORTH = 0.02
-"""Share of a step from which on they are hidden: somewhat less than half of it was gained."""
-_COMPUTE = ("fwd", "recompute", "bwd", "wgrad")
+"""Share of a step from which on it is taken."""
 
 
 def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
@@ -29,27 +33,54 @@ def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
         return "end", "on CPUs nothing runs beside an update"
     if c.plan.graphs == "on":
         return "end", "a recorded step has no update in it (plan.graphs = on)"
-    if not shares_units(c) or c.overlap.dp.strategy == "no_shard":
-        return "end", "nothing is gathered, and what forwards lose beside updates has not been measured"
-    hidden, step = _seconds(c, trials.costs(c))
-    what = f"a step's first gathers take {duration(hidden)}, {hidden / step:.1%} of a step"
-    if hidden < _WORTH * step:
-        return "end", f"{what}: less than {_WORTH:.0%} is not worth it"
+    updates, compute = _updates(trials.costs(c)), _compute(c, trials.costs(c))
+    if updates < _WORTH * compute:  # no more can be hidden, and no step is shorter
+        what = f"all updates take {duration(updates)}, {updates / compute:.1%} of other compute"
+        return "end", f"{what}: that is little"
+    count = enough_microbatches(c)
+    end = trials.seconds(changed(c, {_SETTING: "end"}), count)
+    hidden = _hidden(changed(c, {_SETTING: "next_step"}), count, end, trials)
+    share = hidden * count / (end * c.train.microbatches)
+    what = f"the next step hides {duration(hidden)} of updates beside first gathers and in its bubble"
+    what = f"{what}, {share:.1%} of a step"
+    if share < _WORTH:
+        return "end", f"{what}; what forwards gain or lose beside them has not been measured"
     if c.train.transport not in COPIED:
-        return "end", f"{what}; beside updates NCCL's kernels gain nothing, copies do (train.transport = copy_engine)"
-    return "next_step", f"{what}, and run beside the updates of other units"
+        return "end", f"{what}; beside NCCL's kernels nothing was gained, unlike beside copies"
+    return "next_step", f"{what}, and more if forwards gain beside them"
 
 
-def _seconds(c: Config, costs: CostTable) -> tuple[float, float]:
-    """What is exposed before the first layer and could be hidden, and the compute of a rank's step, about."""
-    layout = layout_of(c)
-    kinds = layout.kinds
-    compute = updates = 0.0
+def _updates(costs: CostTable) -> float:
+    """Seconds of a step's updates, one after the other, of the rank that has most."""
+    return float(costs.table["step", "all", ""].seconds - costs.table["step", "norm", ""].seconds)
+
+
+def _compute(c: Config, costs: CostTable) -> float:
+    """Seconds of a step's other compute, as a mean over pipeline ranks."""
+    kinds, total = layout_of(c).kinds, 0.0
     for (verb, part, kind), cost in costs.table.items():
-        times = kinds.count(kind) / c.mesh.pp if kind else 1 / c.mesh.pp
-        if verb in _COMPUTE and part not in ("dispatch", "combine"):
-            compute += times * c.train.microbatches * float(cost.seconds)
-        if verb == "update":
-            updates += times * float(cost.seconds)
-    embed, layer = costs.table["gather", "embed", ""], costs.table["gather", "dense", kinds[0]]
-    return min(float(embed.seconds + layer.seconds), updates), compute + updates
+        if verb in ("fwd", "recompute", "bwd", "wgrad") and part not in ("dispatch", "combine"):
+            total += (kinds.count(kind) if kind else 1) * float(cost.seconds)
+    return total * c.train.microbatches / c.mesh.pp
+
+
+def _hidden(later: Config, count: int, end: float, trials: Trials) -> float:
+    """Seconds that are hidden even if forwards gain nothing, in a step that lasts `end` without."""
+    starts, ends = trials.times(later, count)
+    hidden = end - float(max(ends)) - _beside(trials.program(later, count), starts, ends)
+    return max(round(hidden, 9), 0.0)
+
+
+def _beside(program: Program, starts: Sequence[Time], ends: Sequence[Time]) -> float:
+    """Seconds in which a rank updates weights while it computes with others; of the rank that does so most."""
+    spans: list[dict[Lane, list[tuple[float, float]]]] = [{lane: [] for lane in COMPUTING} for _ in program.ranks]
+    for number, (rank, _, op) in enumerate(program):
+        if op.lane in COMPUTING:
+            spans[rank][op.lane].append((float(starts[number]), float(ends[number])))
+    most = 0.0
+    for mine in spans:
+        last = max((end for _, end in mine["update"]), default=0.0)
+        compute = [span for span in mine["compute"] if span[0] < last]
+        both = (min(b, d) - max(a, c) for a, b in mine["update"] for c, d in compute)
+        most = max(most, sum(length for length in both if length > 0))
+    return most

@@ -18,10 +18,12 @@ from hocket.plan.dryrun import dry_run
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Op, Program
 from hocket.plan.stages import layout_of, sharding_of
+from hocket.plan.timeline import duration
 from hocket.plan.values import unit_moved, unit_read
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
+from hocket.settings.predicted import model_costs
 from hocket.settings.rule import Host
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.parity import config
@@ -210,12 +212,13 @@ def test_an_update_that_is_missing_is_noticed() -> None:
     assert any("is on lane compute, not update" in str(one) for one in check(elsewhere))
 
 
+ONE: dict[str, Any] = {"train.microbatches": 1, "train.transport": "copy_engine"}
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
-    ({"train.microbatches": 1}, "end", "NCCL's kernels gain nothing"),
-    ({"train.microbatches": 1, "train.transport": "copy_engine"}, "next_step", "beside the updates of other units"),
-    ({"train.microbatches": 64, "train.transport": "copy_engine"}, "end", "not worth it"),
-    ({"mesh.dp": 1}, "end", "nothing is gathered"),
-    ({"overlap.dp.strategy": "no_shard"}, "end", "nothing is gathered"),
+    ({**ONE, "train.transport": "nccl"}, "end", "NCCL's kernels nothing was gained"),
+    (ONE, "next_step", "beside first gathers and in its bubble"),
+    ({**ONE, "train.microbatches": 64}, "end", "that is little"),
+    ({**ONE, "mesh.dp": 1}, "end", "hides 0 µs"),
+    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "has not been measured"),
     ({"train.microbatches": 1, "plan.graphs": "on"}, "end", "recorded"),
     ({"train.device": "cpu"}, "end", "on CPUs"),
 ]
@@ -227,6 +230,20 @@ def test_what_it_would_hide_is_said(settings: dict[str, Any], value: str, reason
     found = resolve(changed(recipe("llama3_8b"), {**base, **settings}), Host(gpus=4))
     (decision,) = [decision for decision in found.decisions if decision.setting == "overlap.dp.update"]
     assert (decision.value, reason in str(decision)) == (value, True), decision
+
+
+def test_what_is_sure_to_be_hidden_is_what_the_first_gathers_take() -> None:
+    """Counted apart from the choice: forwards gain nothing, so there is nothing else in a step of one pipeline rank.
+
+    The embedding's own forward has run beside the gather of the first layer before.
+    """
+    asked = {"model.layers": 14, "mesh.dp": 4, "train.device": "cuda", "overlap.dp.strategy": "optim", **ONE}
+    settings = resolve(changed(recipe("llama3_8b"), asked), Host(gpus=4))
+    table = model_costs(settings).table
+    first = table["gather", "embed", ""].seconds + table["gather", "dense", "dense"].seconds
+    first -= table["fwd", "embed", ""].seconds
+    (decision,) = [decision for decision in settings.decisions if decision.setting == "overlap.dp.update"]
+    assert f"hides {duration(float(first))} of updates" in str(decision)
 
 
 def test_a_recorded_step_has_no_updates() -> None:
