@@ -234,7 +234,9 @@ class _Linears(torch.autograd.Function):
         x_TD, gs = x.detach().reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = sum_of_products([(g, value_now(w)) for g, w in zip(gs, ctx.weights, strict=True)]).view(x.shape)
+            pairs = [(g, value_now(w)) for g, w in zip(gs, ctx.weights, strict=True)]
+            pairs.sort(key=lambda pair: pair[0].shape[1])  # the largest sum is rounded once only
+            dx = sum_of_products(pairs).view(x.shape)
         found: list[Tensor | None] = []
         for i, (g_TF, weight) in enumerate(zip(gs, ctx.weights, strict=True), 1):
             if isinstance(weight, Weight):
