@@ -23,6 +23,7 @@ from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
 from hocket.settings.predicted import model_costs
+from hocket.settings.transport_choice import TRANSPORT, chose_copies
 from hocket.sizes import parse_bytes
 
 DOUBT = 0.07
@@ -244,9 +245,12 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
         yield f"{result.orders} orders of parts were compared on a model of one merged layer step: {better}"
     if 0 < gain < DOUBT:
         yield f"predicted gains have been off by up to {DOUBT:.0%}: time both plans before relying on this one"
+    settings = task.settled({})
+    if chose_copies(settings, settings.decisions):
+        yield next(str(decision) for decision in settings.decisions if decision.setting == TRANSPORT)
     if task.measured is None:
         yield "costs are figures of the hardware; --from takes them from the traces of a run"
-        if wide := network(task.settled({})):
+        if wide := network(settings):
             yield wide
 
 

@@ -1,8 +1,8 @@
 """How `train.transport` is chosen where it is `auto`: copy engines where they can serve and pay, and fit into memory.
 
 A kernel that communicates takes SMs from the compute beside it, and slows it down by more than its share; a copy takes
-none. In all measurements of steps with several kinds of communication copies were faster (docs/benchmarks.md). They
-need one host, whose GPUs reach each other's memory, and room into which peers write.
+none. Of the steps in `benchmarks/results` that were measured on both, all are faster on copies, by 1 to 17 %. They need
+one host, whose GPUs reach each other's memory, and room into which peers write.
 
 Note: [One transport for all groups]
 Groups with ranks on several hosts are on NCCL's kernels, and a transport is one for all groups. So a mesh that leaves
