@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
+from hocket.fsdp.grad_norm import norm_of
 from hocket.kernels.usable import formulas
 from hocket.model.moe import ONLY, MoELayer
 from hocket.parallel.dispatch import (
@@ -187,3 +188,19 @@ def test_one_copy_per_rank(tokens: int, ranks: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
         else:
             assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 12345, 1 << 26])
+def test_the_norm_of_a_gradient(numel: int, dtype: torch.dtype) -> None:
+    """Like torch's but for the order of additions, always the same bits, and without a copy in fp64."""
+    grad = torch.randn(numel, device="cuda").to(dtype)
+    expected = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    norm_of(grad)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    first, again = norm_of(grad), norm_of(grad)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 16
+    torch.testing.assert_close(first, expected, rtol=1e-13, atol=0.0)
+    assert torch.equal(first, again)
