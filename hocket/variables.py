@@ -103,10 +103,11 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), "every tensor is allocated by the driver, which stops the device"),
     Harm("NCCL_LAUNCH_ORDER_IMPLICIT", ("1",), "NCCL orders the launches of all groups: lanes wait for each other"),
     Harm("NCCL_P2P_DISABLE", ("1",), "GPUs of one host talk through host memory, many times slower than NVLink"),
+    Harm("NCCL_P2P_LEVEL", ("LOC", "0"), "GPUs of one host talk through host memory, many times slower than NVLink"),
     Harm("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk through the network"),
     Harm("NCCL_IB_DISABLE", ("1",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
     Harm("NCCL_NET", ("SOCKET",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
-    Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: train.transport = copy_engine fails"),
+    Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: copy engines cannot serve"),
     Harm("NCCL_WIN_ENABLE", ("0",), "no memory is shown to other ranks: NCCL's kernels do what copy engines should"),
     Harm("NCCL_CTA_POLICY", (), "it overrules what each group asks for: copy engines are used by none, or by all"),
     Harm("NCCL_MAX_CTAS", (), "it overrules how many SMs each group may take"),
@@ -118,7 +119,7 @@ HARMFUL: tuple[Harm, ...] = (
 )
 """What nobody asks hocket to set, and what it costs where somebody has."""
 
-_NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_CTA_POLICY")
+_NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_CTA_POLICY")
 """With these NCCL falls back to kernels where copy engines should gather, or fails."""
 
 

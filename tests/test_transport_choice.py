@@ -71,6 +71,8 @@ AGAINST: list[tuple[str, dict[str, Any], Host, str, str]] = [
     ("no shared memory", {}, found(NCCL_CUMEM_ENABLE="0"), "nccl", "NCCL_CUMEM_ENABLE = 0 (environment): no memory"),
     ("no windows", {}, found(NCCL_WIN_ENABLE="0"), "nccl", "NCCL_WIN_ENABLE = 0 (environment)"),
     ("no peers", {}, found(NCCL_P2P_DISABLE="1"), "nccl", "NCCL_P2P_DISABLE = 1 (environment)"),
+    ("peers of no level", {}, found(NCCL_P2P_LEVEL="LOC"), "nccl", "NCCL_P2P_LEVEL = LOC (environment)"),
+    ("peers of any level", {}, found(NCCL_P2P_LEVEL="SYS"), "copy_engine", "which reach each"),
     ("another policy", {}, found(NCCL_CTA_POLICY="1"), "nccl", "NCCL_CTA_POLICY = 1 (environment)"),
     ("what harms others", {}, found(NCCL_IB_DISABLE="1", NCCL_CUMEM_ENABLE="1"), "copy_engine", "which reach each"),
 ]  # fmt: skip
