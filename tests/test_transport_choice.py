@@ -13,6 +13,7 @@ import pytest
 from hocket.bench.run import Bench, Sized, without
 from hocket.config import Config
 from hocket.explain.build import explain
+from hocket.launching import launch
 from hocket.launching.copies import tried
 from hocket.plan.mesh import Purpose
 from hocket.resolve import Settings, resolve, without_copies
@@ -105,6 +106,20 @@ def test_copies_that_somebody_asks_for_and_cannot_have_are_refused(host: Host) -
         ValueError, match=r"train\.transport = copy_engine \(command line\).*fix: train\.transport = nccl"
     ):
         resolve(changed(DENSE, {"train.transport": "copy_engine"}), host, origins)
+
+
+@pytest.mark.parametrize(
+    ("no_copies", "said"), [("", ""), ("NCCL is old", "hocket: train.transport = nccl: NCCL is old\n")]
+)
+def test_a_run_says_what_on_its_host_keeps_it_from_copies(
+    no_copies: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(launch, "prepare", lambda *given: [])
+    monkeypatch.setattr(launch, "probe", lambda *given: replace(HERE, no_copy_engine=no_copies))
+    settings, worker = launch.arrive(DENSE, {})
+    assert worker is None
+    assert settings.train.transport == ("nccl" if no_copies else "copy_engine")
+    assert capsys.readouterr().err == said
 
 
 # Memory
