@@ -260,3 +260,31 @@ def torch_build() -> tuple[str, str]:
     assert package.origin is not None
     found = runpy.run_path(str(Path(package.origin).with_name("version.py")))
     return str(found["__version__"]), found.get("cuda") or ""
+
+
+def memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process and its children may use: the host's, or less in a container.
+
+    A container's limit is that of its control group or of one above it, of version 2 or 1. `root` is where the system's
+    files are. Inside a container the group may be named as it is outside; then its own files stand at the top.
+    """
+    least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups = root / "sys/fs/cgroup"
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, name = (groups / "memory", "memory.limit_in_bytes") if kinds else (groups, "memory.max")
+        here = top / path.strip("/")
+        for folder in (top, *(folder for folder in (here, *here.parents) if top in folder.parents)):
+            limit = _text(folder / name).strip()  # `max`: none
+            least = min(least, int(limit)) if limit.isdigit() else least
+    return least
+
+
+def _text(path: Path) -> str:
+    """What a file of the system says; empty if it is not there."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -28,6 +28,7 @@ explain
 explain tinny
 explain nobody:config
 explain missing.toml
+explain runs/nothing
 explain twice.toml
 explain keys.toml
 explain broken.toml

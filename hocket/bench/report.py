@@ -15,6 +15,7 @@ from hocket.bench.stats import Ratio, noise, off_clock, ratio
 from hocket.bench.workload import Workload
 from hocket.config import Config
 from hocket.plan.hardware import HARDWARE
+from hocket.trace.columns import counted
 
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 
@@ -120,7 +121,8 @@ def verdict_text(verdict: Verdict) -> str:
     steps = len(next(iter(verdict.curves.values())))
     where = f" and sequences of {verdict.sequence_length:,}" if verdict.sequence_length else ""
     return (
-        f"GATE     {', '.join(verdict.curves)}: same losses over {steps} steps of {verdict.layers} layers{where}, "
+        f"GATE     {', '.join(verdict.curves)}: same losses over {counted(steps, 'step')} of "
+        f"{counted(verdict.layers, 'layer')}{where}, "
         f"at most {verdict.worst:.1e} of {verdict.of} apart (allowed {verdict.tolerance:g}), while they changed by "
         f"{verdict.fall:.1%}"
     )
@@ -151,9 +153,10 @@ def table(measured: Measured) -> str:
     ]
     count, steps = len(next(iter(measured.blocks.values()))), len(next(iter(measured.blocks.values()))[0].seconds)
     sure = 1.0 - 0.5 ** (count - 1)
-    interval = f"the range of {count} rounds, too few for more, which holds the true median with {sure:.0%}"
+    interval = f"the range of {counted(count, 'round')}, too few for more, which holds the true median with {sure:.0%}"
     interval = "95 % bootstrap" if count >= FEW else interval
-    notes = [f"medians of {count} blocks of {steps} steps, slowest rank; intervals are {interval}; MFU = {MFU}"]
+    blocks = f"{counted(count, 'block')} of {counted(steps, 'step')}"
+    notes = [f"medians of {blocks}, slowest rank; intervals are {interval}; MFU = {MFU}"]
     if not measured.complete:
         notes.append("interrupted: these are fewer rounds than were asked for")
     if any("*" in row[-2] for row in rows):

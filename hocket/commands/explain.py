@@ -55,6 +55,9 @@ def run(words: list[str]) -> int:
         return translate.run(words)
     if words and of_run(words[0]):
         return show_run(*words)
+    if words and "/" in words[0] and not words[0].endswith(".toml") and not os.path.exists(words[0]):
+        reason, fix = "there is no such folder of a run", "the folder of a run that was started, or a recipe"
+        raise ValueError(f"{words[0]} (command line): {reason}; fix: {fix}")
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
     variables = survey(os.environ, settings.overlap.env, passed(sys.modules))

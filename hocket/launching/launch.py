@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hocket.config import Config
-from hocket.environment import Worker, find_worker, prepare, probe
+from hocket.environment import Worker, find_worker, memory, prepare, probe
 from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job, end_now, outcome
@@ -71,7 +71,7 @@ def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
     Raises ValueError for a model that does not fit into the host.
     """
     ranks = worker.local_world if worker else settings.mesh.world
-    check_memory(settings, ranks, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    check_memory(settings, ranks, memory())
     if worker:
         end_now(outcome(settings, worker, job))
     with run_folder(settings):
@@ -79,8 +79,8 @@ def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
     end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
 
 
-def check_memory(settings: Settings, ranks: int, memory: int) -> None:
-    """Refuse a model on CPUs whose weights alone fill the bytes of memory that a host with so many ranks has.
+def check_memory(settings: Settings, ranks: int, nbytes: int) -> None:
+    """Refuse a model on CPUs whose weights alone fill the memory that so many ranks of a host, or container, may use.
 
     Its kernel would end any process, not only ours. Raises ValueError.
     """
@@ -90,8 +90,8 @@ def check_memory(settings: Settings, ranks: int, memory: int) -> None:
 
     parameters, _ = parameter_counts(settings.model)
     least = BYTES_OF_A_PARAMETER * parameters * ranks // settings.mesh.world
-    if least > memory:
-        reason = f"weights and gradients take {gib(least)}, and the host has {gib(memory)} of memory"
+    if least > nbytes:
+        reason = f"weights and gradients take {gib(least)}, and the host or its container has {gib(nbytes)} of memory"
         fix = "GPUs; hocket plan and hocket explain need none"
         raise ValueError(problem("train.device", "cpu", settings.origins, reason, fix))
 

@@ -103,6 +103,11 @@ def number(count: float) -> str:
     return f"{count:,.0f}" if abs(count - round(count)) < 0.05 else f"{count:,.1f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 step`, or `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def listed(noun: str, numbers: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0, 1`; of many the first."""
     shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")

@@ -13,6 +13,7 @@ from hocket.trace.as_json import by_launcher, to_json
 from hocket.trace.columns import (
     Line,
     bar,
+    counted,
     grid,
     line,
     milliseconds,
@@ -238,7 +239,7 @@ def _whole(figures: Figures, width: int) -> list[Line]:
     step = figures["step"]
     if not step["rank_seconds"]:
         return []
-    about = f"mean of {_counted(len(figures['ranks']), 'rank')} and {_counted(len(figures['steps']), 'step')}"
+    about = f"mean of {counted(len(figures['ranks']), 'rank')} and {counted(len(figures['steps']), 'step')}"
     if len(figures["by_rank_and_step"]) == 1:
         about = ""
     lines: list[Line] = []
@@ -359,10 +360,6 @@ def _more(rows: Sequence[object], shown: int, one: str, many: str = "") -> list[
     """A row that says how many rows are not shown."""
     left = len(rows) - shown
     return [line(f"  and {left} more {one if left == 1 else many or one + 's'}: see --json", "dim")] if left > 0 else []
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _longer(share: float | None) -> str:

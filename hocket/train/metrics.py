@@ -23,6 +23,7 @@ from hocket.explain.record import FILE
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.settings.leaves import problem
+from hocket.trace.columns import counted
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
 
@@ -126,7 +127,7 @@ class Metrics:
     def header(self, parameters: int, active: int, corpus: str) -> None:
         """What is about to run. `parameters` and `active` (per token) count elements."""
         s = self.settings
-        steps = f"{s.train.steps} steps" + (f", {self._first} of them done" if self._first else "")
+        steps = counted(s.train.steps, "step") + (f", {self._first} of them done" if self._first else "")
         self.say(f"model    {parameters:,} parameters, {active:,} active per token")
         self.say(f"corpus   {corpus}")
         mesh, tensors = s.mesh, f" x tp {s.mesh.tp}" if s.mesh.tp > 1 else ""
@@ -196,7 +197,7 @@ class Metrics:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
         seconds, steps = time.monotonic() - self._started, self._last - self._first
         if steps:
-            self.say(f"{self._mark}{steps} steps in {seconds:.1f} s; every step is in {self.path}")
+            self.say(f"{self._mark}{counted(steps, 'step')} in {seconds:.1f} s; every step is in {self.path}")
             if self.settings.train.transport == "null":
                 self.say("This was a bound on speed, no training: nothing was learned, and nothing is saved.")
         else:

@@ -98,7 +98,7 @@ class Trainer:
             window.after(self.step)
             collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
-                metrics.validation(self.step, self._evaluate())
+                metrics.validation(self.step, self._evaluate(metrics))
                 evaluated = self.step
             if train.save_every and self.step % train.save_every == 0 and not signal and self.step < train.steps:
                 saved = self._save_or_warn(metrics, saved)
@@ -109,7 +109,7 @@ class Trainer:
         if saved != self.step and not self.pretends:
             self._save()
         if train.eval_batches and evaluated != self.step:
-            metrics.validation(self.step, self._evaluate())
+            metrics.validation(self.step, self._evaluate(metrics))
         return 0
 
     def _require_finite(self, result: StepRecord) -> None:
@@ -150,12 +150,15 @@ class Trainer:
             batches.append(Microbatch(ids.to(self.device), targets.to(self.device), documents=documents))
         return batches
 
-    def _evaluate(self) -> float:
+    def _evaluate(self, metrics: Metrics) -> float:
         """Mean cross-entropy of the first `eval_batches` batches of the validation stream."""
         losses = []
         for batch in range(self.settings.train.eval_batches):
             loss = self.engine.evaluate(self._microbatches(self.validation_stream, batch * self.settings.batch))
             losses.append(self.engine.agree(loss)[0])
+            room = self.engine.room
+            if room.lacked:
+                metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")
         return sum(losses) / len(losses)
 
     def _state(self) -> Mapping[str, list[Range]]:

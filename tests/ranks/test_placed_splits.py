@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,13 @@ from hocket.plan.capacity import lack, rows_allowed, rows_at_most, rows_evenly, 
 from hocket.plan.hardware import LAPTOP
 from hocket.plan.mesh import Mesh
 from hocket.plan.stages import costs_of
+from hocket.recipes import recipe
+from hocket.resolve import resolve
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.reach import refuse
+from hocket.settings.leaves import changed
+from hocket.train.trainer import Trainer
 from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
@@ -229,3 +235,29 @@ def test_room_for_more_rows_takes_memory_and_no_time() -> None:
         arrived = {("fwd", "experts"): 1, ("bwd", "experts"): 2}.get(key[:2], 0)  # tensors that exchanges keep
         saved = cost.saved_bytes - arrived * rows_evenly(PLACED) * PLACED.model.hidden * PLACED.element_bytes
         assert other.saved_bytes == pytest.approx((1.5 if roomy else 1) * saved, abs=1)
+
+
+class Lacking:
+    """An engine whose second validation of three finds too little room."""
+
+    def __init__(self) -> None:
+        self.room, self._ran = SimpleNamespace(lacked=0, now=object()), 0
+
+    def evaluate(self, microbatches: object) -> Tensor:
+        self._ran += 1
+        self.room.lacked = 40 if self._ran == 2 else 0
+        return torch.tensor(float(self._ran))
+
+    def agree(self, loss: Tensor) -> tuple[float]:
+        return (float(loss),)
+
+
+def test_a_validation_that_is_made_again_is_told_like_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, trainer = list[str](), Trainer.__new__(Trainer)
+    engine: Any = Lacking()
+    trainer.settings, trainer.engine = resolve(changed(recipe("tiny"), {"train.eval_batches": 3})), engine
+    monkeypatch.setattr(trainer, "validation_stream", None, raising=False)
+    monkeypatch.setattr(trainer, "_microbatches", lambda *_: [])
+    metrics: Any = SimpleNamespace(say=said.append)
+    assert trainer._evaluate(metrics) == 2.0
+    assert said == [f"validation 2 {lack(trainer.settings, 40, grown=True)}"]
