@@ -16,7 +16,7 @@ import pytest
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
-from hocket.environment import Worker, find_worker, first_host, memory, prepare, tasks_here
+from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
 from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, recipe
 from hocket.settings.leaves import leaf, types
@@ -430,33 +430,3 @@ def test_no_worker_outlives_a_killed_parent(tmp_path):
     process.kill()
     process.communicate(timeout=20)
     wait_for(lambda: not any(map(alive, workers)), "the end of all workers")
-
-
-HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-V1 = ["5:cpu,cpuacct:/docker/7", "4:memory:/docker/7", "0::/"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "limits", "found"),
-    [
-        (["0::/"], {}, HOST),
-        (["0::/"], {"memory.max": "max"}, HOST),
-        (["0::/"], {"memory.max": 1000}, 1000),
-        (["0::/a/b"], {"a/memory.max": 900, "a/b/memory.max": "max"}, 900),
-        (["0::/a/b"], {"a/memory.max": "max", "a/b/memory.max": 800}, 800),
-        (V1, {"memory/memory.limit_in_bytes": 9223372036854771712}, HOST),
-        (V1, {"memory/memory.limit_in_bytes": 700}, 700),  # inside of the container
-        (V1, {"memory/docker/7/memory.limit_in_bytes": 600}, 600),
-        (["4:cpu:/docker/7"], {"memory/docker/7/memory.limit_in_bytes": 600}, HOST),
-        ([], {}, HOST),
-    ],
-)
-def test_memory_is_what_the_container_may_use(tmp_path, lines, limits, found):
-    """Of a system in which this process is in such groups, with limits by file."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("\n".join(lines))
-    for name, limit in limits.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{limit}\n")
-    assert memory(tmp_path) == found

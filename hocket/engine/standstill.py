@@ -43,7 +43,8 @@ class Standstill:
             rank,
             groups.steps,
             recorder.where(),
-            at=tuple(" .. ".join(f"op {p}: {ops[p]}" for p in _ends(positions)) for positions in self._at),
+            at=tuple(map(self._ops, self._at)),
+            doubts=tuple(map(self._ops, self._stands.doubts)),
             waits=tuple(each.key for each, waits in came if waits),
             groups=tuple(each for each, _ in came if each.issued),
         )
@@ -121,6 +122,11 @@ class Standstill:
         op = self._recorder.ops[position]
         return f"{op}" if op.verb in ("send", "recv") else f"{call[0]} in {op}"
 
+    def _ops(self, positions: Sequence[int]) -> str:
+        """Some ops that follow each other."""
+        ends = positions if len(positions) < 2 else (positions[0], positions[-1])
+        return " .. ".join(f"op {p}: {self._recorder.ops[p]}" for p in ends)
+
     def text(self) -> str:
         """The report of the rank: lines for persons, then one for programs."""
         state, ops = self.state, self._recorder.ops
@@ -133,6 +139,7 @@ class Standstill:
             by = "by words in memory" if came.absent else "as it seems"
             lines.append(f"  waits for {came.thing(came.done + 1)}, {came.what}{since}: {by} for rank {whom}")
         lines += [f"  stands at {text}" for text in state.at]
+        lines += [f"  or at {text}, of which nothing tells whether they are complete" for text in state.doubts]
         if self._recorder.replayed:
             lines.append(f"  {WHOLE}")
         elif self._known:
@@ -144,8 +151,3 @@ class Standstill:
                 lines.append("  issued, not known to be complete: " + "; ".join(left[:SHOWN]))
         lines += [f"  exchanges of {came.line()}" for came in state.groups]
         return "\n".join([*lines, state.as_line()])
-
-
-def _ends(positions: Sequence[int]) -> Sequence[int]:
-    """The first and the last of some ops."""
-    return positions if len(positions) < 2 else (positions[0], positions[-1])

@@ -24,7 +24,9 @@ def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
     if awaited:
         circle = _circle(waits)
         legs = [f"rank {a} waits for rank {b}, which {_missing(a, *waits[a][b])}" for a, b in circle]
-        return f"ranks wait in a circle: {'; '.join(legs)}"
+        busy = [f"rank {a} is at {' or '.join(states[a].doubts)}" for a, _ in circle if states[a].doubts]
+        unless = f", unless {' or '.join(busy)}" if busy else ""
+        return f"ranks wait in a circle: {'; '.join(legs)}{unless}"
     if others:
         return f"rank {min(others)} did not say what it does, and nobody is known to wait for another one"
     busy = [state for state in states.values() if not state.waits and state.at]

@@ -105,6 +105,8 @@ class RankState:
     """What its host is at."""
     at: tuple[str, ...] = ()
     """What its device, or on a CPU what is pending, stands at."""
+    doubts: tuple[str, ...] = ()
+    """What it may be at instead of waiting: ops of which nothing tells whether they are complete."""
     waits: tuple[str, ...] = ()
     """Keys of the groups for whose first exchange that is not over it waits."""
     groups: tuple[Came, ...] = ()

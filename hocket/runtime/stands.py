@@ -3,7 +3,8 @@
 Ops that no other lane waits for leave no event, so nothing says when they are complete. But a lane is in order: what
 stands before an op that is complete is complete too. What stands behind the last such op of a lane is *open*. A lane
 can be at its open ops up to the first of which an event says that it is not complete. If one of these waits for an open
-op of another lane, then that is where the lane waits; otherwise it *stands at* them, at one of which nobody knows.
+op of another lane, then that is where the lane waits, unless it is still at those before it, which is a *doubt*.
+Otherwise it *stands at* them, at one of which nobody knows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Stands:
             self._index[position] = len(lane)
             lane.append(position)
         last = issued[-1] if issued else -1
+        self.doubts: list[tuple[int, ...]] = []
+        """Ops at one of which a lane may be that seems to wait, as found by `at`."""
         self._complete: dict[Lane, int] = {}
         self._begun: dict[Lane, int] = {}
         for lane in self._lanes:
@@ -96,6 +99,8 @@ class Stands:
             waits = next((p for p in before if self._waits_for(p)), None)
             if waits is not None:
                 left += self._waits_for(waits)
+                if self._streams and waits != before[0]:
+                    self.doubts.append(tuple(before[: before.index(waits)]))
             elif lane not in found or len(before) < len(found[lane]):  # up to the first that is asked for
                 found[lane] = tuple(before)
         return list(found.values())

@@ -63,10 +63,15 @@ def test_a_device_that_has_stopped_has_not_sent(tmp_path: Path) -> None:
     """Its host has issued all that the other rank waits for."""
     ended = stopped(tmp_path, "device", ATTENTION, *COPIED, *PIPELINE, "--plan.graphs", "off", timeout=120)
     first = ended.err.splitlines()[0]
-    assert re.match(rf"{HEAD}rank 1 has not (sent|received) (activation|gradient) \d+ of edge ", first), ended.err
-    assert re.search(r", and is stuck for .*, with the device at op \d+: ", first), ended.err
+    missing = r"rank 1,? (which )?has not (sent|received) (activation|gradient) \d+ of edge "
+    assert re.search(missing, first), ended.err
+    # Ops behind the one that never ends may seem to wait for the other rank: then both are told.
+    alone, circle = (
+        r"and is stuck for .*, with the device at op \d+: ",
+        r"in a circle: .*, unless .*rank 1 is at op \d+: ",
+    )
+    assert re.search(rf"{alone}|{circle}", first), ended.err
     assert any("by words in memory for rank 1" in line for line in of_rank(ended, 0)), ended.err
-    assert not [line for line in of_rank(ended, 1) if "by words in memory" in line], ended.err
     assert "did not answer" not in ended.err
 
 

@@ -46,6 +46,14 @@ def test_a_lane_stands_where_nothing_else_is_waited_for(
     assert set(stands(complete, unknown).at()) == at
 
 
+def test_ops_before_one_that_waits_are_a_doubt() -> None:
+    """They leave no event, and one of them may never end."""
+    for complete, unknown, doubts in (({0, 2}, {3, 4}, [(3, 4)]), ({0, 2, 4}, {3}, []), (set(), set(), [])):
+        found = stands(complete, unknown)
+        assert found.at()
+        assert found.doubts == doubts
+
+
 def test_the_op_that_is_being_issued_is_never_complete() -> None:
     """Whatever its event says, which may be that of the step before."""
     assert stands({0, 2, 3}, issued=4).at() == [(3,)]
@@ -78,7 +86,7 @@ def came(name: str, ranks: tuple[int, ...], done: int, reached: int, **more: obj
 def state(rank: int, *groups: Came, waits: int = 1, at: tuple[str, ...] = (), step: int = 3) -> RankState:
     """Of a rank that waits in the first of its groups."""
     keys = tuple(group.key for group in groups[:waits])
-    return RankState(rank, step, "stuck for 9 s at op 4: fwd mlp", at, keys, groups)
+    return RankState(rank, step, "stuck for 9 s at op 4: fwd mlp", at, waits=keys, groups=groups)
 
 
 def told(*states: RankState, others: tuple[int, ...] = ()) -> str:
@@ -134,15 +142,18 @@ def test_a_rank_in_an_earlier_step_is_behind() -> None:
 
 def test_ranks_that_wait_for_each_other_are_told_as_a_circle() -> None:
     edges = (0, 1), (1, 0)
-    line = told(
+    states = (
         state(0, came("recv_act", edges[1], 1, 2), came("send_act", edges[0], 0, 0)),
         state(1, came("recv_act", edges[0], 0, 1), came("send_act", edges[1], 1, 1)),
         state(2, came("recv_act", (1, 2), 0, 1)),
     )
-    assert line == (
+    line = (
         "ranks wait in a circle: rank 0 waits for rank 1, which has not sent activation 2 of edge 1→0 (an op on rank 0)"
         "; rank 1 waits for rank 0, which has not sent activation 1 of edge 0→1 (an op on rank 1)"
     )
+    assert told(*states) == line
+    unsure = replace(states[1], doubts=("op 3: fwd attn .. op 4: fwd mlp",))
+    assert told(states[0], unsure, states[2]) == f"{line}, unless rank 1 is at op 3: fwd attn .. op 4: fwd mlp"
 
 
 def test_where_nobody_is_known_to_wait_that_is_said() -> None:
