@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from tests.helpers.command import ALONE, SMALL, finish, start, text_in
 from tests.helpers.ranks import server_environment
@@ -66,11 +70,38 @@ def wait(settings: Settings, rank: int, device: object) -> None:
     time.sleep(5)
 
 
-def test_a_signal_while_workers_are_forked_reaches_them(tmp_path: Path) -> None:
+def exit_code(target: Callable[[Path], None], folder: Path) -> int | None:
+    """How a process that calls this, and ends itself, has ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.preload"])
-    process = context.Process(target=ask_while_forking, args=(tmp_path,))
+    process = context.Process(target=target, args=(folder,))
     with server_environment():
         process.start()
     process.join(20)
-    assert process.exitcode == 128 + signal.SIGTERM
+    return process.exitcode
+
+
+def test_a_signal_while_workers_are_forked_reaches_them(tmp_path: Path) -> None:
+    assert exit_code(ask_while_forking, tmp_path) == 128 + signal.SIGTERM
+
+
+def copy_without_gpus(folder: Path) -> None:
+    """A run for which copy engines were chosen, where there are none. Ends the process."""
+    (folder / "logs").mkdir()
+    two = {"mesh.pp": 1, "mesh.dp": 2, "mesh.ep": 1, "plan.chunks": 1, "run.folder": str(folder), "run.port": 0}
+    settings = resolve(changed(recipe("tiny"), two))
+    chosen = Decision(setting="train.transport", value="copy_engine", reasons=("a mistake",))
+    decisions = tuple(chosen if each.setting == chosen.setting else each for each in settings.decisions)
+    copying = replace(changed(settings, {"train.transport": "copy_engine"}), decisions=decisions)
+    os._exit(start_workers(copying, Job(note_transport, "")))
+
+
+def note_transport(settings: Settings, rank: int, device: object) -> None:
+    (Path(settings.run.folder) / f"rank{rank}").write_text(settings.train.transport)
+
+
+def test_workers_that_find_no_copies_do_their_job_without(tmp_path: Path) -> None:
+    assert exit_code(copy_without_gpus, tmp_path) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["gloo", "gloo"]
+    written = json.loads((tmp_path / "explanation.json").read_text())
+    assert [each["value"] for each in written["decisions"] if each["setting"] == "train.transport"] == ["gloo"]
