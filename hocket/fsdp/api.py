@@ -15,7 +15,7 @@ from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
 from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
-from hocket.fsdp.grad_norm import norm_of
+from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.materialize import materialize
 from hocket.fsdp.members import Found, Rule, assign, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
@@ -243,7 +243,9 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()
-        square += norm_of(group.main_grad).square() / group.groups.replicas
+    squares = squares_of([group.main_grad for group in groups]) if groups else ()
+    for group, mine in zip(groups, squares, strict=True):
+        square += mine / group.groups.replicas
     context.sum_over_ranks(square)
     norm = square.sqrt().squeeze(0)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

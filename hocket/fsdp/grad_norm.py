@@ -1,6 +1,8 @@
-"""The norm of one gradient, of which the norm of all is made."""
+"""Squares of gradients, of which the norm of all is made."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,14 +10,18 @@ from torch import Tensor
 from hocket.kernels.usable import usable
 
 
-def norm_of(grad: Tensor) -> Tensor:
-    """The 2-norm of a gradient, a scalar in fp64.
+def squares_of(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each gradient, fp64 [n].
 
     torch reads fp32 as fp64 by way of a copy: 20 bytes for each element, and 8 of memory. On a GPU a kernel reads 4.
     """
-    grad = torch.view_as_real(grad) if grad.is_complex() else grad
-    if grad.numel() and grad.is_contiguous() and usable(grad) and grad.dtype in (torch.float32, torch.bfloat16):
-        from hocket.kernels.squares import launch
+    grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    if grads and all(_for_kernel(grad) for grad in grads):
+        from hocket.kernels.squares import squares
 
-        return launch(grad).sqrt()
-    return torch.linalg.vector_norm(grad, dtype=torch.float64)
+        return squares(grads)
+    return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]).square()
+
+
+def _for_kernel(grad: Tensor) -> bool:
+    return grad.dtype in (torch.float32, torch.bfloat16) and grad.is_contiguous() and usable(grad)

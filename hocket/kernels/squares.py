@@ -1,7 +1,9 @@
-"""The sum of squares of a tensor in fp64, in one pass: see `fsdp/grad_norm.py`."""
+"""Sums of squares of tensors in fp64, in one pass: see `fsdp/grad_norm.py`."""
 
 # pyrefly: ignore-errors
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,12 +28,14 @@ def _squares(values, partials, numel, block_size: tl.constexpr):  # noqa: ANN001
     tl.store(partials + tl.program_id(0), tl.sum(total))
 
 
-def launch(values: Tensor, programs: int = PROGRAMS) -> Tensor:
-    """The sum of the squares of a contiguous tensor of fp32 or bf16, a scalar in fp64, on the current stream.
+def squares(tensors: Sequence[Tensor], programs: int = PROGRAMS) -> Tensor:
+    """The sum of the squares of each contiguous tensor of fp32 or bf16, fp64 [n], on the current stream.
 
-    The order in which they are added up depends on the number of elements alone.
+    The order in which they are added up depends on a tensor's number of elements alone.
     """
-    grid = (min(programs, triton.cdiv(values.numel(), BLOCK)),)
-    partials = torch.empty(grid, dtype=torch.float64, device=values.device)
-    _squares[grid](values, partials, values.numel(), BLOCK, num_warps=4)
-    return partials.sum()
+    partials = torch.zeros(len(tensors), programs, dtype=torch.float64, device=tensors[0].device)
+    for tensor, row in zip(tensors, partials, strict=True):
+        if tensor.numel():
+            grid = (min(programs, triton.cdiv(tensor.numel(), BLOCK)),)
+            _squares[grid](tensor, row, tensor.numel(), BLOCK, num_warps=4)
+    return partials.sum(1)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.grad_norm import norm_of
+from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
@@ -129,8 +129,7 @@ class PlannedAdamW:
         factor to fp32.
         """
         counted = [piece.grad for _, piece in self._apart] or self._grads()
-        norms = [norm_of(grad) for grad in counted]
-        square = (torch.stack(norms).square() / self._replicas).sum().reshape(1)
+        square = (squares_of(counted) / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)
 
