@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -16,7 +17,7 @@ from hocket.plan.pipeline import Step
 from hocket.plan.shard import Sharding
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
-from tests.plan.programs import find, moved, sample, swapped, with_op, with_rank, without
+from tests.plan.programs import Case, find, moved, sample, swapped, with_op, with_rank, without
 
 MIXED = Layout(("dense", "moe", "moe", "moe"), pp=2, ep=2)
 
@@ -353,12 +354,17 @@ EDITS: dict[str, tuple] = {
 }
 
 
+@cache
+def short_programs() -> list[tuple[Case, Program]]:
+    """Short ones have all that long ones have."""
+    return sorted(((case, case.build()) for case in sample(16, seed=5)), key=lambda found: len(found[1]))[:8]
+
+
 @pytest.mark.parametrize("field", EDITS)
 def test_an_op_cannot_be_another_op(field: str) -> None:
     """Whatever is changed about an op, something breaks, and the checker copes with it."""
     draw = random.Random(5)
-    for case in sample(8, seed=5):
-        program = case.build()
+    for case, program in short_programs():
         for _ in range(25):
             rank = draw.randrange(len(program.ranks))
             position = draw.randrange(len(program.ranks[rank]))

@@ -17,7 +17,7 @@ from tests.plan.programs import sample, with_op
 PROGRAMS = 60
 LONGEST = 450
 """Ops of the longest program that is mutated: short ones have all that long ones have."""
-MUTATIONS = 2500
+MUTATIONS = 1250
 TRIED = 150
 SEEDS = 40
 
