@@ -366,7 +366,7 @@ def make_group(
     transport: TransportName,
     options: CommOptions | None = None,
 ) -> Group | None:
-    """Create and warm one group for gathers or reductions; None if `rank` is no member.
+    """Create and warm one group for gathers, reductions or exchanges of rows; None if `rank` is no member.
 
     Every rank of the world calls this at the same point, members or not. Raises ValueError like `make_groups`.
     """
