@@ -74,7 +74,7 @@ _OP_CLASS = _patterns(
 _NAME_CLASS = _patterns(
     ("copy", r"^Mem(cpy|set)|^_take_rows"),
     ("indexing", r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?)$"),
-    ("reduction", r"^_(local_sum|route_backward)$"),
+    ("reduction", r"^_(local_sum|squares|route_backward)$"),
     ("optimizer", r"fused_?adam|multi_tensor_apply"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),

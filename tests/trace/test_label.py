@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hocket.config import Config
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout
 from hocket.plan.shard import Sharding
 from hocket.trace import label
+from tests.helpers.plans import planned
 
 TRANSFERS = [
     ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl:_all_gather_base"),
@@ -221,7 +221,10 @@ def test_layers(name: str, layer: int) -> None:
 
 def test_every_op_of_a_plan_is_known_with_its_lane_and_layer() -> None:
     layout = Layout(("dense", "moe", "moe", "moe"), pp=2, ep=2)
-    for _, _, op in build_program(layout, 4, Config(), Sharding(dense=2, experts=2)):
+    programs = [
+        build_program(layout, 4, planned(update=value), Sharding(dense=2, experts=2)) for value in ("end", "next_step")
+    ]
+    for _, _, op in (op for program in programs for op in program):
         assert label.is_plan_op(str(op))
         assert label.layer_of(str(op)) == op.layer
         if op.verb not in ("release", "step"):
