@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hocket.launching import parent
+from hocket.launching.children import Child, explain_hang
+from hocket.runtime.exchanges import RankState
+from hocket.runtime.recorder import HANG_HEADLINE
 from tests.helpers.command import SMALL, Finished, alive, end_all, finish, start, text_in
 
 PIPELINE = ["--mesh.pp", "2", "--mesh.dp", "1", "--mesh.ep", "1"]
@@ -57,3 +61,42 @@ def test_rows_that_one_rank_does_not_exchange_are_told(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_in_the_middle_of_a_step_ends_the_run_at_once(tmp_path: Path) -> None:
     ended = stopped(tmp_path, "kill", SEND, *PIPELINE)
     assert re.match(r"hocket: rank 1 \(process \d+\) was ended by SIGKILL", ended.err), ended
+
+
+def child(folder: Path, rank: int, code: int | None, report: str = "") -> Child:
+    """A worker that has ended with a code, or runs, and what it has written to its log."""
+    log = folder / f"rank{rank}.log"
+    log.write_text(report)
+    return Child(rank, 100 + rank, 0, log, "again", status=None if code is None else code << 8)
+
+
+def test_a_rank_that_ends_otherwise_than_by_its_watchdog_is_named_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one that a collective's own limit has ended, and one whose report is cut off."""
+    state = RankState(0, 3, "stuck for 9 s at op 4: fwd mlp")
+    whole = f"noise\n{HANG_HEADLINE} for 9 s\nrank 0: stuck\n{state.as_line()}\n"
+    children = [child(tmp_path, 0, 75, whole), child(tmp_path, 1, 75), child(tmp_path, 2, 1), child(tmp_path, 3, 0)]
+    assert explain_hang(children, children[3:]) == 1
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == (
+        f"{HANG_HEADLINE} for 9 s: rank 1 did not say what it does, and nobody is known to wait for another one. "
+        "ranks 0, 1 waited; rank 3 (process 103) said nothing and was ended; rank 2 (process 102) ended with exit code "
+        f"1. fix: see {tmp_path}, or raise train.hang_timeout; again"
+    )
+    assert lines == ["  | rank 0: stuck", "  | rank 1: its report is missing"]
+
+
+def test_nobody_waits_for_ever_for_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that the system does not let go, as it gives back what the process has of a GPU."""
+    ended = list[int]()
+    monkeypatch.setattr(parent, "GONE", 0.05)
+    monkeypatch.setattr(parent.os, "killpg", lambda pid, number: ended.append(pid))
+    monkeypatch.setattr(Child, "poll", lambda child: None)
+    stays = child(tmp_path, 1, None)
+    parent.kill([child(tmp_path, 0, 75), stays])
+    assert ended == [101]
+    assert stays.status == 0
+    assert capsys.readouterr().err == "hocket: rank 1 (process 101) was killed, and is still there\n"
