@@ -6,23 +6,15 @@ import dataclasses
 import json
 import shlex
 
-from benchmarks.baselines import words
-from benchmarks.contender_tables import tokens_of, workloads
-from benchmarks.markdown import Result, table
-from hocket.commands.bench import Bench, for_bench
+from benchmarks.markdown import Result, ms, table
+from benchmarks.model_steps import SHARDED, host_was_late, measured, modelled
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
-from hocket.config import Config
 from hocket.plan.formulas import STOCK
 from hocket.plan.network import hardware_of
-from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.stages import costs_of
 from hocket.planning import predict, program_of
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
-from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
-from hocket.settings.rule import Host
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {
@@ -32,6 +24,12 @@ CONTENDERS = {
     "merged, defer all": "--overlap.pp.defer_layers -1 --overlap.pp.defer_parts all",
 }
 """Plans of benchmarks/step_time.py -> the settings that make them."""
+STEPS = (
+    "fsdp", "fsdp_long", "fsdp_peers", "data_parallel", "data_parallel_adamw", "gather_in_update", "pipeline_dense_2",
+    "pipeline_dense_8", "expert_parallel", "expert_parallel_long", "expert_parallel_even", "expert_parallel_torchtitan",
+    "expert_steps", "shared_expert", "skinny", "pipeline_peers", "everything",
+)  # fmt: skip
+"""Results with steps that are predicted."""
 
 
 def predicted(result: Result) -> str:
@@ -65,51 +63,28 @@ def _same_work(config: Result) -> None:
     assert not changed, f"the recipe {config['run']['name']} has changed since it was measured: {changed}"
 
 
-def predicted_steps(*results: Result) -> str:
-    """Steps of hocket's kernels: in all, their compute, and what they add to memory, beside what was measured."""
+def predicted_compute(*results: Result) -> str:
+    """Compute of steps without communication, as predicted and as measured, and the clock that they ran at."""
     rows = []
-    for result in results:
-        preset, *more = shlex.split(result["command"].split("benchmarks.baselines ")[1])
-        gpus = int(more[more.index("--gpus") + 1])
-        options, origins = parse(Bench, "bench", words(preset, gpus, more))
-        for found in workloads([result]):
-            length = found["config"]["data"]["sequence_length"]
-            config = changed(for_bench(options, origins), {"data.sequence_length": length})
-            if found["config"]["train"]["microbatches"] != config.train.microbatches:
-                continue  # of a time when the preset had others
-            rows.append([f"{preset}, {tokens_of(found)} tokens", *_beside(config, gpus, found)])
-    head = ["step", "predicted", "of which compute", "measured without communication", "measured", "ratio"]
-    return table([*head, "predicted to need beside weights", "measured to need"], rows)
+    for step in measured(results):
+        if step.communicates or host_was_late(step):
+            continue
+        found = modelled(step)
+        clocks = [f"{hertz / 1e9:.2f}" for hertz in (found.costs.clock, step.clock)]
+        rows.append([step.words, ms(found.compute), ms(step.seconds), f"{step.seconds / found.compute:.2f}", *clocks])
+    return table(
+        ["step without communication", "predicted", "measured", "ratio", "predicted GHz", "measured GHz"], rows
+    )
 
 
-def fastest(found: Result) -> str:
-    """The fastest of hocket's own contenders."""
-    ours = [name for name in ("hocket", "hocket_ce", "hocket_graph", "hocket_graph_ce") if name in found["contenders"]]
-    return min(ours, key=lambda name: found["contenders"][name]["seconds"])
-
-
-def as_measured(config: Config, gpus: int, found: Result, name: str) -> Settings:
-    """A configuration as a contender had it."""
-    graphs = "on" if "graphs = on" in found["contenders"][name]["settings"]["plan"] else "off"
-    return resolve(changed(config, {"plan.graphs": graphs}), Host(gpus=gpus))
-
-
-def needed(settings: Settings) -> tuple[Timeline, int]:
-    """The predicted step, and the bytes that the rank with the most needs beside weights, optimizer and slots."""
-    program, costs = program_of(settings), costs_of(settings, hardware_of(settings))
-    timeline = simulate(program, costs)
-    return timeline, max(use.peak_bytes - costs.fixed_bytes(program, rank) for rank, use in enumerate(timeline.ranks))
-
-
-def _beside(config: Config, gpus: int, found: Result) -> list[str]:
-    """One step as predicted and as measured, both of the slowest rank."""
-    by_name, best = found["contenders"], fastest(found)
-    timeline, needs = needed(as_measured(config, gpus, found, best))
-    step, busy = float(timeline.makespan), max(float(use.busy) for use in timeline.ranks)
-    null = by_name.get("hocket_null", {}).get("seconds")
-    measured = by_name[best]["seconds"]
-    times = [step, busy, null, measured]
-    cells = ["not measured" if seconds is None else f"{1e3 * seconds:,.0f} ms" for seconds in times]
-    taken = by_name[best]["peak_bytes"] - by_name[best]["resident_bytes"]
-    cells[-1] = f"*{best}*: {cells[-1]}"
-    return [*cells, f"{measured / step:.2f}", f"{needs / 2**30:.0f} GiB", f"{taken / 2**30:.0f} GiB"]
+def predicted_steps(*results: Result) -> str:
+    """Steps that communicate, as predicted and as measured, and what those of a plan need beside weights and slots."""
+    rows = []
+    for step in measured(results):
+        if not step.communicates:
+            continue
+        found = modelled(step)
+        needs = [found.needs, step.row["peak_bytes"] - step.row["resident_bytes"]]
+        cells = [f"{nbytes / 2**30:.0f} GiB" if step.name not in SHARDED else "-" for nbytes in needs]
+        rows.append([step.words, ms(found.seconds), ms(step.seconds), f"{step.seconds / found.seconds:.2f}", *cells])
+    return table(["step", "predicted", "measured", "ratio", "predicted to need", "measured to need"], rows)

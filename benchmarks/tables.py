@@ -31,7 +31,7 @@ from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
-from benchmarks.prediction_tables import predicted, predicted_steps
+from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
@@ -184,10 +184,8 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
         tensor_tables.chosen,
     ),
     "predicted": ("step_time", predicted),
-    "predicted_steps": (
-        "expert_parallel expert_parallel_long? pipeline_peers shared_expert? skinny? everything?",
-        predicted_steps,
-    ),
+    "predicted_compute": (" ".join(STEPS), predicted_compute),
+    "predicted_steps": (" ".join(STEPS), predicted_steps),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),

@@ -7,11 +7,12 @@ from textwrap import wrap
 from typing import Any
 
 from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.friction import friction_of
 from hocket.plan.hardware import Hardware
 from hocket.plan.lower import build_program
 from hocket.plan.network import adapter_times, crossing, hardware_of
 from hocket.plan.ops import Program
-from hocket.plan.schedule import NO_FRICTION, Friction, cost_key
+from hocket.plan.schedule import cost_key
 from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.stages import carried_by, costs_of, layout_of, sharding_of
 from hocket.plan.text import to_text
@@ -26,14 +27,9 @@ def program_of(settings: Settings) -> Program:
 
 
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
-    """When every op of the program would run on that hardware, with what was measured there where it is given.
-
-    Recorded steps were issued op by op. In a replay no op waits for the host, so only contention is left of friction.
-    """
-    friction = measured.friction if measured is not None else NO_FRICTION
-    if settings.plan.graphs == "on":
-        friction = Friction(friction.contention)
-    return simulate(program, costs_of(settings, hardware, measured), friction)
+    """When every op of the program would run on that hardware, with what was measured there where it is given."""
+    costs = costs_of(settings, hardware, measured)
+    return simulate(program, costs, friction_of(settings, hardware, costs.table, measured))
 
 
 def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:

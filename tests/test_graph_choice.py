@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.baselines import words
-from benchmarks.prediction_tables import needed
+from benchmarks.model_steps import Modelled
 from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
@@ -38,8 +38,7 @@ def preset(name: str, gpus: int, length: int, changes: dict[str, Any]) -> Settin
 def test_predicted_memory_is_what_runs_took(
     name: str, gpus: int, length: int, changes: dict[str, Any], gb: float
 ) -> None:
-    _, nbytes = needed(preset(name, gpus, length, changes))
-    assert nbytes == pytest.approx(gb * 1e9, rel=0.1)
+    assert Modelled.of(preset(name, gpus, length, changes)).needs == pytest.approx(gb * 1e9, rel=0.1)
 
 
 def decision(settings: Settings, name: str) -> Decision:

@@ -3,7 +3,9 @@
 Letters: T tokens of a microbatch, S tokens of a sequence, D hidden, R = T * top_k routed rows, P weights of a part,
 n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are elements times `dtype_bytes`.
 
-    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + elementwise bytes / memory bandwidth
+    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of kernels between / their bandwidth
+                            + 2/3 of what matmuls read and write / the same + what starts and ends kernels
+    rate                    of the full clock, at the clock that power allows (`clock.py`)
     matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
@@ -23,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hocket.config import ModelConfig, Purpose
+from hocket.plan.clock import Work, at_clock, clock_of
 from hocket.plan.copies import Copies, copies_of
 from hocket.plan.formulas import STOCK, Formulas, PartSize, plus
 from hocket.plan.hardware import Hardware
@@ -53,13 +56,15 @@ class CostTable:
     """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
 
     `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot of each class of units, `state_bytes[rank]`
-    is that of main weights, copies of those that are held whole, and optimizer state.
+    is that of main weights, copies of those that are held whole, and optimizer state. `clock` in Hz is that which power
+    allows; 0: no limit is known.
     """
 
     kinds: tuple[str, ...]
     table: Mapping[CostKey, OpCost]
     slot_bytes: tuple[Mapping[Unit, tuple[int, int]], ...] = ()
     state_bytes: tuple[int, ...] = ()
+    clock: float = 0.0
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -107,9 +112,15 @@ def _lasting(cost: OpCost, seconds: Time) -> OpCost:
 
 _FREE = OpCost()
 
-_COLLECTED = 4
-"""Bytes per element that a product needs time for when it adds to fp32, of 6 that it moves more than in bf16: measured
-by `benchmarks.expert_grads` and `benchmarks.weight_grads` on an H200. Arithmetic hides the others."""
+_SHOWN = 2 / 3
+"""Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
+to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
+_BLOCK = 512
+"""Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
+rate grows from 4,096 to 8,192 tokens."""
+_FLASH_BACK = 9
+"""Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
+and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +151,9 @@ def part_size(
             size = _attention(model, seq, f)
             return size if kind == "dense" else _before_dispatch(model, size, copies, f)
         case "mlp":
-            w, values = 3 * d * model.ffn, f.swiglu(d, model.ffn)
-            return plus(f.norm(d), values, PartSize(gemm=w, weights=w, traffic=3 * d, output=d, grad=d))
+            w, rows = 3 * d * model.ffn, 2 * d + 3 * model.ffn
+            size = PartSize(gemm=w, weights=w, rows=rows, traffic=3 * d, output=d, grad=d)
+            return plus(f.norm(d), f.swiglu(d, model.ffn), size)
         case "dispatch":
             return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
         case "combine":
@@ -155,7 +167,7 @@ def part_size(
             return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
         case "head":
             w = model.vocab * d
-            matmul = PartSize(gemm=w, weights=0 if model.tied else w, output=1, grad=d)
+            matmul = PartSize(gemm=w, weights=0 if model.tied else w, rows=d + model.vocab, output=1, grad=d)
             return plus(f.norm(d), f.loss(model.vocab), matmul)
     raise AssertionError(part)
 
@@ -165,9 +177,10 @@ def _attention(model: ModelConfig, seq: int, f: Formulas) -> PartSize:
     d, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
     scales = 2 * model.head_dim if model.qk_norm else 0
-    core = PartSize(gemm=w, weights=w + scales, core=2 * seq * width, traffic=3 * d, output=d, grad=d)
+    matmuls = PartSize(gemm=w, weights=w + scales, rows=2 * (d + width + kv), output=d, grad=d)
+    core = PartSize(core=2 * seq * width, masked=2 * _BLOCK * width, traffic=3 * d, back=_FLASH_BACK * width)
     heads = f.positions(width + kv, model.qk_norm)
-    return plus(f.norm(d), heads, core, PartSize(saved=values, kept=values + d))
+    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
 
 
 def _rows(count: float, width: int, copies: Copies) -> int:
@@ -182,7 +195,8 @@ def _experts(model: ModelConfig, ep: int, copies: Copies, f: Formulas) -> PartSi
     moved = 2 * (k * d + received) if ep > 1 else 0
     grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
     rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    return plus(values, rows, PartSize(grouped=k * w, weights=model.experts // ep * w))
+    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
+    return plus(values, rows, matmuls)
 
 
 def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f: Formulas) -> PartSize:
@@ -192,10 +206,11 @@ def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f:
     """
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
-    shared = plus(f.swiglu(d, sh), PartSize(output=d)) if sh else PartSize()
+    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
+    router = PartSize(rows=d + e, routes=1)
     rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e)
-    return plus(replace(attention, output=0), f.norm(d), shared, rest)
+    return plus(replace(attention, output=0), f.norm(d), shared, router, rest)
 
 
 def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
@@ -227,29 +242,42 @@ class _Pricing:
     hardware: Hardware
     tokens: int
     dtype_bytes: int
+    sharing: int = 1
+    """Ranks that share every product."""
+
+    def work(self, size: PartSize, verb: str, collects: bool = False) -> Work:
+        """What fwd, bwd or wgrad of a part does; `collects`: products add weight gradients up in fp32."""
+        hw, t, b = self.hardware, self.tokens, self.dtype_bytes
+        matmul = 2.0 * t * (size.gemm + size.grouped)
+        core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
+        whole = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * (size.core + size.masked)
+        rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
+        clocked, others = matmul / hw.gemm_flops, self._traffic(size, verb) / hw.kernel_bandwidth
+        if matmul:
+            operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
+            moving = operands / hw.kernel_bandwidth
+            others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
+        others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
+        return Work(clocked + whole / rate, others, matmul + core)
 
     def compute(self, size: PartSize, verb: str, collects: bool = False) -> OpCost:
-        """Cost of fwd, bwd or wgrad of a part; `collects`: weight gradients are added up in fp32 by their products."""
-        hw, t, b = self.hardware, self.tokens, self.dtype_bytes
-        gemm, grouped = 2.0 * t * size.gemm, 2.0 * t * size.grouped
-        core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
-        traffic = {"fwd": 1, "bwd": 2}.get(verb, 0) * t * size.traffic * b
-        if not gemm + grouped and verb == "wgrad":
-            traffic = (3 * t * size.output + size.weights) * b  # a table: clear it, then add up rows
-        rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
-        matmul = gemm / hw.gemm_flops + grouped / hw.grouped_flops
-        if matmul:  # few tokens: reading the weights takes longer than the arithmetic
-            matmul = max(matmul, size.weights * b / hw.memory_bandwidth)
-        if verb == "wgrad" and collects:
-            traffic += _COLLECTED * size.weights
-        seconds = max(matmul + core / rate + traffic / hw.memory_bandwidth, hw.host_gap)
-        output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * t * b
-        saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * t * b
-        return OpCost(seconds, gemm + grouped + core, 0, traffic, output, saved)
+        """Cost of fwd, bwd or wgrad of a part; `collects` as for its work."""
+        work, tokens_bytes = self.work(size, verb, collects), self.tokens * self.dtype_bytes
+        output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
+        saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
+        return OpCost(work.clocked + work.others, work.flops, 0, self._traffic(size, verb), output, saved)
+
+    def _traffic(self, size: PartSize, verb: str) -> int:
+        """Bytes that kernels between matmuls read and write."""
+        if verb == "wgrad":  # of a table: clear it, then add up rows
+            table = not size.gemm + size.grouped
+            return (3 * self.tokens * size.output + size.weights) * self.dtype_bytes if table else 0
+        moved = size.traffic if verb == "fwd" else 2 * size.traffic + size.back
+        return self.tokens * moved * self.dtype_bytes
 
     def local(self, memory_bytes: int) -> OpCost:
         """Cost of a compute op that only reads and writes."""
-        seconds = max(memory_bytes / self.hardware.memory_bandwidth, self.hardware.host_gap)
+        seconds = memory_bytes / self.hardware.memory_bandwidth + self.hardware.gap
         return OpCost(seconds, memory_bytes=memory_bytes)
 
     def transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
@@ -265,23 +293,24 @@ def op_costs(
 
     Assumes even routing: every rank gets as many rows as it sends. A hop's seconds belong to the recv.
     """
-    price, copies = _Pricing(hardware, tokens, dtype_bytes), copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
+    copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
+    sizes = {
+        (part, kind): part_size(model, part, kind, seq, layout.ep, copies, hardware.formulas)
+        for part, kind in _parts(layout)
+    }
+    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor)
+    clock = _clock(price, layout, sharding, sizes) if hardware.clock else 0.0
+    price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
     table: dict[CostKey, OpCost] = {}
     hop = tokens * model.hidden * dtype_bytes
-    cases = [("embed", ""), ("head", "")]
-    for kind in sorted(set(layout.kinds)):
-        cases += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
-    for part, kind in cases:
-        size = part_size(model, part, kind, seq, layout.ep, copies, hardware.formulas)
+    for (part, kind), size in sizes.items():
         if part in ("dispatch", "combine"):
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
                 table[verb, part, kind] = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, nbytes)
             continue
-        unit = layout.unit(part)
-        collects = unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
-        for verb in ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd"):
-            table[verb, part, kind] = price.compute(size, verb, collects)
+        for verb in _verbs(size):
+            table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part))
         if part in layout.recompute:
             once = table["fwd", part, kind]
             # Nothing but its value keeps the residual of a MoE layer's attn part then: see `_before_dispatch`.
@@ -290,7 +319,36 @@ def op_costs(
             table["recompute", part, kind] = replace(once, output_bytes=0)
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", hop, hop)
     slots, state = _add_units(model, layout, sharding, price, table)
-    return CostTable(layout.kinds, table, slots, state)
+    return CostTable(layout.kinds, table, slots, state, clock)
+
+
+def _parts(layout: Layout) -> list[tuple[str, str]]:
+    """Every part with the kinds of layers that have it."""
+    found = [("embed", ""), ("head", "")]
+    for kind in sorted(set(layout.kinds)):
+        found += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
+    return found
+
+
+def _verbs(size: PartSize) -> tuple[str, ...]:
+    return ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd")
+
+
+def _collects(layout: Layout, sharding: Sharding, part: str) -> bool:
+    """Whether products of a part's weight gradients add them up in fp32."""
+    unit = layout.unit(part)
+    return unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
+
+
+def _clock(price: _Pricing, layout: Layout, sharding: Sharding, sizes: Mapping[tuple[str, str], PartSize]) -> float:
+    """The clock of the whole model's microbatches. See Note: [Power sets the clock] in `clock.py`."""
+    works: list[Work] = []
+    for (part, kind), size in sizes.items():
+        count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part)
+        again = ("fwd",) if part in layout.recompute else ()
+        if part not in ("dispatch", "combine"):
+            works += count * [price.work(size, verb, collects) for verb in (*_verbs(size), *again)]
+    return clock_of(price.hardware, works)
 
 
 def _add_units(

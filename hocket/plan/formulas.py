@@ -18,10 +18,18 @@ class PartSize:
     """Weights of its experts that a token meets."""
     weights: int = 0
     """Weights of the part on one expert-parallel rank."""
+    rows: int = 0
+    """Elements that its matmuls read and write beside weights, in each direction."""
     core: int = 0
     """FLOPs of the attention core, forward."""
+    masked: int = 0
+    """FLOPs that the core does and then masks, forward: blocks on the diagonal are computed whole."""
     traffic: int = 0
     """Elements read and written outside matmuls, forward."""
+    back: int = 0
+    """Those backward, beyond twice as many."""
+    routes: int = 0
+    """How often experts are chosen, in each direction."""
     output: int = 0
     """Elements of the value that fwd produces."""
     grad: int = 0

@@ -29,16 +29,31 @@ class Hardware:
     peak_flops: float
     """Data-sheet rate of dense matmuls: the denominator of MFU."""
     gemm_flops: float
-    grouped_flops: float
-    """Rate of grouped matmuls, one per expert."""
+    """Rate of matmuls, of experts too, at the full clock, beside what they read and write."""
     attention_fwd_flops: float
     attention_bwd_flops: float
     memory_bandwidth: float
-    """Bytes read and written together."""
+    """Bytes read and written together, by copies."""
+    kernel_bandwidth: float
+    """The same by kernels between matmuls."""
     links: Mapping[Kind | Purpose, Link]
     """Of every kind of communication, and of groups for a purpose that have another one: see `network.py`."""
-    host_gap: float
-    """Least seconds from one compute op to the next, however small: the host's own cost."""
+    gap: float
+    """Seconds of every compute op in which its kernels start and end."""
+    routing: float = 0.0
+    """Seconds in which a MoE layer's experts are chosen, in each direction: many small kernels."""
+    clock: float = 0.0
+    """The full clock in Hz; 0: no limit of power is known."""
+    power: float = 0.0
+    """FLOP/s times the clock's square at which a rank draws all the power it may. See Note: [Power sets the clock]."""
+    beside_kernels: float = 0.0
+    """By how much longer compute takes while NCCL's kernels, or kernels that store rows, communicate beside it."""
+    beside_copies: float = 0.0
+    """The same while copy engines do."""
+    issue: float = 0.0
+    """Seconds in which the host issues one op, its kernels and its collectives; 0: to issue an op is to do it."""
+    counts: float = 0.0
+    """Seconds from the start of a dispatch until a host that has to know the rows' counts goes on."""
     memory: int = 0
     """Bytes that one rank can use; 0 means not known."""
     copies: Link = Link(0.0, 1e12)
@@ -65,11 +80,11 @@ KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
 H200 = Hardware(
     name="h200",
     peak_flops=989.4e12,
-    gemm_flops=697e12,
-    grouped_flops=670e12,
-    attention_fwd_flops=600e12,
-    attention_bwd_flops=457e12,
+    gemm_flops=930e12,
+    attention_fwd_flops=700e12,
+    attention_bwd_flops=595e12,
     memory_bandwidth=4.3e12,
+    kernel_bandwidth=3.75e12,
     links={
         "a2a": Link(74e-6, 323e9),
         "pp": Link(222e-6, 346e9),
@@ -77,30 +92,47 @@ H200 = Hardware(
         "reduce": Link(58e-6, 321e9),
         "tp": Link(30e-6, 312e9),
     },
-    host_gap=50e-6,
+    gap=20e-6,
+    routing=100e-6,
+    clock=1.98e9,
+    power=1.375e33,
+    beside_kernels=0.42,
+    beside_copies=0.19,
+    issue=0.45e-3,
+    counts=0.3e-3,
     memory=139 * 2**30,
     copies=Link(18e-6, 400e9),
     processors=132,
     wave_flops=730e12,
     formulas=FUSED,
 )
-"""One H200 of an 8-GPU NVLink host. Measured on 8x H200, torch 2.11.0, NCCL 2.28.9, multicast off: the GEMM
-4096x28672x4096, the grouped GEMM 16 x 4096 rows of 2048x1536, cuDNN attention at 8k tokens, a device copy; the links
-are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp, whose
-collectives follow each other closely, to 50 and 100 MB of four ranks, and `copies` to pieces of 17 and 34 MB beside
-their products; `wave_flops` is the median of what products alone reach there. `peak_flops` is the data sheet's dense
-bf16 rate. `host_gap` is an estimate: about ten kernel launches."""
+"""One H200 of an 8-GPU NVLink host, torch 2.11.0, NCCL 2.28.9, multicast off. `peak_flops` is the data sheet's dense
+bf16 rate, `clock` the full one.
+
+Compute. Rates are those of the full clock: matmuls reach 87 % of what tensor cores could do at the clock that they run
+at, and attention as in traces of Qwen3-30B-A3B without communication (overlap_trace_expert_parallel_long.json), as
+kernels.json has it; `kernel_bandwidth` is the median of the kernels there, 87 % of a copy's `memory_bandwidth`;
+`routing` is in the same traces, and `gap`, in which some ten kernels start and end, is what bounds take besides.
+`power` is the median of bounds. What is predicted with all this stands beside what was measured in docs/benchmarks.md.
+
+Beside communication. `beside_kernels` and `beside_copies`: products beside gathers and reductions of their weights
+(copy_engine.json) and the layers of a MoE beside its all-to-alls take 0.36 to 0.46 and 0.18 to 0.22 longer for the time
+that those last. `issue` is 0.40 to 0.58 ms on hosts of H200s, `counts` that of calibration.json.
+
+Links are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp,
+whose collectives follow each other closely, to 50 and 100 MB of four ranks, and `copies` to pieces of 17 and 34 MB
+beside their products; `wave_flops` is the median of what products alone reach there."""
 
 LAPTOP = Hardware(
     name="laptop",
     peak_flops=50e9,
     gemm_flops=50e9,
-    grouped_flops=40e9,
     attention_fwd_flops=25e9,
     attention_bwd_flops=25e9,
     memory_bandwidth=20e9,
+    kernel_bandwidth=20e9,
     links=dict.fromkeys(("a2a", "pp", "gather", "reduce", "tp"), Link(2e-3, 0.7e9)),
-    host_gap=200e-6,
+    gap=200e-6,
     copies=Link(2e-3, 0.7e9),
 )
 """One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:

@@ -49,6 +49,8 @@ class Sharding:
     strategy: Strategy = "optim_grads_params"
     wire_bytes: int = 0
     """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
+    tensor: int = 1
+    """Tensor-parallel ranks, which share every product."""
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense

@@ -44,7 +44,7 @@ def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
     strategy = config.overlap.dp.strategy
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
-    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), kept, config.wire_bytes)
+    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), kept, config.wire_bytes, config.mesh.tp)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

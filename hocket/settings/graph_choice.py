@@ -26,8 +26,6 @@ from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
-HOST = 0.45e-3
-"""Seconds in which a host issues one op, its kernels and its collectives: 0.40 to 0.58 on hosts of H200s."""
 _LATE = 0.75
 """Share of the time of the GPUs from which on a host counts as late: some hosts are slower by a third than others."""
 
@@ -70,7 +68,7 @@ def _weighed(c: Config, h: Host, decided: bool, trials: Trials) -> tuple[bool, s
     if not memory:
         return True, f"how much memory a {hardware_of(c).name} rank can use is not known, and a graph keeps its own"
     step = trials.step(_smallest(c))
-    issued = HOST * step.ops
+    issued = hardware_of(c).issue * step.ops
     times = f"a host issues {step.ops:,} ops in about {duration(issued)}, GPUs take {duration(step.seconds)}"
     if issued < _LATE * step.seconds and not decided:
         return True, f"{times}: they never wait for it"

@@ -22,10 +22,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hocket.plan.cost import Measurement
+from hocket.plan.friction import friction_of
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.schedule import CostKey, cost_key
 from hocket.plan.simulate import Timeline
+from hocket.plan.stages import costs_of
 from hocket.planning import predict as predict_step
 from hocket.settings.leaves import changed
 from hocket.trace.compare import middle_steps
@@ -55,7 +57,8 @@ def predict(
     causes = [_causes(step, traces, timeline, _step_ops(step, traces, ops), program) for step in steps]
     explained = {cause: float(np.mean([each[cause] for each in causes])) for cause in causes[0]}
     notes = list(costs.notes) if costs else []
-    if tax is not None and not (costs and costs.friction.contention):
+    table = costs_of(settings, hardware).table
+    if tax is not None and not friction_of(settings, hardware, table, costs).contention:
         explained["contention"] = tax.parts["compute"]
         explained["longer compute"] -= tax.parts["compute"]
     waiting = "the costs are those of that one" if costs else "that the others wait for it is not predicted"

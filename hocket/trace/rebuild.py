@@ -52,7 +52,7 @@ def settings_of(trace: RankTrace) -> Settings:
             f"{trace.source}: its metadata has version {run.get('version')}, this hocket reads version {VERSION}; "
             "fix: read it with the hocket that wrote it"
         )
-    config = _build(Config, _of_today(run.get("settings")), trace.source, "settings")
+    config = stored_config(run.get("settings"), trace.source)
     origins = {"": trace.source}
     if problems := out_of_bounds(config, origins):
         raise ValueError(problems[0])
@@ -66,6 +66,11 @@ def settings_of(trace: RankTrace) -> Settings:
         )
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host)
+
+
+def stored_config(stored: Any, source: str) -> Config:
+    """A configuration from its stored settings, of a hocket of any time. Raises ValueError if it is none."""
+    return _build(Config, _of_today(stored), source, "settings")
 
 
 def pipeline_rank(trace: RankTrace) -> int:

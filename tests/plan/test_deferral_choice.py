@@ -57,7 +57,7 @@ def test_no_combination_is_much_better(case: str) -> None:
 
 def test_what_is_behind_sends_is_chosen_beside_late_heads() -> None:
     """Without them nothing would be."""
-    name, changes = CASES["a large vocabulary"]
+    name, changes = "moonlight_16b", {**SMALL, **LONG, "model.vocab": 151936}
     assert settled(name, {**changes, HEADS: 0}).overlap.pp.defer_layers == 0
     assert settled(name, changes).overlap.pp.defer_layers == 1
 
