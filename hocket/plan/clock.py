@@ -7,9 +7,9 @@ what is drawn beside that is mostly what is computed: so at the limit
 
     FLOP/s of matmuls and attention * clock^2 = a constant of the kind of GPU
 
-On an H200 at 700 W it was 1.34 to 1.43e33 for all bounds of `hocket bench` that kept to that limit, of dense models at
+On an H200 at 700 W it was 1.34 to 1.43e33 for the bounds of `hocket bench` that kept to that limit, of dense models at
 1.50 GHz as of MoEs at 1.78 GHz (clock and power stand in benchmarks/results). A step with less to multiply runs its
-matmuls at a higher clock. What communication draws is in its contention (`contention.py`).
+matmuls at a higher clock. What communication draws is in its contention (`friction.py`).
 
 A GPU takes far longer than an op to change its clock. So one clock holds for a whole step, that of all ops of a
 microbatch one after the other; bubbles, in which a GPU cools, are left out.

@@ -16,8 +16,9 @@ hardware has it (`friction.py`):
   bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed. Nor is
   anything that updates beside a forward take from it in the prediction: that has not been measured.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
-  comes to it, nor end before it is issued completely. At a dispatch the host stands still until the ranks have
-  exchanged their counts, `counts` seconds after the dispatch's start; only then does it go on issuing.
+  comes to it, nor a compute op, which is many kernels, end before it is issued completely. At a dispatch the host
+  stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does
+  it go on issuing.
 """
 
 from __future__ import annotations
@@ -225,7 +226,9 @@ class _Schedule:
         self._plan_end(number, now + duration)
 
     def _plan_end(self, number: int, when: Time) -> None:
-        heappush(self._events, (max(when, self._issued[number]), number, False, self._version[number]))
+        if self._ops[number][1].lane == "compute":
+            when = max(when, self._issued[number])
+        heappush(self._events, (when, number, False, self._version[number]))
 
     def _end(self, number: int, now: Time) -> None:
         rank, op = self._ops[number]

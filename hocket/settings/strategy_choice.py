@@ -1,8 +1,8 @@
 """How `overlap.dp.strategy` is chosen where it is `auto`: the shortest predicted step that fits into memory.
 
 The more of weights and gradients stays on every rank, the less is gathered and reduced: once a step, instead of in
-every microbatch. Most of that is hidden either way, and steps are predicted to take the same time. But what is hidden
-still holds SMs and memory bandwidth, which predictions leave out: so of steps that are about as short the one wins that
+every microbatch. Most of that is hidden either way, and steps take the same time but for contention, which is left out
+here. What is hidden still holds SMs, power and memory bandwidth: so of steps that are about as short the one wins that
 moves the fewest bytes, and of these the one that needs the least memory.
 """
 

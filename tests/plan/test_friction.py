@@ -23,7 +23,8 @@ KEYS = [("fwd", "attn", "moe"), ("gather", "dense", "moe")]
 
 
 def settled(**changes: Any) -> Settings:
-    config = changed(recipe("moe_8gpu"), {"plan.graphs": "off", "overlap.ep.splits": "host", "train.microbatches": 4})
+    usual = {"plan.graphs": "off", "overlap.ep.splits": "host", "train.microbatches": 4, "train.transport": "nccl"}
+    config = changed(recipe("moe_8gpu"), usual)
     return resolve(changed(config, {n.replace("__", "."): v for n, v in changes.items()}), Host(gpus=8))
 
 
