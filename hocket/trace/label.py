@@ -78,7 +78,7 @@ _NAME_CLASS = _patterns(
     ("optimizer", r"fused_?adam|multi_tensor_apply"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),
-    ("gemm", r"nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel"),
+    ("gemm", r"^_router_|nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel"),
     ("norm", r"(rms|layer|group|batch)_?norm"),
     ("elementwise", r"^triton_poi"),
     ("reduction", r"^triton_(red|per)|reduce_kernel|softmax|nll_loss|cross_entropy|scan"),
