@@ -20,7 +20,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.trace.align import load
-from tests.trace.simulated import settings_for, traces_of
+from tests.trace.simulated import QUICK, settings_for, traces_of
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -49,7 +49,8 @@ def test_the_result_has_what_the_tables_show(tmp_path: Path) -> None:
     assert "| small |" in tables.calibration_rest(result)
 
 
-def test_kept_traces_predict_what_other_results_measured(tmp_path: Path) -> None:
+def test_kept_traces_predict_what_other_results_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HARDWARE, "h200", QUICK)  # type: ignore[arg-type]
     settings = settings_for(merge="on", defer_wgrad="on", chunks=2, order="interleaved")
     steps = {}
     for name, each in prediction.contenders(settings).items():

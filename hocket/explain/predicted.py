@@ -25,7 +25,7 @@ from hocket.planning import adapter_seconds, network, predict, program_of
 from hocket.resolve import Settings
 
 MOST_OPS = 40_000
-"""Ops of a program that is built and simulated in half a second."""
+"""Ops of a program that is built and simulated in less than a second."""
 OPS_PER_LAYER = {"dense": 12, "moe": 20}
 """Ops of one layer in one microbatch, forward and backward: an estimate, from above if nothing is recomputed."""
 

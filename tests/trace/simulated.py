@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hocket.plan.hardware import H200
 from hocket.plan.ops import LANES, Op, Program
 from hocket.plan.schedule import KIND_OF, NO_FRICTION, Friction, cost_key
 from hocket.plan.simulate import Timeline
@@ -21,6 +22,9 @@ MICRO = 1e6
 """Microseconds in a second: the unit of traces."""
 SOON = 7e-7
 """Seconds from one launch to the next of a host that needs no time: traces tell orders by times."""
+
+QUICK = dataclasses.replace(H200, issue=0.0, counts=0.0, beside_kernels=0.0, beside_copies=0.0)
+"""GPUs that nobody waits for and that nothing slows down: these ops are shorter than a host takes to issue one."""
 
 _COLLECTIVES = {"gather": "_all_gather_base", "reduce": "_reduce_scatter_base", "a2a": "all_to_allv"}
 _GROUPS = {"gather": "gather_dense", "reduce": "reduce_dense", "a2a": "a2a"}
