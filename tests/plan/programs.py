@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -114,6 +115,12 @@ def cases(draw: Any, most_ranks: int = 4) -> Case:
 def sample(count: int, seed: int, most_ranks: int = 4) -> list[Case]:
     """Random cases, the same for the same seed."""
     return [_case(_Random(seed * 10_000 + n), most_ranks) for n in range(count)]
+
+
+@cache
+def short_programs() -> list[tuple[Case, Program]]:
+    """The shortest of a sample: short ones have all that long ones have."""
+    return sorted(((case, case.build()) for case in sample(16, seed=5)), key=lambda found: len(found[1]))[:8]
 
 
 def find(program: Program, rank: int, name: str) -> int:

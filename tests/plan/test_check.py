@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import get_args
 
 import pytest
@@ -17,7 +16,7 @@ from hocket.plan.pipeline import Step
 from hocket.plan.shard import Sharding
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
-from tests.plan.programs import Case, find, moved, sample, swapped, with_op, with_rank, without
+from tests.plan.programs import find, moved, sample, short_programs, swapped, with_op, with_rank, without
 
 MIXED = Layout(("dense", "moe", "moe", "moe"), pp=2, ep=2)
 
@@ -352,12 +351,6 @@ EDITS: dict[str, tuple] = {
     "lane": LANES,
     "slot": (-1, 0, 1, 2, 9),
 }
-
-
-@cache
-def short_programs() -> list[tuple[Case, Program]]:
-    """Short ones have all that long ones have."""
-    return sorted(((case, case.build()) for case in sample(16, seed=5)), key=lambda found: len(found[1]))[:8]
 
 
 @pytest.mark.parametrize("field", EDITS)
