@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
@@ -90,7 +91,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware, arrival_bytes(settings)),
-        *(_origin_of_costs(measured) if measured else wide),
+        *(_origin_of_costs(measured) if measured else (*late_host(settings, program, hardware, timeline), *wide)),
         "",
         "PROGRAM",
         *text[:cut],
@@ -124,6 +125,24 @@ def costs_as_json(measured: Measurement) -> dict[str, Any]:
         "host_stops_seconds": None if friction.counts is None else float(friction.counts),
         "notes": list(measured.notes),
     }
+
+
+LATE = 0.02
+"""Share by which hosts must make a step longer to be told of."""
+
+
+def late_host(settings: Settings, program: Program, hardware: Hardware, timeline: Timeline) -> Iterator[str]:
+    """By how much a step is longer than GPUs need for it, since hosts issue it op by op, if they do."""
+    if settings.plan.graphs == "on" or not hardware.issue:
+        return
+    alone = float(predict(settings, program, replace(hardware, issue=0.0)).makespan)
+    longer = float(timeline.makespan) / (alone or 1.0) - 1
+    if longer > LATE:
+        ops = max(map(len, program.ranks))
+        yield (
+            f"host  issues {ops:,} ops, {duration(hardware.issue)} each, for which GPUs wait: the step is {longer:.0%} "
+            "longer than they need"
+        )
 
 
 def _origin_of_costs(measured: Measurement) -> Iterator[str]:

@@ -13,7 +13,7 @@ from hocket.plan.friction import friction_of
 from hocket.plan.hardware import H200, LAPTOP
 from hocket.plan.network import hardware_of
 from hocket.plan.schedule import Friction
-from hocket.planning import predict, program_of
+from hocket.planning import late_host, predict, program_of, report
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
@@ -71,6 +71,17 @@ def test_predicted_steps_know_of_it() -> None:
     late = float(predict(s, program_of(s), replace(H200, issue=5e-3)).makespan)
     assert step() >= alone
     assert late > 4.5e-3 * max(map(len, program_of(s).ranks)) * 0.8
+
+
+def test_a_step_that_waits_for_hosts_says_so() -> None:
+    s, long = settled(**{"data.sequence_length": 256}), settled(**{"data.sequence_length": 8192})
+    late, quick = (
+        "\n".join(late_host(each, program, H200, predict(each, program, H200)))
+        for each, program in ((each, program_of(each)) for each in (s, long))
+    )
+    assert "for which GPUs wait" in late
+    assert late in " ".join(report(s, H200, 200, 0).splitlines())
+    assert not quick
 
 
 def test_the_clock_is_where_power_ends() -> None:
