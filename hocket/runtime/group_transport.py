@@ -96,7 +96,7 @@ def _on_gpus(
     if purpose == "a2a" and copied:
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
     if purpose in HOPS and copied:
-        return CopiedHops(made, ranks, device, hop_copies(made, options.hop, device, options.timeout))
+        return CopiedHops(made, ranks, device, hop_copies(made, ranks, options.hop, device, options.timeout))
     if purpose == "tp" and options.tokens:
         return CopyingNccl(
             made, ranks, device, copied_tokens(made, options.tokens, device, options.timeout, Side(device))

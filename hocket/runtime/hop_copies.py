@@ -51,7 +51,10 @@ class HopCopies:
     """An edge of a pipeline, as one of its two ranks sees it. See Note: [Two halves, each with two words]."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, queue: Callable[[], int]) -> None:
-        """`memories` are the bytes of both ranks, as `blank` has made them; `queue` says what stream is current."""
+        """`rank` is the place on the edge, 0 or 1, of this rank, and `memories` are both ranks' bytes in that order.
+
+        They are as `blank` has made them. `queue` says what stream is current.
+        """
         assert len(memories) == 2, f"an edge has two ranks, not {len(memories)}"
         self._driver, self._queue = driver, queue
         self._rank, self._memories = rank, memories
@@ -182,8 +185,17 @@ class CopiedHops(Nccl):
         return DONE
 
 
-def hop_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> HopCopies:
-    """Room for `nbytes` at each of two GPUs that reach each other's memory: both ranks call this together."""
+def hop_copies(
+    group: dist.ProcessGroup, ranks: tuple[int, ...], nbytes: int, device: torch.device, timeout: float
+) -> HopCopies:
+    """Room for `nbytes` at each of two GPUs that reach each other's memory: both ranks call this together.
+
+    `ranks` are those of the edge, in its order. Torch has its own, by their numbers: the edge that closes a ring goes
+    against it.
+    """
     half = -(-nbytes // (HALVES * WORDS)) * WORDS
     rank, memories, _ = shared_memory(group, HALVES * half + WORDS, device, timeout, blank)
-    return HopCopies(rank, memories, Cuda(), lambda: current_queue(device))
+    members = dist.get_process_group_ranks(group)
+    places = [members.index(member) for member in ranks]
+    memories = [memories[place] for place in places]
+    return HopCopies(places.index(rank), memories, Cuda(), lambda: current_queue(device))

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hocket.plan.mesh import PURPOSES, Mesh
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
@@ -185,6 +186,25 @@ def _all_to_all(rank, world, splits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_all_to_all_moves_rows(splits, dtype):
     run_ranks(_all_to_all, len(splits), len(splits), splits, dtype)
+
+
+def _orders(rank: int) -> list[tuple[str, tuple[int, ...], list[int]]]:
+    groups = make_groups(Mesh(pp=2, dp=2, ep=2), rank, CPU, "gloo")
+    made = [(group, group.transport) for group in groups]
+    return [
+        (group.name, group.ranks, dist.get_process_group_ranks(moved_by.group))
+        for group, moved_by in made
+        if isinstance(moved_by, Gloo)
+    ]
+
+
+def test_torch_orders_ranks_by_their_numbers_and_edges_may_differ():
+    """Collectives and shared memory have torch's order, so only an edge may have another one."""
+    found = [each for orders in run_ranks(_orders, 4) for each in orders]
+    assert all(torchs == sorted(ranks) for _, ranks, torchs in found)
+    differ = {(name, ranks) for name, ranks, torchs in found if list(ranks) != torchs}
+    names = "send_act", "recv_act", "send_grad", "recv_grad"
+    assert differ == {(name, ranks) for name in names for ranks in ((2, 0), (3, 1))}
 
 
 def _ring(rank, pp, dp):

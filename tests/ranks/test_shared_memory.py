@@ -63,12 +63,26 @@ def test_memory_that_needs_no_preparation_needs_no_barrier(imitated: Imitated) -
     assert buffers[1].data_ptr() == imitated.mine.data_ptr()
 
 
-@pytest.mark.parametrize(("nbytes", "half"), [(1, 256), (512, 256), (513, 512), (64 << 10, 32 << 10)])
-def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(
-    nbytes: int, half: int, imitated: Imitated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 have a group, in torch's order, and a driver that does nothing."""
     monkeypatch.setattr("hocket.runtime.hop_copies.Cuda", lambda: None)
-    copies = hop_copies(GROUP, nbytes, CPU, 2.5)
+    monkeypatch.setattr("hocket.runtime.hop_copies.dist.get_process_group_ranks", lambda group: [0, 1])
+
+
+@pytest.mark.parametrize(("nbytes", "half"), [(1, 256), (512, 256), (513, 512), (64 << 10, 32 << 10)])
+@pytest.mark.usefixtures("joined")
+def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(nbytes: int, half: int, imitated: Imitated) -> None:
+    copies = hop_copies(GROUP, (0, 1), nbytes, CPU, 2.5)
     assert copies.nbytes == half
     assert copies._memories[1] is imitated.mine
     assert len(list(copies._pieces(torch.zeros(nbytes, dtype=torch.uint8)))) <= HALVES
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+@pytest.mark.usefixtures("joined")
+def test_ranks_have_the_order_of_the_edge(ranks: tuple[int, int], imitated: Imitated) -> None:
+    """Not torch's, which is the other one where a ring closes."""
+    copies = hop_copies(GROUP, ranks, 1, CPU, 2.5)
+    assert copies._rank == ranks.index(1)
+    assert [memory is imitated.mine for memory in copies._memories] == [rank == 1 for rank in ranks]

@@ -10,6 +10,7 @@ import torch
 from hocket.engine.standstill import Standstill
 from hocket.launching.culprit import culprit
 from hocket.plan.ops import Op
+from hocket.runtime import hop_copies
 from hocket.runtime.comm import Group, Groups
 from hocket.runtime.exchanges import STATE
 from hocket.runtime.hop_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
@@ -28,15 +29,15 @@ OPS = [
 
 
 class Streams:
-    """Lanes of a GPU on which these ops are over. Ops that nobody awaits have no event."""
+    """Lanes of a GPU with events that say which ops are over. Ops that nobody awaits have none."""
 
     needs_rehearsal = True
 
-    def __init__(self, over: set[int]) -> None:
+    def __init__(self, over: dict[int, bool]) -> None:
         self.over = over
 
     def completed(self, lane: str, position: int) -> bool | None:
-        return position in self.over if lane != "compute" else None
+        return self.over.get(position)
 
 
 class Streaming(Memcpy):
@@ -52,14 +53,26 @@ class Streaming(Memcpy):
     blocked = False
 
 
-def groups_of(copies: HopCopies) -> Groups:
-    """Those of the second of two pipeline ranks."""
+def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -> Groups:
+    """Those of one of two pipeline ranks, with one edge."""
     alone: Any = {
-        name: Group(name, (1,), 0, Local())
+        name: Group(name, (rank,), 0, Local())
         for name in ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "control")
     }
-    hops: Any = CopiedHops(None, (0, 1), CPU, copies)  # type: ignore[arg-type]
-    return Groups(**alone, recv_act=Group("recv_act", (0, 1), 1, hops), made=("recv_act",))
+    hops: Any = CopiedHops(None, ranks, CPU, copies)  # type: ignore[arg-type]
+    edge: Any = {name: Group(name, ranks, ranks.index(rank), hops)}
+    return Groups(**alone, **edge, made=(name,))
+
+
+def issue(recorder: Recorder, groups: Groups, position: int) -> None:
+    """An op, with what it sends or receives."""
+    recorder.issue(position)
+    (edge,) = groups.edges()
+    match recorder.ops[position].verb:
+        case "send":
+            edge.send(torch.ones(16), edge.other)
+        case "recv":
+            edge.recv(torch.empty(16), edge.other)
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -70,21 +83,15 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
         blank(memory)
     driver, sent = Streaming(), torch.ones(16)
     sender, receiver = (HopCopies(rank, memories, driver, lambda: 0) for rank in range(2))
-    groups = groups_of(receiver)
+    groups = groups_of(1, "recv_act", (0, 1), receiver)
     recorder = Recorder(OPS, groups.begin)
-
-    def issue(tensor: torch.Tensor, number: int) -> None:
-        recorder.issue(number)
-        if OPS[number].verb == "recv":
-            assert groups.recv_act is not None
-            groups.recv_act.recv(tensor, 0)
 
     recorder.begin()
     if replayed:  # a whole step is recorded and replayed; then a replay comes no further than its first receive
         for number in range(len(OPS)):
             if OPS[number].verb == "recv":
                 sender.send(sent)
-            issue(torch.empty(16), number)
+            issue(recorder, groups, number)
         recorder.begin(replayed=True)
         sender._piece, receiver._piece = 0, 0
         sender.send(sent)
@@ -94,9 +101,9 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
         sender.send(sent)
         for number in range(len(OPS)):
             driver.blocked = number >= 2
-            issue(torch.empty(16), number)
+            issue(recorder, groups, number)
     recorder.enter("the mean of all ranks' losses, behind all ops")
-    lanes: Any = Streams({0})
+    lanes: Any = Streams({0: True, 2: False})
     found = Standstill(1, recorder, groups, lanes, device=True)
     (came,) = found.state.groups
     assert (came.issued, came.done, came.absent) == (2, 1, (0,))
@@ -118,3 +125,74 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
         blind = Standstill(1, recorder, groups, lanes, device=False)
         assert (blind.state.at, blind.state.waits) == ((), ())
         assert "exchanges of recv_act of ranks 0, 1: 2, 0 known to be over, last recv act m1 c0" in blind.text()
+
+
+SENDS = [
+    op
+    for m in range(4)
+    for op in (
+        Op("fwd", "attn", m, 0, 1),
+        Op("fwd", "unpermute", m, 0, 1),
+        Op("send", "act", m, 0, lane="send_act", deps=(3 * m + 1,)),
+    )
+]
+RECEIVES = [
+    op for m in range(4) for op in (Op("recv", "act", m, 1, lane="recv_act"), Op("fwd", "attn", m, 1, 2, deps=(2 * m,)))
+]
+
+
+@pytest.mark.parametrize("stopped", ["host", "device"])
+def test_a_rank_that_has_not_sent_over_the_edge_that_closes_the_ring_is_named(
+    stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That edge has its ranks in another order than torch. Rank 1 has stopped behind the first of four sends."""
+    memories = [torch.zeros(HALVES * 256 + WORDS, dtype=torch.uint8) for _ in range(2)]
+    for memory in memories:
+        blank(memory)
+    driver, ranks = Streaming(), (1, 0)
+    monkeypatch.setattr(hop_copies, "Cuda", lambda: driver)
+    monkeypatch.setattr(hop_copies, "current_queue", lambda device: 0)
+    monkeypatch.setattr(hop_copies.dist, "get_process_group_ranks", lambda group: [0, 1])
+
+    def groups_with(rank: int, name: str) -> Groups:
+        monkeypatch.setattr(hop_copies, "shared_memory", lambda *_: (rank, memories, None))
+        group: Any = "of both ranks"
+        return groups_of(rank, name, ranks, hop_copies.hop_copies(group, ranks, 512, CPU, 1.0))
+
+    receiving, sending = groups_with(0, "recv_act"), groups_with(1, "send_act")
+    receiver, sender = Recorder(RECEIVES, receiving.begin), Recorder(SENDS, sending.begin)
+    receiver.begin()
+    sender.begin()
+
+    for position in range(3):
+        issue(sender, sending, position)
+    for position in range(2):
+        issue(receiver, receiving, position)
+    driver.blocked = True
+    for position in range(3, 5 if stopped == "host" else len(SENDS)):
+        issue(sender, sending, position)
+    if stopped == "host":
+        sender.issue(5)  # and nothing of it is sent
+    for position in range(2, len(RECEIVES)):
+        issue(receiver, receiving, position)
+    receiver.enter("the sum of the experts' loads")
+    if stopped == "device":
+        sender.enter("the sum of the experts' loads")
+    waiting: Any = Streams({0: True, 2: False, 4: False, 6: False})
+    busy: Any = Streams({1: True, 4: stopped == "host", 7: False, 10: False})  # a send leaves no event
+    found = [
+        Standstill(0, receiver, receiving, waiting, device=True),
+        Standstill(1, sender, sending, busy, device=True),
+    ]
+    text = found[0].text()
+    assert "waits for activation 2 of edge 1→0, recv act m1 c1, issued 0 s ago: by words in memory for rank 1\n" in text
+    told = "4, 1 known to be over, last recv act m3 c1; in memory: 1 of 4 have arrived, 1 were read\n"
+    assert f"exchanges of recv_act of ranks 1, 0: {told}" in text
+    assert "  waits for " not in found[1].text()
+    missing = "rank 1 has not sent activation 2 of edge 1→0 (recv act m1 c1 on rank 0), and is stuck for 0 s "
+    at = {
+        "host": "at op 5: send act m1 c0, with the device at op 2: send act m0 c0 .. op 5: send act m1 c0",
+        "device": "in the sum of the experts' loads; the last issued is op 11: send act m3 c0, with the device at "
+        "op 3: fwd attn m1 c0 l1 .. op 4: fwd unpermute m1 c0 l1",
+    }
+    assert culprit({each.state.rank: each.state for each in found}, set()) == missing + at[stopped]
