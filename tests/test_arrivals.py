@@ -52,7 +52,8 @@ def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], 
     assert (parts > 0) == (c.train.transport == "copy_engine" and c.mesh.dp > 1)
     assert arrival_bytes(c) == microbatches * TOKENS + parts
     step = Trials().step(c)
-    assert step.nbytes - arrival_bytes(c) == Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
+    rest, nccl = step.nbytes - arrival_bytes(c), Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
+    assert rest == nccl or (c.mesh.ep > 1 and rest == pytest.approx(nccl, rel=0.02))  # rows are kept as they come
     assert {row.arrivals for row in explain(c, ()).memory} == {arrival_bytes(c)}
 
 

@@ -33,7 +33,6 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
         self.group, self.size, self.rank = group, size, rank
-        self.places_rows = group is None
 
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's `counts` [P, L] of what it sends to each: [P, P, L]."""
@@ -46,7 +45,7 @@ class Exchange:
 
     def splits(self, routing: Routing) -> Splits:
         """How many rows go from whom to whom. Stops the host until the counts are known."""
-        return exchange_counts(routing, self)
+        return exchange_counts(routing, self, placed=self.group is None)
 
     def move(self, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
         """Rows [R, D] to where they belong; backward moves their gradients back."""

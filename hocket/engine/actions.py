@@ -144,7 +144,8 @@ class Actions:
     def _exchange(self, op: Op) -> Splits | PlacedSplits:
         place, group, room = _place(op), self._groups.a2a, self._room.now
         if room is None or group.size == 1:
-            splits = exchange_counts(self._routings[place], group)
+            placed = self._layout.placed and not self._layout.uncounted  # else by the transport that needs no host
+            splits = exchange_counts(self._routings[place], group, placed)
         else:
             splits = place_counts(self._routings[place], group, room)
         self._splits[place] = splits

@@ -22,7 +22,7 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
         arrival=rows_bytes(config),
         tokens=tokens_bytes(config),
         hop=hop_bytes(config),
-        device_splits=layout_of(config).placed,
+        device_splits=layout_of(config).uncounted,
     )
     if train.transport != "slow":
         return options

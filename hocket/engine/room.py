@@ -37,7 +37,7 @@ class RowRoom:
         """Rows of one rank that found no room when ops were issued last: it was done again, with room for all."""
         self.memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         """Bytes that this rank can use; 0: not known."""
-        if layout_of(config).placed:
+        if layout_of(config).uncounted:
             self.now = Room(rows_allowed(config), torch.zeros(1, dtype=torch.int64, device=device))
 
     def look(self) -> int:

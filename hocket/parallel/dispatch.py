@@ -50,11 +50,6 @@ class CountExchange(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
-    @property
-    def places_rows(self) -> bool:
-        """Whether rows should arrive in grouped order."""
-        ...
-
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
         ...
@@ -117,16 +112,18 @@ class Splits:
         return self.counts_PL.sum(0).cumsum(0).to(torch.int32), order_R, inverse_of(order_R)
 
 
-def exchange_counts(routing: Routing, group: CountExchange | None) -> Splits:
+def exchange_counts(routing: Routing, group: CountExchange | None, placed: bool = False) -> Splits:
     """Tell every rank how many rows go from whom to whom. Stops the host until the counts are known.
 
-    Without a group, or in a group of one, all rows stay here and nothing waits.
+    With `placed` rows will arrive in grouped order, if the group's transport writes into the memory of peers. Without a
+    group, or in a group of one, all rows stay here and nothing waits.
     """
     if group is None or group.size == 1:
         assert routing.pairs is None, "one copy per rank is for experts on other ranks"
         return Splits(RowTable([[routing.tokens * routing.top_k]], 0), routing.counts_E.view(1, -1))
     every_PPM = group.all_counts(counts_to_send(routing, group.size))
-    if routing.pairs is None and group.places_rows:
+    if placed:
+        assert routing.pairs is None, "rows are placed that are sent once per expert"
         return Splits(host_blocks(every_PPM.cpu(), group.rank), every_PPM[:, group.rank])
     return splits_of(every_PPM, group.rank, routing)
 

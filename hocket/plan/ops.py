@@ -113,7 +113,8 @@ class Layout:
     round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
     chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
     has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
-    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are.
+    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are; with
+    `uncounted` no host waits until it knows how many they are.
     `tied` says that the head uses the embedding's weights, so that both belong to one unit.
     The parts in `recompute` keep nothing but their inputs from forward to backward.
     """
@@ -127,6 +128,7 @@ class Layout:
     turning: bool = False
     per_rank: bool = False
     placed: bool = False
+    uncounted: bool = False
     recompute: tuple[Recomputable, ...] = ()
 
     def __post_init__(self) -> None:

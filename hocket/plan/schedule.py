@@ -55,7 +55,7 @@ def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
 
 def stops_host(op: Op, layout: Layout) -> bool:
     """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
-    return op.verb == "fwd" and op.part == "dispatch" and not layout.placed
+    return op.verb == "fwd" and op.part == "dispatch" and not layout.uncounted
 
 
 @dataclass(frozen=True)

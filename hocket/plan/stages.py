@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hocket.config import Config, Purpose, Strategy
+from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.plan.capacity import rows_allowed, rows_evenly
 from hocket.plan.cost import CostTable, Measurement, op_costs
 from hocket.plan.hardware import Hardware
@@ -26,6 +26,9 @@ def layout_of(config: Config) -> Layout:
     bounds = [0]
     for count in config.plan.split:
         bounds.append(bounds[-1] + count)
+    away, per_rank = config.mesh.ep > 1, config.overlap.ep.copies == "per_rank"
+    uncounted = away and config.overlap.ep.splits == "device"
+    written = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
     return Layout(
         kinds=config.model.kinds(),
         pp=config.mesh.pp,
@@ -34,9 +37,10 @@ def layout_of(config: Config) -> Layout:
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
-        placed=config.overlap.ep.splits == "device" and config.mesh.ep > 1,
+        placed=uncounted or (away and written and not per_rank),
+        uncounted=uncounted,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
-        per_rank=config.overlap.ep.copies == "per_rank" and config.mesh.ep > 1,
+        per_rank=away and per_rank,
     )
 
 
@@ -57,8 +61,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
-    if config.overlap.ep.splits == "device" and config.mesh.ep > 1:
-        costs = _with_room(costs, config)
+    if layout_of(config).placed:
+        costs = _with_placed_rows(costs, config)
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key)) in links}
@@ -70,18 +74,21 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     return costs if measured is None else costs.measured(measured.seconds)
 
 
-def _with_room(costs: CostTable, config: Config) -> CostTable:
-    """The costs if experts' rows have more room than they fill. What is not filled takes no time.
+def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
+    """The costs if rows arrive where products read them, with more room than they fill where no host counts them.
 
-    Rows arrive where products read them, so experts keep none of their own, nor gradients of them: the values of the
-    exchanges live as long.
+    Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
+    filled takes no time.
     """
-    times, rows = rows_allowed(config) / rows_evenly(config), rows_evenly(config) * config.model.hidden
+    times, rows = 1.0, rows_evenly(config) * config.model.hidden
+    if layout_of(config).uncounted:
+        times = rows_allowed(config) / rows_evenly(config)
     table = dict(costs.table)
     for key, cost in costs.table.items():
         verb, part, _ = key
-        if part == "experts" or (verb, part) in (("fwd", "dispatch"), ("bwd", "combine")):
-            arrived = rows * config.element_bytes * {"fwd": 1, "recompute": 1, "bwd": 2}.get(verb, 0)
+        kept = {"fwd": 1, "recompute": 1, "bwd": 2}.get(verb, 0) if part == "experts" else 0
+        if kept or (verb, part) in (("fwd", "dispatch"), ("bwd", "combine")):
+            arrived = rows * config.element_bytes * kept
             saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
             output = cost.output_bytes
             table[key] = replace(cost, output_bytes=round(times * output), saved_bytes=round(times * saved))

@@ -41,7 +41,7 @@ _PARTS = frozenset(get_args(Part))
 _HEADER = ("layout", "kinds", "bounds", "microbatches", "weight_slots", "grad_slots", "in_flight", "note")
 _REQUIRED = _HEADER[:4]
 _OP = re.compile(r"(\d+)\s+(\S.*?)\s+@(\S+)(?:\s+<-((?:\s+-?\d+)+))?(?:\s+free((?:\s+-?\d+)+))?")
-_MAYBE = ("turning", "per_rank", "placed")
+_MAYBE = ("turning", "per_rank", "placed", "uncounted")
 """Flags of a layout that are written only if they are set."""
 _FIELDS = {"m": "microbatch", "t": "microbatch", "c": "chunk", "l": "layer", "s": "slot"}
 

@@ -206,11 +206,6 @@ class Group:
         total = torch.empty_like(out, dtype=torch.float32)
         return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
 
-    @property
-    def places_rows(self) -> bool:
-        """Whether rows whose counts the host knows should go where `HostBlocks` say."""
-        return self.transport.places_rows
-
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> Pending:
         """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0.
 

@@ -117,7 +117,6 @@ class PeerCopies:
 class CopiedRows(Nccl):
     """Exchanges rows by copies; whatever else is asked of the group runs on NCCL's kernels."""
 
-    places_rows = True
     copies: PeerCopies
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:

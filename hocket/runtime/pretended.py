@@ -29,7 +29,6 @@ class Null:
     report says how much of it there is.
     """
 
-    places_rows = True
     size: int
     rank: int
     device: torch.device
@@ -184,10 +183,6 @@ class Slow:
         foreign = sum(table.send) - table.send[self.rank]
         nbytes = foreign * (rows.nbytes / max(1, rows.shape[0]))
         return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, table))
-
-    @property
-    def places_rows(self) -> bool:
-        return self.inner.places_rows
 
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
         """Late by what an even share of the rows takes, where the host does not know the true one."""

@@ -147,11 +147,6 @@ class Window:
 class Transport(Protocol):
     """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
 
-    @property
-    def places_rows(self) -> bool:
-        """Whether rows whose counts the host knows should be placed by blocks: no detour, here."""
-        ...
-
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
@@ -200,8 +195,6 @@ def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) 
 class Local:
     """The transport of a group of one: exact, and no communication."""
 
-    places_rows = False
-
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
@@ -244,7 +237,6 @@ class Local:
 class Gloo:
     """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
 
-    places_rows = False
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
@@ -332,7 +324,6 @@ class Gloo:
 class Nccl:
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
 
-    places_rows = False
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     device: torch.device

@@ -29,7 +29,7 @@ def rows_bytes(c: Config) -> int:
     layout = layout_of(c)
     copies = copies_of(c.model, c.mesh.ep, layout.per_rank, c.element_bytes)
     rows = math.ceil(_SLACK * c.tokens * copies.count)
-    if layout.placed:
+    if layout.uncounted:
         rows = max(rows, rows_allowed(c))
     return rows * (c.model.hidden + copies.label) * c.element_bytes
 
@@ -70,7 +70,7 @@ def arrival_bytes(c: Config) -> int:
     if c.train.device != "cuda" or c.train.transport == "null":
         return 0
     copied = COPIED.get(c.train.transport, ())
-    rows = c.mesh.ep > 1 and (layout_of(c).placed or "a2a" in copied)
+    rows = c.mesh.ep > 1 and (layout_of(c).uncounted or "a2a" in copied)
     edges = mesh_of(c).edges if "pp_fwd" in copied else ()
     of_rank = (
         2 * sum(rank in edge for edge in edges) * hop_bytes(c)

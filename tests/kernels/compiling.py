@@ -114,10 +114,13 @@ def dense() -> None:
 
 
 def sums() -> None:
+    from hocket.kernels.squares import squares
     from hocket.kernels.sums import launch
 
     for world in (1, 4):
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
+    for dtype in (BF16, torch.float32):
+        squares([of(dtype, 5000)])
 
 
 def grouped() -> None:

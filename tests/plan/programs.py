@@ -78,6 +78,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
+    layout = replace(layout, uncounted=layout.placed and layout.tied)
     apart = {1: ("zb_h1",), 2: ("zb_v", "merged_v")}.get(chunks, ())
     order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))
     merged_v = order == "merged_v"

@@ -45,6 +45,7 @@ def any_program(draw: st.DrawFn) -> Program:
             turning=draw(st.booleans()),
             per_rank=draw(st.booleans()),
             placed=draw(st.booleans()),
+            uncounted=draw(st.booleans()),
         ),
         microbatches=draw(st.integers(0, 99)),
         ranks=tuple(tuple(draw(st.lists(OPS, max_size=6))) for _ in range(pp)),

@@ -34,6 +34,7 @@ from hocket.runtime.group_transport import HOPS
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
 from hocket.runtime.reach import refuse
 from hocket.runtime.transports import Gloo, local_sum
+from hocket.settings.leaves import changed
 from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned
 from tests.helpers.pools import CpuPool
@@ -214,6 +215,7 @@ def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list
     """Losses and weights after two steps, and how many windows each group has had."""
     groups = make_groups(Mesh(dp=config.mesh.dp, ep=config.mesh.ep), rank, CPU, "gloo")
     engines = on_copy_engines(groups, COPIED.get(transport, ()))
+    config = changed(config, {"train.transport": transport})  # rows of experts arrive in their order, or do not
     engine = Engine(config, rank, CPU, groups=groups)
     engine.init_weights()
     generator = torch.Generator().manual_seed(rank)

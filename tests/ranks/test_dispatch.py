@@ -212,7 +212,6 @@ class FakeGroup:
 
     rank: int
     sent: list[Tensor]
-    places_rows: bool = False
 
     @property
     def size(self) -> int:
@@ -262,7 +261,7 @@ def test_rows_that_are_placed_arrive_in_grouped_order() -> None:
     rows = [100.0 * r + torch.arange(float(routing.room)).view(-1, 1) for r, routing in enumerate(routings)]
     for r, routing in enumerate(routings):
         known = exchange_counts(routing, FakeGroup(r, sent_counts))
-        placed = exchange_counts(routing, FakeGroup(r, sent_counts, places_rows=True))
+        placed = exchange_counts(routing, FakeGroup(r, sent_counts), placed=True)
         assert (placed.table.send, placed.table.receive) == (known.table.send, known.table.receive)
         assert (placed.table.back.send, placed.table.back.receive) == (known.table.receive, known.table.send)
         assert torch.equal(placed.offsets_L, known.offsets_L)
