@@ -152,9 +152,10 @@ def row_exchange(result: Result) -> str:
     """All-to-alls of rows alone, and what they cost products beside them."""
     rows = []
     for name, alone in result["alone"].items():
-        cells = [us(alone["seconds"]), f"{alone['gb_per_s']:.0f} GB/s", f"{result['beside'][name]['tax']:+.1%}"]
+        host = us(alone["host_seconds"]) if "host_seconds" in alone else "-"
+        cells = [us(alone["seconds"]), f"{alone['gb_per_s']:.0f} GB/s", host, f"{result['beside'][name]['tax']:+.1%}"]
         rows.append([name, *cells])
-    return table(["rows by", "alone", "leaving a rank", "products take longer by"], rows)
+    return table(["rows by", "alone", "leaving a rank", "host", "products take longer by"], rows)
 
 
 def copy_engine_sum(result: Result) -> str:

@@ -226,7 +226,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "data_parallel": ("data_parallel", contenders),
     "data_parallel_whole": ("data_parallel_whole", contenders),
     "data_parallel_adamw": ("data_parallel_adamw", contenders),
-    "gather_in_update": ("gather_in_update", contenders),
+    "updates": ("updates", contenders),
     "data_parallel_settings": ("data_parallel", settings),
     "fsdp_parts": ("fsdp_steps", parts),
     "fsdp_parts_settings": ("fsdp_steps", parts_settings),
