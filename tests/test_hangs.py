@@ -87,6 +87,17 @@ def test_a_rank_that_ends_otherwise_than_by_its_watchdog_is_named_too(
     assert lines == ["  | rank 0: stuck", "  | rank 1: its report is missing"]
 
 
+def test_a_report_whose_last_line_was_not_written_to_its_end_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = RankState(0, 3, "stuck for 9 s at op 4: fwd mlp").as_line()
+    cut = f"{HANG_HEADLINE} for 9 s\nrank 0: stuck\n{line[: len(line) // 2]}"
+    assert explain_hang([child(tmp_path, 0, 75, cut)], []) == 1
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{HANG_HEADLINE} for 9 s: rank 0 did not say what it does")
+    assert lines == ["  | rank 0: stuck"]
+
+
 def test_nobody_waits_for_ever_for_a_killed_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -87,9 +88,11 @@ def report_of_hang(child: Child) -> list[str]:
 
 
 def state_in(report: list[str]) -> RankState | None:
-    """What a report says for programs; None if it says nothing."""
+    """What a report says for programs; None if it says nothing, or not to the end, as on a full disk."""
     lines = [line for line in report if line.startswith(STATE)]
-    return RankState.from_line(lines[-1]) if lines else None
+    with contextlib.suppress(ValueError):  # the report for persons is told all the same
+        return RankState.from_line(lines[-1]) if lines else None
+    return None
 
 
 def explain(children: list[Child]) -> int:
