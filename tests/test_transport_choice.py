@@ -194,7 +194,7 @@ def test_without_copies_what_hung_on_them_is_chosen_anew_and_nothing_else() -> N
     assert (before.train.transport, before.overlap.dp.update) == ("copy_engine", "next_step")
     after = without_copies(before, WHY)
     assert chosen(after).reason == WHY
-    assert "NCCL's kernels nothing was gained" in chosen(after, "overlap.dp.update").reason
+    assert "NCCL's kernels no more than noise was gained" in chosen(after, "overlap.dp.update").reason
     assert after == replace(resolve(FAST, replace(HERE, no_copy_engine=WHY)), decisions=after.decisions), (
         "not as if the host had said so before"
     )
