@@ -24,7 +24,7 @@ from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.deferral_choice import DEFERRAL, choose_deferral
 from hocket.settings.effects import effect_of
-from hocket.settings.graph_choice import choose_graphs, choose_splits, graphs_that_pay
+from hocket.settings.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.settings.hop_choice import choose_lane, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.network_choice import choose_network
@@ -113,13 +113,18 @@ def resolve(
 def without_copies(settings: Settings, reason: str) -> Settings:
     """The settings for a host whose copy engines turned out not to serve, where they were chosen and not asked for.
 
-    What needs less memory and was chosen for them still holds. A transport that somebody asked for stays.
+    What needs less memory and was chosen for them still holds. A transport that somebody asked for stays. Kernels that
+    store rows need the same memory of peers (`runtime/pushed_rows.py`), so where nobody asked for them or for the graph
+    of which they are a part, neither is chosen again.
     """
     if not chose_copies(settings, settings.decisions):
         return settings
-    chosen = {decision.setting for decision in settings.decisions if decision.chosen}
-    open_ = {name: "auto" for name in CHOSEN_BY_IT if name in chosen}
-    return resolve(changed(settings, open_), dataclasses.replace(settings.host, no_copy_engine=reason))
+    chosen, host = {decision.setting for decision in settings.decisions if decision.chosen}, settings.host
+    anew, stored = set(CHOSEN_BY_IT), {GRAPHS, SPLITS}
+    if settings.overlap.ep.splits == "device" and stored <= chosen:
+        anew, host = anew | stored, dataclasses.replace(host, no_peer_memory=reason)
+    open_ = dict.fromkeys(anew & chosen, "auto")
+    return resolve(changed(settings, open_), dataclasses.replace(host, no_copy_engine=reason))
 
 
 def _settled(

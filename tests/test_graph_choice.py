@@ -11,7 +11,7 @@ from benchmarks.model_steps import Modelled
 from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
-from hocket.resolve import Settings, resolve
+from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from hocket.settings.predicted import Trials, fits
@@ -84,6 +84,17 @@ def test_a_step_that_keeps_its_gpus_busy_is_issued_op_by_op() -> None:
     assert decision(long, "plan.graphs").reason.endswith("they never wait for it")
     asked = preset("expert_parallel", 4, 8192, {SPLITS: "device"})
     assert asked.plan.graphs == "on", "without a graph, splits of the device's would gain nothing"
+
+
+def test_gpus_that_a_trial_keeps_apart_store_no_rows_either() -> None:
+    """The kernels write into the memory in which copies were to arrive."""
+    chosen = preset("expert_parallel", 4, 4096, {"train.transport": "auto"})
+    assert (chosen.train.transport, chosen.plan.graphs, chosen.overlap.ep.splits) == ("copy_engine", "on", "device")
+    settled = without_copies(chosen, "a trial failed")
+    assert (settled.train.transport, settled.plan.graphs, settled.overlap.ep.splits) == ("nccl", "off", "host")
+    assert "a trial failed" in decision(settled, "plan.graphs").reason
+    asked = preset("expert_parallel", 4, 4096, {"train.transport": "auto", SPLITS: "device"})
+    assert without_copies(asked, "a trial failed").overlap.ep.splits == "device"
 
 
 def test_a_graph_that_a_user_asks_for_is_taken_whether_it_fits_or_not() -> None:
