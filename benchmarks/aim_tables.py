@@ -43,11 +43,12 @@ def expert_aims(*results: Result) -> str:
     rows = []
     for result in results:
         preset = result["command"].split("benchmarks.baselines ")[1].split()[0]
-        rows += [_row(AIMS[preset, tokens_of(found)], found["contenders"]) for found in workloads([result])]
+        gpus = f"{result['hardware'].split()[0]} GPUs"
+        rows += [_row(AIMS[preset, tokens_of(found)], gpus, found["contenders"]) for found in workloads([result])]
     return table(["shape", "fastest", "step", "share of the bound", "speed over others"], rows)
 
 
-def _row(aim: Aim, by_name: Mapping[str, Result]) -> list[str]:
+def _row(aim: Aim, gpus: str, by_name: Mapping[str, Result]) -> list[str]:
     ours = [name for name in by_name if entry(name).ours and not entry(name).bound]
     best = min(ours, key=lambda name: by_name[name]["seconds"])
     over = by_name[best]["speed_over"]
@@ -59,7 +60,7 @@ def _row(aim: Aim, by_name: Mapping[str, Result]) -> list[str]:
     ]
     share = verdict(over[bound], aim.share)
     return [
-        aim.words,
+        f"{aim.words}, {gpus}",
         f"*{best}*",
         f"{1e3 * by_name[best]['seconds']:,.1f} ms",
         share,

@@ -26,7 +26,8 @@ CONTENDERS = {
 """Plans of benchmarks/step_time.py -> the settings that make them."""
 STEPS = (
     "fsdp", "fsdp_long", "fsdp_peers", "data_parallel", "data_parallel_adamw", "updates", "pipeline_dense_2",
-    "pipeline_dense_8", "expert_parallel", "expert_parallel_long", "expert_parallel_even", "expert_parallel_torchtitan",
+    "pipeline_dense_8", "expert_parallel", "expert_parallel_long", "expert_parallel_even", "expert_parallel_2",
+    "expert_parallel_torchtitan",
     "expert_steps", "shared_expert", "skinny", "pipeline_peers", "everything",
 )  # fmt: skip
 """Results with steps that are predicted."""

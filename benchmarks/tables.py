@@ -236,6 +236,8 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "row_exchange": ("row_exchange", row_exchange),
     "expert_parallel": ("expert_parallel expert_parallel_long?", contenders),
     "expert_parallel_settings": ("expert_parallel expert_parallel_long?", settings),
+    "expert_parallel_2": ("expert_parallel_2", contenders),
+    "expert_parallel_2_late": ("expert_parallel_2_late", contenders),
     "expert_parallel_torchtitan": ("expert_parallel_torchtitan", contenders),
     "expert_parallel_even": ("expert_parallel_even", contenders),
     "expert_parallel_host": ("expert_parallel_host", host_cost),
@@ -248,7 +250,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_steps": ("expert_steps", expert_steps),
     "copies": ("copies", contenders),
     "expert_aims": (
-        "expert_parallel expert_parallel_long? shared_expert? skinny? pipeline_dense_8? everything?",
+        "expert_parallel expert_parallel_long? expert_parallel_2? shared_expert? skinny? pipeline_dense_8? everything?",
         expert_aims,
     ),
     "pipeline_peers": ("pipeline_peers", contenders),

@@ -1,4 +1,4 @@
-"""An all-to-all of unequal parts that holds no SM: each rank's copy engine writes its rows where the peers want them.
+"""An all-to-all of unequal parts whose way holds no SM: each rank's copy engine writes rows where the peers want them.
 
 NCCL leaves an all-to-all to copy engines only if all parts are equal, which the rows of experts are not. But the host
 of every rank knows how many rows go from whom to which expert, and all memory of one NVLink domain can be mapped into
