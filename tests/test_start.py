@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hocket.environment import prepare
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job
 from hocket.recipes import recipe
@@ -88,6 +89,7 @@ def test_a_signal_while_workers_are_forked_reaches_them(tmp_path: Path) -> None:
 def copy_without_gpus(folder: Path) -> None:
     """A run for which copy engines were chosen, where there are none. Ends the process."""
     (folder / "logs").mkdir()
+    prepare(os.environ, 2)  # as a command does before it starts workers
     two = {"mesh.pp": 1, "mesh.dp": 2, "mesh.ep": 1, "plan.chunks": 1, "run.folder": str(folder), "run.port": 0}
     settings = resolve(changed(recipe("tiny"), two))
     chosen = Decision(setting="train.transport", value="copy_engine", reasons=("a mistake",))

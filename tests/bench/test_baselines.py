@@ -119,7 +119,7 @@ def test_aims_of_experts_are_those_of_the_fastest_beside_the_slower_bound():
     }
     rows["hocket_ce"] = row(1.0, bound=0.8, exchanges=0.9, ep_sync=1.8)
     config = {"train": {"sequences": 4}, "data": {"sequence_length": 4096}}
-    found = {"command": "python -m benchmarks.baselines skinny --gpus 4"}
+    found = {"command": "python -m benchmarks.baselines skinny --gpus 4", "hardware": "4 x NVIDIA H200"}
     text = expert_aims({**found, "workloads": [{"config": config, "contenders": rows}]})
     figures = "1,000.0 ms | 0.900, aim 0.88: met | ep_sync: 1.800, aim 1.50: met |"
-    assert f"| narrow experts, 16,384 tokens | *hocket_ce* | {figures}" in text
+    assert f"| narrow experts, 16,384 tokens, 4 GPUs | *hocket_ce* | {figures}" in text

@@ -214,11 +214,11 @@ def test_an_update_that_is_missing_is_noticed() -> None:
 
 ONE: dict[str, Any] = {"train.microbatches": 1, "train.transport": "copy_engine"}
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
-    ({**ONE, "train.transport": "nccl"}, "end", "NCCL's kernels nothing was gained"),
+    ({**ONE, "train.transport": "nccl"}, "end", "beside NCCL's kernels no more than noise was gained"),
     (ONE, "next_step", "beside first gathers and in its bubble"),
     ({**ONE, "train.microbatches": 64}, "end", "that is little"),
     ({**ONE, "mesh.dp": 1}, "end", "hides 0 µs"),
-    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "has not been measured"),
+    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "forwards share SMs and bandwidth"),
     ({"train.microbatches": 1, "plan.graphs": "on"}, "end", "recorded"),
     ({"train.device": "cpu"}, "end", "on CPUs"),
 ]
