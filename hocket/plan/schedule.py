@@ -13,10 +13,10 @@ hardware has it (`friction.py`):
 
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
   that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
-  bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed. Nor is
-  anything that updates beside a forward take from it in the prediction: that has not been measured.
+  bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed, nor are
+  forwards by the updates beside them: see `settings/update_choice.py`.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
-  comes to it, nor a compute op, which is many kernels, end before it is issued completely. At a dispatch the host
+  comes to it, nor one that computes, which is many kernels, end before it is issued completely. At a dispatch the host
   stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does
   it go on issuing.
 """
@@ -29,7 +29,7 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Literal
 
-from hocket.plan.ops import Key, Lane, Layout, Op, Program
+from hocket.plan.ops import COMPUTING, Key, Lane, Layout, Op, Program
 
 Time = int | float | Fraction
 """Seconds, or any other unit that the costs use."""
@@ -226,7 +226,7 @@ class _Schedule:
         self._plan_end(number, now + duration)
 
     def _plan_end(self, number: int, when: Time) -> None:
-        if self._ops[number][1].lane == "compute":
+        if self._ops[number][1].lane in COMPUTING:
             when = max(when, self._issued[number])
         heappush(self._events, (when, number, False, self._version[number]))
 
