@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hocket.config import (
 )
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
+from hocket.parallel import dispatch
 from hocket.plan.mesh import Mesh
 from hocket.runtime import copy_engine
 from hocket.runtime.comm import Group, Groups, everyone, make_groups
@@ -221,7 +223,9 @@ def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list
     generator = torch.Generator().manual_seed(rank)
     ids = [torch.randint(config.model.vocab, (1, 17), generator=generator) for _ in range(3)]
     batch = [Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
-    losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(2)]
+    with patch.object(dispatch, "gather", wraps=dispatch.gather) as sort:
+        losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(2)]
+    assert bool(sort.called) == (transport != "copy_engine"), "whoever copies rows brings them in the order of experts"
     weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
     engine.sharded.close()
     windows = [sum(isinstance(window, SymmetricWindow) for window in one.windows) for one in engines]
