@@ -24,7 +24,8 @@ from hocket.commands.plan import Plan
 from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
-from hocket.plan.ops import LANES, UNITS, Part, Verb
+from hocket.plan.ops import LANES, UNITS, Verb
+from hocket.plan.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
 from hocket.settings.leaves import types
 from hocket.settings.sources import begin
@@ -177,7 +178,8 @@ def test_settings_and_files_exist(path: Path) -> None:
 
 def test_concepts_explains_every_word_of_a_plan() -> None:
     text = read("docs/concepts.md")
-    words = {*get_args(Verb), *get_args(Part), *LANES, *UNITS}
+    parts = {part.name for kind in standard_types(STANDARD, ep=2) for part in kind.parts}
+    words = {*get_args(Verb), *parts, "embed", "head", "act", "grad", "all", "norm", *LANES, *UNITS}
     assert [word for word in sorted(words) if f"`{word}`" not in text] == []
 
 

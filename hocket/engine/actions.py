@@ -1,15 +1,21 @@
-"""What each op of a plan does to tensors: one method per verb and part.
+"""What each op of a plan does to tensors.
 
 An action takes the op and the values it reads, in the order of `plan/values.py` (values that an op only keeps
 alive come last and are ignored), and returns the op's value. Actions of communication lanes return the value
-and a `Pending`. State that outlives an op, islands and routings, is kept here by (microbatch, chunk, layer)
+and a `Pending`. State that outlives an op, islands, routings and splits, is kept here by (microbatch, chunk, layer)
 and dropped by the op that uses it last; `assert_clean` proves that nothing is left after a step.
+
+What the parts of a layer read, and of what their gradients are made, is in the layer's description (`plan/parts.py`):
+a part that computes is the method `forward_<part>` of the layer's module, which takes its inputs and the state that the
+part `takes`, and returns its outputs and what it `makes`. Experts' rows are exchanged here. A part that communicates
+otherwise is two methods of the module, `forward_<part>` and `backward_<part>`, which return a value and a `Pending`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +25,10 @@ from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import Splits, exchange_counts
-from hocket.parallel.placed import PlacedSplits, place_counts
-from hocket.parallel.routing import Routing
-from hocket.plan.ops import Layout, Op
+from hocket.parallel.dispatch import exchange_counts
+from hocket.parallel.placed import place_counts
+from hocket.plan.ops import UNIT_VERBS, Layout, Op
+from hocket.plan.parts import INPUT, LayerKind, Part
 from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
@@ -62,8 +68,8 @@ class Actions:
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
         self._activation, self.on_step, self._room = activation, on_step, room
         self._islands: dict[tuple[str, Place], Island] = {}
-        self._routings: dict[Place, Routing] = {}
-        self._splits: dict[Place, Splits | PlacedSplits] = {}
+        self._state: dict[Place, dict[str, Any]] = {}  # what parts take and make: routing, splits
+        self._wiring: dict[tuple[str, str], _Wiring] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
         self.on_update: Callable[[PlannedUnit], Sequence[Tensor]] | None = None
@@ -89,108 +95,141 @@ class Actions:
         return checked
 
     def _find(self, op: Op) -> Callable[..., Any]:
-        name = f"{op.verb}_{op.part}"
-        if op.verb in ("wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update"):
-            name = op.verb
-        return getattr(self, name)
+        if op.verb in (*UNIT_VERBS, "wgrad", "send", "recv", "step"):
+            return getattr(self, op.verb)
+        if op.layer < 0:
+            return getattr(self, f"{op.verb}_{op.part}")
+        kind, part = self._layout.type_of(op.layer), self._layout.part(op.part, op.layer)
+        wiring = self._wiring.setdefault((kind.name, part.name), _Wiring.of(kind, part))
+        if part.way:
+            return partial(getattr(self, f"exchange_{op.verb}"), wiring)
+        if part.communicates:
+            return partial(self.communicate, wiring)
+        return partial(getattr(self, op.verb), wiring)
 
     def assert_clean(self) -> None:
         """Nothing may be left after a step."""
-        left = [*self._islands, *self._routings, *self._splits, *self._written]
+        left = [*self._islands, *self._state, *self._written]
         assert not left, f"left after the step: {left[:5]}"
 
     def discard(self) -> None:
         """Forget everything that an interrupted step left behind."""
         self._islands.clear()
-        self._routings.clear()
-        self._splits.clear()
+        self._state.clear()
         self._written.clear()
         self.loads.clear()
 
-    # -- forward ---------------------------------------------------------------------------------------------
+    # -- parts of layers that compute ------------------------------------------------------------------------
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run a part: as an island, or without a graph if there is no backward or it will run once more for it."""
-        if not self.training or (op.verb == "fwd" and op.part in self._layout.recompute):
+        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part)):
             with torch.no_grad():
                 return fn(*inputs)
         island = self._islands[op.part, _place(op)] = Island()
         return island.forward(fn, *inputs)
 
-    def _layer(self, op: Op) -> Any:
-        return self._chunks[op.chunk].layer(op.layer)
+    def fwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+        """A part's output, or a list of its outputs."""
+        part, place = wiring.part, _place(op)
+        state = [self._taken(name, op) for name in part.takes]
+        result = self._forward(op, self._method(op), *wiring.inputs(values), *state)
+        if part.makes:
+            *result, made = (
+                result if len(part.makes) == 1 else (*result[: -len(part.makes)], result[-len(part.makes) :])
+            )
+            names = dict(zip(part.makes, (made,) if len(part.makes) == 1 else made, strict=True))
+            self._state.setdefault(place, {}).update(names)
+            self._count_rows(op.layer, names)
+            result = result if part.outputs else result[0]
+        if wiring.last and not self.training:
+            self._state.pop(place, None)
+        return list(result) if part.outputs else result
+
+    def recompute(self, wiring: _Wiring, op: Op, *values: Any) -> None:
+        """Forward once more, for the island. What the part made stays what it was: a row is where forward put it."""
+        part, state = wiring.part, self._state.get(_place(op), {})
+        kept = [self._taken(name, op) for name in part.takes] + [state[name] for name in part.makes]
+        self._forward(op, self._method(op), *wiring.inputs(values), *kept)
+
+    def bwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+        """The gradient of a part's input, or a tuple of those of its inputs."""
+        part, place = wiring.part, _place(op)
+        if wiring.first:
+            self._state.pop(place, None)
+        grads = self._backward(op, *wiring.grads(values), *[None] * len(part.makes))
+        return grads[: len(part.reads)] if len(part.reads) > 1 else grads[0]
+
+    def _method(self, op: Op) -> Callable[..., Any]:
+        return getattr(self._chunks[op.chunk].layer(op.layer), f"forward_{op.part}")
+
+    def _taken(self, name: str, op: Op) -> Any:
+        """State of a layer and microbatch that a part takes."""
+        if name == "documents":
+            return self.microbatches[op.microbatch].documents
+        state = self._state.setdefault(_place(op), {})
+        if name == "splits" and name not in state:  # nobody has exchanged rows: all stay here
+            self._split(op)
+        return state[name]
+
+    def _count_rows(self, layer: int, made: Mapping[str, Any]) -> None:
+        if self.training and "routing" in made:
+            load, more = self.loads.get(layer), made["routing"].load_E
+            self.loads[layer] = more.clone() if load is None else load.add_(more)
+
+    # -- parts of layers that communicate ----------------------------------------------------------------------
+
+    def communicate(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+        """A part on a lane of its own: the layer's module moves the value, or the gradient back."""
+        way, moved = ("forward", wiring.inputs(values)) if op.verb == "fwd" else ("backward", wiring.grads(values))
+        method = getattr(self._chunks[op.chunk].layer(op.layer), f"{way}_{op.part}")
+        return method(*moved, *[self._taken(name, op) for name in wiring.part.takes])
+
+    def _split(self, op: Op) -> Any:
+        """Tell the ranks how many of a layer's rows go where; kept for all exchanges of the layer and microbatch."""
+        state, group, room = self._state[_place(op)], self._groups.a2a, self._room.now
+        if room is None or group.size == 1:
+            placed = self._layout.placed and not self._layout.uncounted  # else by the transport that needs no host
+            state["splits"] = exchange_counts(state["routing"], group, placed)
+        else:
+            state["splits"] = place_counts(state["routing"], group, room)
+        return state["splits"]
+
+    def exchange_fwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+        """Rows to their experts, or back."""
+        (rows,) = wiring.inputs(values)
+        if wiring.part.way == "out":
+            table = self._split(op).table
+            return self._all_to_all(rows[: table.sent], table)
+        return self._all_to_all(rows, self._state[_place(op)]["splits"].table.back)
+
+    def exchange_bwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+        """Gradients of rows the other way."""
+        (grad,) = wiring.grads(values)
+        state = self._state[_place(op)]
+        if wiring.part.way == "out":
+            return self._all_to_all(grad, state["splits"].table.back, state["routing"].room)
+        return self._all_to_all(grad, state["splits"].table)
+
+    # -- embedding and head ------------------------------------------------------------------------------------
 
     def fwd_embed(self, op: Op) -> Tensor:
         embed = self._chunks[op.chunk].embed
         assert embed is not None
         return self._forward(op, embed, self.microbatches[op.microbatch].ids)
 
-    def fwd_attn(self, op: Op, x: Tensor) -> Any:
-        """A dense layer's output, or the sides of a MoE layer: (rows, residual, shared, probs)."""
-        result = self._forward(op, self._layer(op).forward_attn, x, self.microbatches[op.microbatch].documents)
-        if self._layout.kinds[op.layer] == "dense":
-            return result
-        *sides, routing = result
-        self._routings[_place(op)] = routing
-        if self.training:
-            load = self.loads.get(op.layer)
-            self.loads[op.layer] = routing.load_E.clone() if load is None else load.add_(routing.load_E)
-        return sides
-
-    def fwd_dispatch(self, op: Op, sides: list[Tensor]) -> CommResult:
-        splits = self._exchange(op)
-        return self._all_to_all(sides[0][: splits.table.sent], splits.table)
-
-    def _exchange(self, op: Op) -> Splits | PlacedSplits:
-        place, group, room = _place(op), self._groups.a2a, self._room.now
-        if room is None or group.size == 1:
-            placed = self._layout.placed and not self._layout.uncounted  # else by the transport that needs no host
-            splits = exchange_counts(self._routings[place], group, placed)
-        else:
-            splits = place_counts(self._routings[place], group, room)
-        self._splits[place] = splits
-        return splits
-
-    def fwd_experts(self, op: Op, rows: Any) -> Tensor:
-        if self._layout.ep == 1:
-            rows = rows[0]
-            self._exchange(op)
-        return self._forward(op, self._layer(op).forward_experts, rows, self._splits[_place(op)])
-
-    def fwd_combine(self, op: Op, rows: Tensor) -> CommResult:
-        splits = self._splits[_place(op)]
-        return self._all_to_all(rows, splits.table.back)
-
-    def fwd_unpermute(self, op: Op, rows: Tensor, sides: list[Tensor | None]) -> Tensor:
-        _, residual, shared, probs = sides
-        routing = self._routings[_place(op)]
-        out = self._forward(op, self._layer(op).forward_unpermute, rows, residual, shared, probs, routing)
-        if not self.training:
-            self._forget_routing(op)
-        return out
-
-    def fwd_mlp(self, op: Op, x: Tensor) -> Tensor:
-        return self._forward(op, self._layer(op).forward_mlp, x)
-
     def fwd_head(self, op: Op, x: Tensor) -> None:
         loss = self._forward(op, self._chunks[op.chunk].loss, x, self.microbatches[op.microbatch].targets)
         self.losses.append(loss.detach())
 
-    # -- forward once more: the values are known, what is wanted are the islands -----------------------------
+    def bwd_head(self, op: Op, *_kept: Any) -> Tensor | None:
+        scale = torch.full((), 1.0 / len(self.microbatches), device=self._activation.device)
+        if self.weights_M is not None:
+            scale = self.weights_M[op.microbatch]
+        return self._backward(op, scale)[0]
 
-    def recompute_attn(self, op: Op, x: Tensor) -> None:
-        """The routing stays what it was: a row is where forward put it."""
-        kept = [self._routings[_place(op)]] if self._layout.kinds[op.layer] == "moe" else []
-        self._forward(op, self._layer(op).forward_attn, x, self.microbatches[op.microbatch].documents, *kept)
-
-    def recompute_experts(self, op: Op, rows: Any) -> None:
-        rows = rows[0] if self._layout.ep == 1 else rows
-        self._forward(op, self._layer(op).forward_experts, rows, self._splits[_place(op)])
-
-    def recompute_mlp(self, op: Op, x: Tensor) -> None:
-        self.fwd_mlp(op, x)
-
-    # -- input gradients -------------------------------------------------------------------------------------
+    def bwd_embed(self, op: Op, g: Tensor) -> None:
+        self._backward(op, g)
 
     def _backward(self, op: Op, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         place = _place(op)
@@ -199,43 +238,6 @@ class Actions:
         if self._layout.unit(op.part) is None:
             del self._islands[op.part, place]
         return result
-
-    def bwd_head(self, op: Op, *_kept: Any) -> Tensor | None:
-        scale = torch.full((), 1.0 / len(self.microbatches), device=self._activation.device)
-        if self.weights_M is not None:
-            scale = self.weights_M[op.microbatch]
-        return self._backward(op, scale)[0]
-
-    def bwd_unpermute(self, op: Op, g: Tensor, *_kept: Any) -> tuple[Tensor | None, ...]:
-        return self._backward(op, g)[:4]
-
-    def bwd_combine(self, op: Op, grads: tuple[Tensor, ...]) -> CommResult:
-        splits = self._splits[_place(op)]
-        return self._all_to_all(grads[0], splits.table)
-
-    def bwd_experts(self, op: Op, g: Any, *_kept: Any) -> Tensor | None:
-        return self._backward(op, g[0] if self._layout.ep == 1 else g)[0]
-
-    def bwd_dispatch(self, op: Op, g: Tensor) -> CommResult:
-        splits, room = self._splits[_place(op)], self._routings[_place(op)].room
-        return self._all_to_all(g, splits.table.back, room)
-
-    def bwd_attn(self, op: Op, g: Tensor, *others: Any) -> Tensor | None:
-        if self._layout.kinds[op.layer] == "dense":
-            return self._backward(op, g)[0]
-        _, residual, shared, probs = others[0]
-        self._forget_routing(op)
-        return self._backward(op, g, residual, shared, probs, None)[0]
-
-    def _forget_routing(self, op: Op) -> None:
-        del self._routings[_place(op)]
-        del self._splits[_place(op)]
-
-    def bwd_mlp(self, op: Op, g: Tensor, *_kept: Any) -> Tensor | None:
-        return self._backward(op, g)[0]
-
-    def bwd_embed(self, op: Op, g: Tensor) -> None:
-        self._backward(op, g)
 
     # -- weight gradients and sharded units ------------------------------------------------------------------
 
@@ -308,3 +310,43 @@ class Actions:
 
 def _place(op: Op) -> Place:
     return op.microbatch, op.chunk, op.layer
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """Where a part finds its inputs, and the gradients of its outputs, among the values that its op reads."""
+
+    part: Part
+    sources: tuple[tuple[int, int], ...]
+    """Of each input: which value, and which of its outputs; -1 for all of it."""
+    readers: tuple[tuple[int, int], ...]
+    """Of each output: in which value its gradient is, and where in that; -1 for all of it."""
+    first: bool
+    last: bool
+    """Whether it is the layer's first part, or its last one."""
+
+    @classmethod
+    def of(cls, kind: LayerKind, part: Part) -> _Wiring:
+        def source(read: str) -> tuple[int, int]:
+            name, _, output = read.partition(".")
+            place = kind.by_name[name].outputs.index(output) if output else -1
+            return part.sources.index(name), place
+
+        def reader(output: str) -> tuple[int, int]:
+            name, place = kind.gradient_of(part, output)
+            return kind.readers[part.name].index(name), place if len(kind.by_name[name].reads) > 1 else -1
+
+        last = part is kind.exit
+        return cls(
+            part,
+            tuple((0, -1) if read == INPUT else source(read) for read in part.reads),
+            ((0, -1),) if last else tuple(reader(output) for output in part.outputs or ("",)),
+            part is kind.entry,
+            last,
+        )
+
+    def inputs(self, values: Sequence[Any]) -> list[Any]:
+        return [values[n] if place < 0 else values[n][place] for n, place in self.sources]
+
+    def grads(self, values: Sequence[Any]) -> list[Any]:
+        return [values[n] if place < 0 else values[n][place] for n, place in self.readers]

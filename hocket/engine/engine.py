@@ -99,7 +99,8 @@ class Engine:
         self._leaves_updates = update and config.overlap.dp.update == "next_step"
         self._lr = t.lr
         sides = [] if self._tensors is None else [self._tensors.side]
-        self.lanes: Lanes = CudaLanes(device, sides) if on_gpu else CpuLanes()
+        lanes = self.layout.lanes
+        self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
         self._grad_norm = torch.zeros((), device=device)
         self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from hocket.plan.ops import Layout, Op, Part, Verb
+from hocket.plan.ops import Layout, Op, Verb
 from hocket.plan.simulate import Costs
 
 _VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
@@ -69,7 +69,7 @@ class _Seconds:
         return ranks
 
 
-def _seconds(costs: Costs, parts: tuple[Part, ...], layer: int) -> float:
+def _seconds(costs: Costs, parts: tuple[str, ...], layer: int) -> float:
     """Compute of one microbatch in some parts."""
     ops = (Op(verb, part, 0, 0, layer) for part in parts if part not in ("dispatch", "combine") for verb in _VERBS)
     return sum(float(costs.seconds(0, op)) for op in ops)

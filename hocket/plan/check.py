@@ -29,6 +29,7 @@ from hocket.plan.check_order import deadlock_free, halves_independent, sends_mat
 from hocket.plan.check_slots import gradients_kept, updates_first, weights_resident
 from hocket.plan.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
 from hocket.plan.ops import Key, Layout, Op, Program
+from hocket.plan.transformer import EMBED, HEAD
 from hocket.plan.values import follows
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
@@ -66,13 +67,13 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
     layout = program.layout
     for c in range(layout.chunks):
         parts: list[tuple[str, str, int]] = []
-        ends = [("embed", layout.is_first(rank, c)), ("head", layout.is_last(rank, c))]
+        ends = [(EMBED.name, layout.is_first(rank, c)), (HEAD.name, layout.is_last(rank, c))]
         for part in [part for part, here in ends if here]:
             parts += [(verb, part, -1) for verb in ("fwd", "bwd", "wgrad")]
         for layer in layout.layers(rank, c):
             parts += [(verb, part, layer) for part in layout.forward_parts(layer) for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
-            parts += [("recompute", part, layer) for part in layout.forward_parts(layer) if part in layout.recompute]
+            parts += [("recompute", part, layer) for part in layout.forward_parts(layer) if layout.recomputes(part)]
         if layout.receives(rank, c, "act"):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
         if layout.receives(rank, c, "grad"):
@@ -158,7 +159,8 @@ def _lanes_for(op: Op, layout: Layout) -> tuple[str, ...]:
         case "release":
             return ("compute", "gather")
         case _:
-            return ("a2a",) if op.part in ("dispatch", "combine") else ("compute",)
+            known = op.verb in ("fwd", "recompute", "bwd") and layout.has_part(op.part, op.layer)
+            return (layout.part(op.part, op.layer).lane,) if known else ("compute",)
 
 
 _RULES = (

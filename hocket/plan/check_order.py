@@ -25,8 +25,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
-from hocket.plan.facts import Facts, Span, Violation
-from hocket.plan.ops import COMPUTING, LANES, Key
+from hocket.plan.facts import Facts, Span, Violation, has_place
+from hocket.plan.ops import COMPUTING, LANES, Key, stops_host
 
 Node = tuple[int, int]
 """(rank, position)."""
@@ -80,13 +80,12 @@ def _sends_by_receive(ranks: list[Facts]) -> dict[Node, Node]:
 def _pipeline_waits(facts: Facts) -> Iterator[tuple[int, list[int]]]:
     """(position, latest earlier position on each pipeline lane that must be done) of the ops on pipeline lanes."""
     lanes = [LANES.index(lane) for lane in _P2P_LANES]
-    host = [-1] * len(LANES)
-    previous = [-1] * len(LANES)
+    host = [-1] * len(facts.layout.lanes)
+    previous = [-1] * len(facts.layout.lanes)
     for i, op in enumerate(facts.ops):
-        if op.verb == "fwd" and op.part == "dispatch":  # see Note: [The host waits too]
-            attn = facts.where.get(("fwd", "attn", *op.key[2:]), i)
-            if attn < i:
-                host = list(map(max, host, facts.clocks[attn]))
+        counted = _counted(facts, i)  # see Note: [The host waits too]
+        if counted is not None and counted < i:
+            host = list(map(max, host, facts.clocks[counted]))
         if op.lane in _P2P_LANES:
             mine = facts.lane[i]
             known = [max(host[lane], previous[lane] if lane == mine else facts.clocks[i][lane]) for lane in lanes]
@@ -156,7 +155,7 @@ def halves_independent(facts: Facts) -> Iterator[Violation]:
     if not merged:
         return
     for i, op in enumerate(facts.ops):
-        if op.deps and op.lane in ("compute", "a2a") and op.verb in _HALVES:
+        if op.deps and op.verb in _HALVES:
             for d in op.deps:
                 other = facts.ops[d] if 0 <= d < i else op
                 if other.microbatch != op.microbatch and other.verb in _HALVES:
@@ -175,7 +174,7 @@ def work_queued(facts: Facts) -> Iterator[Violation]:
     computed = [0, *accumulate(op.lane == "compute" for op in facts.ops)]
     waits: dict[tuple[int, int], list[int]] = defaultdict(list)  # (microbatch, chunk) -> its forward dispatches
     for i, op in enumerate(facts.ops):
-        if op.verb == "fwd" and op.part == "dispatch":
+        if _counted(facts, i) is not None:
             waits[op.microbatch, op.chunk].append(i)
     for pair in facts.merged:
         for forward, other in (pair, pair[::-1]):
@@ -188,14 +187,23 @@ def _exposed_waits(
 ) -> Iterator[Violation]:
     exposed = []
     for i in dispatches[bisect_right(dispatches, other.first) : bisect_right(dispatches, other.last)]:
-        attn = facts.where.get(("fwd", "attn", *facts.ops[i].key[2:]), i)
-        if attn < i and computed[i] == computed[attn + 1]:
-            exposed.append((i, attn))
-    for i, attn in exposed[_EXPOSED_WAITS_ALLOWED:]:
+        source = _counted(facts, i)
+        if source is not None and source < i and computed[i] == computed[source + 1]:
+            exposed.append((i, source))
+    for i, source in exposed[_EXPOSED_WAITS_ALLOWED:]:
         yield facts.fail(
             13,
-            f"{facts.show(i)} stops the host right behind {facts.show(attn)} with no compute op queued between them, "
+            f"{facts.show(i)} stops the host right behind {facts.show(source)} with no compute op queued between them, "
             f"and is not the first to do so while {forward} is merged with {other}",
             i,
-            attn,
+            source,
         )
+
+
+def _counted(facts: Facts, i: int) -> int | None:
+    """Position of the op that makes the counts for which the host waits while it issues op i; None if it does not."""
+    op = facts.ops[i]
+    if not has_place(op, facts.layout) or not stops_host(op, facts.layout):
+        return None
+    source = facts.layout.part(op.part, op.layer).sources[0]
+    return facts.where.get(("fwd", source, *op.key[2:]))

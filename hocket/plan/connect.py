@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from hocket.plan.ops import LANES, Key, Lane, Layout, Op
+from hocket.plan.ops import Key, Lane, Layout, Op
 from hocket.plan.values import Meanings, Name, UnitName, meanings, memory_of, unit_moved
 
 
@@ -91,6 +91,8 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
         there[op.verb, op.part, op.chunk, op.layer] = i
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
+        if not readers[received]:
+            raise ValueError(f"this order cannot run: nothing reads what '{ops[received]}' receives")
         first = readers[received][0]
         deps[first] = latest_per_lane(lanes, first, [*deps[first], sent])
     return _Rank(ops, lanes, deps, readers)
@@ -164,9 +166,10 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _ = op
         meaning, there = known.of(op), where[microbatch]
-        need = [there[name] for name in meaning.reads]
-        if meaning.follows is not None:
-            need.append(there[meaning.follows])
+        needed = meaning.reads if meaning.follows is None else (*meaning.reads, meaning.follows)
+        need = [there[name] for name in needed if name in there]
+        if len(need) < len(needed):
+            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops))
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -205,6 +208,14 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     return needs
 
 
+def _not_yet(op: Op, missing: Sequence[Name], ops: Sequence[Op]) -> str:
+    """Why an order of ops cannot run."""
+    verb, part, chunk, layer = missing[0]
+    name = str(Op(verb, part, op.microbatch, chunk, layer))  # pyrefly: ignore[bad-argument-type]
+    comes = "comes later in the order" if name in map(str, ops) else "is not in the order"
+    return f"this order cannot run: '{op}' needs '{name}', which {comes}"
+
+
 def latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
     """See Note: [Only cross-lane dependencies are written down]."""
     mine = lanes[position]
@@ -218,7 +229,7 @@ def latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int])
 
 def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane) -> list[int]:
     """For every op, the latest position on `lane` that is known to be done when it runs (its own included)."""
-    latest: dict[Lane, int] = dict.fromkeys(LANES, -1)
+    latest: dict[Lane, int] = dict.fromkeys({*lanes, lane}, -1)
     known: list[int] = []
     for i, (mine, before) in enumerate(zip(lanes, deps, strict=True)):
         if mine == lane:

@@ -27,11 +27,13 @@ from dataclasses import dataclass, replace
 from hocket.config import ModelConfig, Purpose
 from hocket.plan.clock import Work, at_clock, clock_of
 from hocket.plan.copies import Copies, copies_of
-from hocket.plan.formulas import STOCK, Formulas, PartSize, plus
+from hocket.plan.formulas import STOCK, Formulas, PartSize
 from hocket.plan.hardware import Hardware
-from hocket.plan.ops import Layout, Op, Program, Unit
+from hocket.plan.ops import Layout, Op, Program
+from hocket.plan.parts import END_UNITS, Part, Unit
 from hocket.plan.schedule import CostKey, Friction, Time, cost_key
 from hocket.plan.shard import Sharding
+from hocket.plan.transformer import EMBED, HEAD, Shapes, standard_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,6 @@ _FREE = OpCost()
 _SHOWN = 2 / 3
 """Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
 to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
-_BLOCK = 512
-"""Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
-rate grows from 4,096 to 8,192 tokens."""
-_FLASH_BACK = 9
-"""Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
-and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,86 +135,28 @@ class Measurement:
 def part_size(
     model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None, f: Formulas = STOCK
 ) -> PartSize:
-    """Sizes of one part, as `model/` computes it. `seq` is the length of a sequence, `kind` that of the layer.
+    """Sizes of one part of hocket's own model. `seq` is the length of a sequence, `kind` that of the layer.
 
     Rows are sent once per expert, if `copies` does not say otherwise.
     """
-    d, copies = model.hidden, copies or copies_of(model, ep, False, 1)
-    match part:
-        case "embed":
-            return PartSize(weights=model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
-        case "attn":
-            size = _attention(model, seq, f)
-            return size if kind == "dense" else _before_dispatch(model, size, copies, f)
-        case "mlp":
-            w, rows = 3 * d * model.ffn, 2 * d + 3 * model.ffn
-            size = PartSize(gemm=w, weights=w, rows=rows, traffic=3 * d, output=d, grad=d)
-            return plus(f.norm(d), f.swiglu(d, model.ffn), size)
-        case "dispatch":
-            return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
-        case "combine":
-            return PartSize(output=round(copies.count * d), grad=round(copies.count * d))
-        case "experts":
-            return _experts(model, ep, copies, f)
-        case "unpermute":
-            rows, shared = round(copies.count * d), d if model.shared_ffn else 0
-            size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
-            kept = rows if ep == 1 else 0  # rows that came back are a value, which lives as long
-            return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
-        case "head":
-            w = model.vocab * d
-            matmul = PartSize(gemm=w, weights=0 if model.tied else w, rows=d + model.vocab, output=1, grad=d)
-            return plus(f.norm(d), f.loss(model.vocab), matmul)
-    raise AssertionError(part)
+    shapes = Shapes(model, seq, ep, copies or copies_of(model, ep, False, 1), f)
+    there = standard_types((kind,), ep=ep)[0].by_name if kind else {EMBED.name: EMBED, HEAD.name: HEAD}
+    return size_of(there[part], shapes)
 
 
-def _attention(model: ModelConfig, seq: int, f: Formulas) -> PartSize:
-    """Attention with its norm and residual, as in a dense layer."""
-    d, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
-    scales = 2 * model.head_dim if model.qk_norm else 0
-    matmuls = PartSize(gemm=w, weights=w + scales, rows=2 * (d + width + kv), output=d, grad=d)
-    core = PartSize(core=2 * seq * width, masked=2 * _BLOCK * width, traffic=3 * d, back=_FLASH_BACK * width)
-    heads = f.positions(width + kv, model.qk_norm)
-    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
-
-
-def _rows(count: float, width: int, copies: Copies) -> int:
-    """Elements of labelled rows."""
-    return round(count * (width + copies.label))
-
-
-def _experts(model: ModelConfig, ep: int, copies: Copies, f: Formulas) -> PartSize:
-    """Rows are copied into grouped order, and out of it. For gradients of weights a rank keeps its experts' outputs."""
-    d, k = model.hidden, model.top_k
-    w, values, received = 3 * d * model.expert_ffn, f.swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
-    moved = 2 * (k * d + received) if ep > 1 else 0
-    grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
-    rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
-    return plus(values, rows, matmuls)
-
-
-def _before_dispatch(model: ModelConfig, attention: PartSize, copies: Copies, f: Formulas) -> PartSize:
-    """The attn part of a MoE layer: attention, second norm, shared expert, router and permutation.
-
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
-    """
-    d, sh, e = model.hidden, model.shared_ffn, model.experts
-    w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
-    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
-    moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
-    router = PartSize(rows=d + e, routes=1)
-    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e)
-    return plus(replace(attention, output=0), f.norm(d), shared, router, rest)
+def size_of(part: Part, shapes: Shapes) -> PartSize:
+    """The sizes of a part by its own cost function."""
+    if part.size is None:
+        raise ValueError(f"part {part.name!r} has no cost function: give its description a `size`")
+    return part.size(shapes)
 
 
 def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
     """Weights (elements) of one unit, whole; of an experts unit those of one expert-parallel rank."""
-    parts = {"dense": ("attn", "mlp") if kind == "dense" else ("attn",)}.get(unit, (unit,))
-    if unit == "embed" and model.tied:
-        parts = ("embed", "head")
-    return sum(part_size(model, part, kind, 1, ep).weights for part in parts)
+    shapes = Shapes(model, 1, ep, copies_of(model, ep, False, 1), STOCK)
+    ends = (EMBED, HEAD) if unit == EMBED.unit and model.tied else (EMBED,) if unit == EMBED.unit else (HEAD,)
+    parts = ends if unit in END_UNITS else standard_types((kind,), ep=ep)[0].weighted
+    return sum(size_of(part, shapes).weights for part in parts if unit in END_UNITS or part.unit == unit)
 
 
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:
@@ -227,11 +165,11 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
     Causal attention counts half of the square: `3 * 2 S w` for forward and backward. Recomputation counts nothing.
     """
-    flops = 6.0 * part_size(model, "head", "", seq, 1).gemm
-    for kind in model.kinds():
-        for part in ("attn", "mlp") if kind == "dense" else ("attn", "experts"):
-            size = part_size(model, part, kind, seq, 1)
-            flops += 6 * (size.gemm + size.grouped) + 3 * size.core
+    shapes, kinds = Shapes(model, seq, 1, copies_of(model, 1, False, 1), STOCK), model.kinds()
+    flops = 6.0 * size_of(HEAD, shapes).gemm
+    for kind in standard_types(kinds):
+        sizes = [size_of(part, shapes) for part in kind.parts]
+        flops += kinds.count(kind.name) * sum(6 * (size.gemm + size.grouped) + 3 * size.core for size in sizes)
     return flops
 
 
@@ -294,27 +232,28 @@ def op_costs(
     Assumes even routing: every rank gets as many rows as it sends. A hop's seconds belong to the recv.
     """
     copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    sizes = {
-        (part, kind): part_size(model, part, kind, seq, layout.ep, copies, hardware.formulas)
-        for part, kind in _parts(layout)
-    }
+    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas)
+    parts = _parts(layout)
+    sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor)
-    clock = _clock(price, layout, sharding, sizes) if hardware.clock else 0.0
+    clock = _clock(price, layout, sharding, shapes) if hardware.clock else 0.0
     price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
     table: dict[CostKey, OpCost] = {}
     hop = tokens * model.hidden * dtype_bytes
-    for (part, kind), size in sizes.items():
-        if part in ("dispatch", "combine"):
+    for described, kind in parts:
+        part, size = described.name, sizes[described.name, kind]
+        if described.communicates:
+            assert described.purpose is not None
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
+            moved = rows * (described.ranks - 1) // described.ranks
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
-                table[verb, part, kind] = price.transfer("a2a", rows * (layout.ep - 1) // layout.ep, nbytes)
+                table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
             continue
         for verb in _verbs(size):
             table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part))
-        if part in layout.recompute:
+        if layout.recomputes(part):
             once = table["fwd", part, kind]
-            # Nothing but its value keeps the residual of a MoE layer's attn part then: see `_before_dispatch`.
-            output = once.output_bytes + (hop if (part, kind) == ("attn", "moe") else 0)
+            output = once.output_bytes + tokens * size.handed * dtype_bytes
             table["fwd", part, kind] = replace(once, saved_bytes=0, output_bytes=output)
             table["recompute", part, kind] = replace(once, output_bytes=0)
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", hop, hop)
@@ -322,12 +261,10 @@ def op_costs(
     return CostTable(layout.kinds, table, slots, state, clock)
 
 
-def _parts(layout: Layout) -> list[tuple[str, str]]:
+def _parts(layout: Layout) -> list[tuple[Part, str]]:
     """Every part with the kinds of layers that have it."""
-    found = [("embed", ""), ("head", "")]
-    for kind in sorted(set(layout.kinds)):
-        found += [(part, kind) for part in layout.forward_parts(layout.kinds.index(kind))]
-    return found
+    kinds = sorted((kind for kind in layout.layer_types if kind.name in layout.kinds), key=lambda kind: kind.name)
+    return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
 
 
 def _verbs(size: PartSize) -> tuple[str, ...]:
@@ -340,13 +277,14 @@ def _collects(layout: Layout, sharding: Sharding, part: str) -> bool:
     return unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
 
 
-def _clock(price: _Pricing, layout: Layout, sharding: Sharding, sizes: Mapping[tuple[str, str], PartSize]) -> float:
+def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) -> float:
     """The clock of the whole model's microbatches. See Note: [Power sets the clock] in `clock.py`."""
     works: list[Work] = []
-    for (part, kind), size in sizes.items():
-        count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part)
-        again = ("fwd",) if part in layout.recompute else ()
-        if part not in ("dispatch", "combine"):
+    for part, kind in _parts(layout):
+        count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
+        again = ("fwd",) if layout.recomputes(part.name) else ()
+        size = size_of(part, shapes)
+        if not part.communicates:
             works += count * [price.work(size, verb, collects) for verb in (*_verbs(size), *again)]
     return clock_of(price.hardware, works)
 
@@ -374,7 +312,7 @@ def _add_units(
             weights = unit_weights(model, unit, kind, layout.ep)
             gathers, reduces = _groups_of(unit)
             group = sharding.size(unit)
-            whole, twice = not sharding.gathers(unit), layout.tied and unit == "embed"
+            whole, twice = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
             part = -(-weights // group)
             others = part * (group - 1)
             shard = weights if whole else part
@@ -414,9 +352,8 @@ def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
         if layout.is_first(rank, chunk):
             units.append(("embed", ""))
         for layer in layout.layers(rank, chunk):
-            units.append(("dense", layout.kinds[layer]))
-            if layout.kinds[layer] == "moe":
-                units.append(("experts", "moe"))
+            kind = layout.type_of(layer)
+            units += [(unit, kind.name) for unit in dict.fromkeys(part.unit for part in kind.weighted) if unit]
         if layout.is_last(rank, chunk) and not layout.tied:
             units.append(("head", ""))
     return units

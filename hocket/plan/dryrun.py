@@ -10,6 +10,12 @@ A token is the hash of what an op is (verb, part, layer, microbatch) and of the 
 weights it found in the unit's slot, and the state that its forward or backward left. It says nothing about rank,
 chunk, slot or order. So the sequential reference, which knows none of these, arrives at the same tokens exactly
 if every op found the right things.
+
+Note: [Two ways to the same tokens]
+What an op of a plan reads comes from the description of its layer. A reference that read the same description would
+repeat its mistakes. So the reference spells out hocket's own dense and mixture-of-experts layers by hand. For any other
+kind it goes forward through the description and backward by a tape, as autograd does; tests hold the tape against the
+layers that are spelt out.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from dataclasses import dataclass, field
 
 from hocket.plan.linearize import linearize
 from hocket.plan.ops import Key, Layout, Op, Program
+from hocket.plan.parts import INPUT
+from hocket.plan.transformer import EMBED, HEAD
 from hocket.plan.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
 
 __all__ = ["dry_run", "linearize", "reference"]
@@ -140,9 +148,9 @@ class _Rank:
             return
         if not self.forward_only and (op.verb == "fwd" or self.program.layout.unit(op.part) is not None):
             self.states[op.key] = token
-        if op.key[:2] == ("fwd", "head"):
+        if op.key[:2] == ("fwd", HEAD.name):
             self.outcome.losses[op.microbatch] = token
-        elif op.key[:2] != ("bwd", "embed"):
+        elif op.key[:2] != ("bwd", EMBED.name):
             self.values[op.key] = token
 
     def _look_updated(self, unit: UnitName, op: Op) -> None:
@@ -187,22 +195,20 @@ class _Rank:
 
 def _arguments(op: Op, layout: Layout) -> int:
     """How many of an op's reads are its inputs; the rest it only keeps alive."""
-    match op.verb, op.part:
-        case "wgrad", _:
-            return 0
-        case "bwd", "head":
-            return 0
-        case "bwd", "attn":
-            return 2 if layout.kinds[op.layer] == "moe" else 1
-        case "bwd", _:
-            return 1
-    return 2
+    if op.verb == "wgrad":
+        return 0
+    if op.verb == "bwd":
+        if op.layer < 0:
+            return 0 if op.part == HEAD.name else 1
+        return len(layout.type_of(op.layer).readers[op.part]) or 1
+    return len(layout.part(op.part, op.layer).sources) if op.verb in ("fwd", "recompute") else 1
 
 
 def reference(layout: Layout, microbatches: int) -> Outcome:
     """The tokens of plain training: each microbatch forward and backward through all layers, one after the other.
 
-    Written from the model alone; uses neither `values.py` nor any plan.
+    Written from the model alone; uses neither `values.py` nor any plan. For hocket's own layers it does not use their
+    descriptions either: see Note: [Two ways to the same tokens].
     """
     outcome = Outcome()
     for m in range(microbatches):
@@ -247,19 +253,44 @@ class _Model:
         return (unit, layer) if unit else None
 
     def layer_forward(self, layer: int, x: Token) -> Token:
-        a = self.forward("attn", layer, x)
-        if self.layout.kinds[layer] == "dense":
-            return self.forward("mlp", layer, a)
-        rows = a if self.layout.ep == 1 else self.forward("dispatch", layer, a)
-        rows = self.forward("experts", layer, rows)
-        rows = rows if self.layout.ep == 1 else self.forward("combine", layer, rows)
-        return self.forward("unpermute", layer, rows, a)
+        match self.layout.kinds[layer]:
+            case "dense":
+                return self.forward("mlp", layer, self.forward("attn", layer, x))
+            case "moe":
+                a = self.forward("attn", layer, x)
+                rows = a if self.layout.ep == 1 else self.forward("dispatch", layer, a)
+                rows = self.forward("experts", layer, rows)
+                rows = rows if self.layout.ep == 1 else self.forward("combine", layer, rows)
+                return self.forward("unpermute", layer, rows, a)
+        return self.taped_forward(layer, x)
 
     def layer_backward(self, layer: int, g: Token) -> Token:
-        if self.layout.kinds[layer] == "dense":
-            return self.backward("attn", layer, self.backward("mlp", layer, g))
-        side = self.backward("unpermute", layer, g)
-        rows = side if self.layout.ep == 1 else self.backward("combine", layer, side)
-        rows = self.backward("experts", layer, rows)
-        rows = rows if self.layout.ep == 1 else self.backward("dispatch", layer, rows)
-        return self.backward("attn", layer, rows, side)
+        match self.layout.kinds[layer]:
+            case "dense":
+                return self.backward("attn", layer, self.backward("mlp", layer, g))
+            case "moe":
+                side = self.backward("unpermute", layer, g)
+                rows = side if self.layout.ep == 1 else self.backward("combine", layer, side)
+                rows = self.backward("experts", layer, rows)
+                rows = rows if self.layout.ep == 1 else self.backward("dispatch", layer, rows)
+                return self.backward("attn", layer, rows, side)
+        return self.taped_backward(layer, g)
+
+    # A kind of layer that is not hocket's own, from its description. See Note: [Two ways to the same tokens].
+
+    def taped_forward(self, layer: int, x: Token) -> Token:
+        made = {INPUT: x}
+        for part in self.layout.type_of(layer).parts:
+            made[part.name] = self.forward(part.name, layer, *(made[source] for source in part.sources))
+        return made[part.name]
+
+    def taped_backward(self, layer: int, g: Token) -> Token:
+        """Each part hands its gradient to whatever it read, which runs when all who read it have run."""
+        parts = self.layout.type_of(layer).parts
+        waiting: dict[str, list[Token]] = {part.name: [] for part in parts} | {INPUT: []}
+        waiting[parts[-1].name].append(g)
+        for part in reversed(parts):
+            token = self.backward(part.name, layer, *reversed(waiting[part.name]))
+            for source in part.sources:
+                waiting[source].append(token)
+        return waiting[INPUT][0]

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hocket.plan.ops import LANES, UNITS, Key, Layout, Op, Program
+from hocket.plan.ops import UNIT_VERBS, Key, Layout, Op, Program
+from hocket.plan.parts import UNITS
 from hocket.plan.values import reads
 
 INVARIANTS = {
@@ -37,8 +38,6 @@ INVARIANTS = {
     12: "nothing is left",
     13: "work is queued before the host waits",
 }
-
-_LANE = {lane: n for n, lane in enumerate(LANES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +108,21 @@ class Facts:
 
 
 def has_place(op: Op, layout: Layout) -> bool:
-    """Whether an op's chunk and layer exist, and its unit if it works on one."""
-    if op.verb in ("gather", "release", "add", "reduce", "update") and op.part not in UNITS:
+    """Whether an op's chunk and layer exist, and what it works on: a part of that layer, or a unit."""
+    if op.verb == "step":
+        return True
+    if not (0 <= op.chunk < layout.chunks and -1 <= op.layer < len(layout.kinds)):
         return False
-    return op.verb == "step" or (0 <= op.chunk < layout.chunks and -1 <= op.layer < len(layout.kinds))
+    if op.verb in UNIT_VERBS:
+        return op.part in UNITS
+    return op.verb in ("send", "recv") or layout.has_part(op.part, op.layer)
 
 
 def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Facts:
     ops = program.ranks[rank]
-    lane = [_LANE[op.lane] for op in ops]
-    clocks, late_deps = _clocks(ops, lane)
+    numbers = {name: n for n, name in enumerate(program.layout.lanes)}
+    lane = [numbers[op.lane] for op in ops]
+    clocks, late_deps = _clocks(ops, lane, len(numbers))
     spans = _spans(ops)
     where = {op.key: position for position, op in enumerate(ops)}
     keys = [reads(op, program.layout, rank) if has_place(op, program.layout) else [] for op in ops]
@@ -133,9 +137,9 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
     return Facts(program, rank, ops, lane, where, keys, readers, clocks, late_deps, spans, merged, forward_only)
 
 
-def _clocks(ops: tuple[Op, ...], lane: list[int]) -> tuple[list[list[int]], list[tuple[int, int]]]:
+def _clocks(ops: tuple[Op, ...], lane: list[int], lanes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """See Note: [A clock per op]. Also the dependencies that don't point to an earlier position."""
-    latest = [[-1] * len(LANES) for _ in LANES]
+    latest = [[-1] * lanes for _ in range(lanes)]
     clocks: list[list[int]] = []
     late: list[tuple[int, int]] = []
     for i, op in enumerate(ops):

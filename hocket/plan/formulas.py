@@ -36,6 +36,8 @@ class PartSize:
     """Elements of the value that bwd produces."""
     saved: int = 0
     """Elements that fwd keeps for bwd, its input included."""
+    handed: int = 0
+    """Elements of its value that something saved keeps anyway; the value alone does if the part is recomputed."""
     kept: int = 0
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hocket.plan.cost import CostTable
 from hocket.plan.hops import activation
-from hocket.plan.ops import Layout, Op, Part, Program
+from hocket.plan.ops import Layout, Op, Program
 from hocket.plan.values import reads
 
 _STARTS = ("act", "grad", "embed")
@@ -65,7 +65,7 @@ def forwards_at_most(layout: Layout, costs: CostTable) -> int:
 
 def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
     """What runs forward and backward for a microbatch of a chunk."""
-    parts: list[tuple[Part, int]] = [
+    parts: list[tuple[str, int]] = [
         (part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)
     ]
     if layout.is_first(rank, chunk):

@@ -1,8 +1,9 @@
 """Orders of parts inside one layer step, as data.
 
 A template lists the ops of one merged layer step, forward layer `i` of one microbatch beside backward layer
-`j` of another, in host order. F, B and W are forward, input gradient and weight gradient; a, d, e, c, u are
-attn, dispatch, experts (or a dense layer's mlp), combine, unpermute. The literature's order:
+`j` of another, in host order. F, B and W are forward, input gradient and weight gradient; letters are those of parts
+(`plan/parts.py`): a, d, e, c, u are attn, dispatch, experts (or a dense layer's mlp), combine, unpermute. The
+literature's order:
 
     host      cB  aF  eB  dF  eW  dB  eF  cF  aB  uB' aW  uF
     compute       aF  eB      eW      eF      aB  uB' aW  uF        cB runs beside aF, dF beside eB and eW,
@@ -11,38 +12,44 @@ attn, dispatch, experts (or a dense layer's mlp), combine, unpermute. The litera
 Note: [uB' belongs to the next layer]
 The backward of unpermute must run before the backward all-to-all of combine can start. Placed at the head of
 its own layer step it would sit behind the previous step's weight gradient and uncover that all-to-all.
-So `uB` in a template is the one of the *next* backward layer, right behind the gradient that it needs.
+So `uB` in a template is the one of the *next* backward layer, right behind the gradient that it needs. `Part.early`
+says of which parts that holds.
 
 Note: [A long op is queued before the host waits]
 dispatch forward stops the host until the routing counts have arrived. In every template the backward of
 experts is issued before it, so that the GPU has work meanwhile.
+
+Note: [Templates for other kinds of layers]
+A template names parts by their letters, and a kind of layer takes from it the letters that it has: a dense layer has no
+dispatch. Kinds with other letters get a template of their own from `woven`, or one that `plan.layer_order` spells out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, zip_longest
 
-from hocket.plan.ops import Layout, Part, Verb
+from hocket.plan.ops import Layout, Verb
+from hocket.plan.parts import LayerKind, Part
+from hocket.plan.transformer import moe
 
-Token = tuple[Verb, Part]
-"""(verb, part); the part `experts` also stands for a dense layer's mlp."""
+Token = tuple[Verb, str]
+"""(verb, letter of a part)."""
 
 _VERBS: dict[str, Verb] = {"F": "fwd", "B": "bwd", "W": "wgrad"}
-_PARTS: dict[str, Part] = {"a": "attn", "d": "dispatch", "e": "experts", "c": "combine", "u": "unpermute"}
+_LETTERS = {verb: letter for letter, verb in _VERBS.items()}
 
 
 def template(text: str) -> tuple[Token, ...]:
     """Parse a template such as `cB aF eB dF eW dB eF cF aB uB aW uF`."""
-    tokens: list[Token] = [(_VERBS[word[1]], _PARTS[word[0]]) for word in text.split()]
-    assert len(set(tokens)) == len(tokens) == 12, f"a template has 12 distinct ops, got {text!r}"
+    tokens: list[Token] = [(_VERBS[word[1]], word[0]) for word in text.split()]
+    assert len(set(tokens)) == len(tokens), f"a template has each op once, got {text!r}"
     return tuple(tokens)
 
 
-def spelt(tokens: tuple[Token, ...]) -> str:
+def spelt(tokens: Iterable[Token]) -> str:
     """The text of a template: what `template` parses."""
-    verbs, parts = ({name: letter for letter, name in table.items()} for table in (_VERBS, _PARTS))
-    return " ".join(parts[part] + verbs[verb] for verb, part in tokens)
+    return " ".join(letter + _LETTERS[verb] for verb, letter in tokens)
 
 
 MERGED: dict[str, tuple[Token, ...]] = {
@@ -63,10 +70,13 @@ Half = tuple[int, Token]
 
 def pair_template(text: str) -> tuple[Half, ...]:
     """Parse a template of two items of one kind, such as `aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1`."""
-    halves = tuple((int(word[2]) - 1, (_VERBS[word[1]], _PARTS[word[0]])) for word in text.split())
-    assert len(set(halves)) == len(halves) in (10, 14), f"a template of a pair has 10 or 14 distinct ops, got {text!r}"
+    halves = tuple((int(word[2]) - 1, (_VERBS[word[1]], word[0])) for word in text.split())
+    assert len(set(halves)) == len(halves), f"a template of a pair has each op once, got {text!r}"
     return halves
 
+
+LATE: Half = (1, ("fwd", "u"))
+"""What of `FORWARDS` belongs to the layer before."""
 
 FORWARDS = pair_template("aF1 uF2 aF2 dF1 eF1 dF2 cF1 eF2 cF2 uF1")
 """Two forwards of one layer. `uF2` is the one of the layer *before*, since its combine runs under `uF1` and `aF1`:
@@ -88,36 +98,142 @@ ALONE = template("aF dF eF cF uF cB eB eW dB aB uB aW")
 """A forward alone and a backward alone. The experts' weight gradient covers the backward dispatch."""
 
 
-CHAINS = tuple(chain.split() for chain in ("aF dF eF cF uF", "cB eB dB aB uB", "eB eW", "aB aW"))
-"""What of one layer runs behind what."""
+FULL = moe(ep=2)
+"""The kind of layer that has all the letters of the templates above."""
 
 
-def merged_order(text: str) -> tuple[Token, ...]:
-    """The order of a merged layer step that `plan.layer_order` names or spells out."""
-    assert not order_problem(text), f"{text!r}: {order_problem(text)}"
-    return MERGED.get(text) or template(text)
+def chains(kind: LayerKind) -> tuple[list[str], ...]:
+    """What of one layer runs behind what, as words of a template."""
+    forward = [f"{part.letter}F" for part in kind.parts]
+    backward = [f"{part.letter}B" for part in reversed(kind.parts) if not part.early]
+    early = [f"{part.letter}B" for part in kind.parts if part.early]  # of the layer that comes next
+    return (forward, backward + early, *([f"{p.letter}B", f"{p.letter}W"] for p in reversed(kind.weighted)))
 
 
-def order_problem(text: str) -> str:
+CHAINS = chains(FULL)
+
+
+def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:
+    """The order of a merged layer step that `plan.layer_order` names or spells out, for the layers of a layout.
+
+    A name stands for an order of hocket's own letters. Layers with others get theirs from `woven` instead. Raises
+    ValueError for an order that cannot run.
+    """
+    largest = FULL if layout is None else _largest(layout)
+    if text in MERGED:
+        return MERGED[text] if _letters(largest) <= _letters(FULL) else woven(largest)
+    if problem := order_problem(text, largest):
+        raise ValueError(f"plan.layer_order={text!r}: {problem}")
+    return template(text)
+
+
+def order_problem(text: str, kind: LayerKind = FULL) -> str:
     """Why `text` names and spells out no order of a merged layer step that can run; empty if it does."""
     words = text.split()
     place = {word: position for position, word in enumerate(words)}
     if text in MERGED:
         return ""
-    if len(words) != 12 or set(place) != {word for chain in CHAINS for word in chain}:
-        return f"neither one of {', '.join(MERGED)}, nor all twelve ops of a merged layer step"
-    for chain in CHAINS:
+    order = chains(kind)
+    every = {word for chain in order for word in chain}
+    if len(words) != len(every) or set(place) != every:
+        return f"neither one of {', '.join(MERGED)}, nor all {_count(len(every))} ops of a merged layer step"
+    for chain in order:
         for before, behind in pairwise(chain):
             if place[before] > place[behind]:
                 return f"{behind} needs {before}, which comes later"
-    if all(word[0] in "dc" for word in words[place["aF"] + 1 : place["dF"]]):
-        return "no compute stands between aF and dF: a GPU would have none while the host waits at dF"
+    moves = {part.letter for part in kind.parts if part.communicates}
+    for part in (part for part in kind.parts if part.counted):
+        first, stop = f"{kind.by_name[part.sources[0]].letter}F", f"{part.letter}F"
+        if all(word[0] in moves for word in words[place[first] + 1 : place[stop]]):
+            return f"no compute stands between {first} and {stop}: a GPU would rest while the host waits at {stop}"
     return ""
+
+
+def _count(number: int) -> str:
+    return {12: "twelve"}.get(number, str(number))
+
+
+def _letters(kind: LayerKind) -> set[str]:
+    return {part.letter for part in kind.parts}
+
+
+def _largest(layout: Layout) -> LayerKind:
+    """The kind of a layout that has the letters of all others; hocket's own full one if its letters will do.
+
+    Raises ValueError if no kind has all letters.
+    """
+    every = {letter for kind in layout.layer_types for letter in _letters(kind)}
+    if every <= _letters(FULL):
+        return FULL
+    for kind in layout.layer_types:
+        if every <= _letters(kind):
+            return kind
+    names = " and ".join(kind.name for kind in layout.layer_types)
+    raise ValueError(
+        f"no kind of layer has all the letters of {names}: {' '.join(sorted(every))}; give parts of one role one "
+        "letter, so that one template orders them all"
+    )
+
+
+def woven(kind: LayerKind) -> tuple[Token, ...]:
+    """An order of a merged layer step for any kind of layer: a transfer of one half runs beside compute of the other.
+
+    Both halves are cut behind their transfers. Then a stretch of compute of the forward, one of the backward, the
+    transfers behind them and weight gradients alternate.
+    """
+    forward, backward = _stretches(kind.parts), _stretches(tuple(reversed(kind.parts)))
+    first: list[Part] = []
+    order: list[Token] = []
+    if not backward[0][0] or all(part.early for part in backward[0][0]):
+        first = backward.pop(0)[1]
+
+    def add(verb: Verb, parts: Iterable[Part]) -> None:
+        order.extend((verb, part.letter) for part in parts)
+
+    add("bwd", first)
+    for (f, f_moves), (b, b_moves) in zip_longest(forward, backward, fillvalue=([], [])):
+        add("fwd", f)
+        add("bwd", (part for part in b if not part.early))
+        if kind.entry in b and kind.exit.early:
+            add("bwd", [kind.exit])
+        add("fwd", f_moves)
+        add("wgrad", (part for part in b if part.unit is not None))
+        add("bwd", b_moves)
+    if kind.exit.unit is not None and kind.exit.early:
+        add("wgrad", [kind.exit])
+    return tuple(order)
+
+
+def _stretches(parts: tuple[Part, ...]) -> list[tuple[list[Part], list[Part]]]:
+    """Compute, and the transfers behind it, again and again."""
+    found: list[tuple[list[Part], list[Part]]] = [([], [])]
+    for part in parts:
+        if not part.communicates and found[-1][1]:
+            found.append(([], []))
+        found[-1][part.communicates].append(part)
+    return found
+
+
+def alone_order(layout: Layout) -> tuple[Token, ...]:
+    """The order of a forward alone and of a backward alone."""
+    kind = _largest(layout)
+    if kind is FULL:
+        return ALONE
+    backward = [p for p in reversed(kind.parts) if not p.early] + [p for p in kind.parts if p.early]
+    order: list[Token] = [("fwd", part.letter) for part in kind.parts]
+    order.extend(("bwd", part.letter) for part in backward)
+    late = [part for part in kind.weighted if part is not kind.entry]
+    place = {token: n for n, token in enumerate(order)}
+    for part in sorted(late, key=lambda part: -place["bwd", part.letter]):
+        order.insert(place["bwd", part.letter] + 1, ("wgrad", part.letter))
+    if kind.entry.unit is not None:
+        order.append(("wgrad", kind.entry.letter))
+    return tuple(order)
 
 
 def without_wgrads(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order for a backward whose weight gradients have a step of their own."""
-    return tuple((verb, part) for verb, part in tokens if verb != "wgrad")
+    return tuple(token for token in tokens if token[0] != "wgrad")
 
 
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -127,19 +243,19 @@ def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
 
 def pair_at_once(halves: tuple[Half, ...]) -> tuple[Half, ...]:
     """The same for a template of two items."""
+    late = {(half, letter) for half, (verb, letter) in halves if verb == "wgrad"}
     order: list[Half] = []
-    for half, (verb, part) in halves:
+    for half, (verb, letter) in halves:
         if verb != "wgrad":
-            order.append((half, (verb, part)))
-        if verb == "bwd" and part in ("attn", "experts"):
-            order.append((half, ("wgrad", part)))
+            order.append((half, (verb, letter)))
+        if verb == "bwd" and (half, letter) in late:
+            order.append((half, ("wgrad", letter)))
     return tuple(order)
 
 
-def parts_of(token: Token, layout: Layout, layer: int) -> Iterator[tuple[Verb, Part]]:
-    """What a template's token means for one layer: mlp for experts in a dense layer, nothing for absent parts."""
-    verb, part = token
-    if part == "experts" and layout.kinds[layer] == "dense":
-        part = "mlp"
-    if part in layout.forward_parts(layer):
+def part_of(token: Token, layout: Layout, layer: int) -> Iterator[tuple[Verb, Part]]:
+    """What a template's token means for one layer: nothing for a part, or a weight gradient, that it does not have."""
+    verb, letter = token
+    part = layout.type_of(layer).with_letter(letter)
+    if part is not None and (verb != "wgrad" or part.unit is not None):
         yield verb, part

@@ -13,7 +13,7 @@ import heapq
 import random
 from collections import defaultdict
 
-from hocket.plan.ops import LANES, Program
+from hocket.plan.ops import Program
 
 Node = tuple[int, int]
 """(rank, position)."""
@@ -133,7 +133,9 @@ class _Ranked:
         self._program = program
         self._random = random.Random(seed)
         self._ready: dict[tuple[int, str], Node] = {}  # at most one op of a lane can be next
-        lanes: list[tuple[int, str]] = [(rank, lane) for rank in range(len(program.ranks)) for lane in LANES]
+        lanes: list[tuple[int, str]] = [
+            (rank, lane) for rank in range(len(program.ranks)) for lane in program.layout.lanes
+        ]
         self._random.shuffle(lanes)
         self._ranking = {lane: place for place, lane in enumerate(lanes)}
 

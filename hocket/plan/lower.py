@@ -1,52 +1,74 @@
-"""From an order of microbatches to a Program: a chain of pure passes.
+"""From an order of microbatches to a Program: a chain of passes, each a function `Draft -> Draft`.
 
-    order      pipeline.py                      which chunk runs when
-    expand     steps x layer templates          the parts of every layer, in host order
-    insert_p2p                                  sends and receives
-    defer_past_send                             weight gradients that hide the send
-    defer_head                                  those of the head, for when its rank would idle
-    shard      shard.py                         gather, release, add, reduce; slots
-    connect    connect.py                       dependencies
-    free       connect.py                       where each value is dropped
+    order           pipeline.py        which chunk runs when
+    expand          expand.py          the parts of every layer, in host order
+    sends           expand.py          sends and receives
+    defer_wgrads    expand.py          weight gradients that hide the send
+    defer_head      expand.py          those of the head, for when its rank would idle
+    shard           shard.py           gather, release, add, reduce; slots
+    connect         connect.py         dependencies
+    free            connect.py         where each value is dropped
 
-The first passes keep a rank's ops as a list per step, so that a pass can speak of "the end of the step".
+`PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Up to
+`shard` a pass sees a rank's ops as a list per step, so it can speak of "the end of the step". Whatever a pass does,
+`check` and `dry_run` tell whether the program still computes what plain training computes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Literal
 
-from hocket.config import Config, OverlapConfig
+from hocket.config import Config
 from hocket.plan.connect import connect, free, latest_per_lane
-from hocket.plan.layer import ALONE, Token, at_once, merged_order, without_wgrads
+from hocket.plan.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
+from hocket.plan.layer import alone_order, at_once, merged_order, without_wgrads
 from hocket.plan.merged_v import merged_v
-from hocket.plan.ops import Key, Lane, Layout, Op, Program
-from hocket.plan.pairs import expand_pair, op_of, ops_of
-from hocket.plan.pipeline import Item, Order, Step, forward_only, in_flight, one_f_one_b, sequential
+from hocket.plan.ops import Key, Layout, Op, Program
+from hocket.plan.pairs import expand_pair
+from hocket.plan.pipeline import Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.plan.shard import Sharding, shard
-from hocket.plan.values import reads
+from hocket.plan.transformer import HEAD
 from hocket.plan.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
 
-StepOps = list[Op]
-"""The ops of one step, in host order."""
+
+@dataclass(frozen=True)
+class Draft:
+    """A program that is being made: what it is made from, and the ops so far."""
+
+    layout: Layout
+    microbatches: int
+    config: Config
+    """Passes read its sections `plan` and `overlap`."""
+    sharding: Sharding
+    order: Order
+    steps: tuple[tuple[StepOps, ...], ...] = ()
+    """The ops of every rank and step, in host order, until `shard` joins them."""
+    ranks: tuple[tuple[Op, ...], ...] = ()
+    """The ops of every rank, from then on."""
+    held: tuple[Mapping[Key, Key], ...] = ()
+    """Of every rank: ops that wait for another one whose value they do not read."""
+    weight_slots: Mapping[str, int] | None = None
+    grad_slots: Mapping[str, int] | None = None
+
+    def each(self, change: Callable[[int, tuple[StepOps, ...]], list[StepOps]]) -> Draft:
+        """The draft with other ops: `change` is given a rank and its steps."""
+        return replace(self, steps=tuple(tuple(change(rank, steps)) for rank, steps in enumerate(self.steps)))
 
 
-def build_program(layout: Layout, microbatches: int, config: Config, sharding: Sharding, frees: bool = True) -> Program:
-    """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
+Pass = Callable[[Draft], Draft]
 
-    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest. Raises
-    ValueError for settings that have no legal order.
-    """
-    order, notes = choose_order(layout, microbatches, config)
-    plan, overlap = config.plan, config.overlap
-    merged, alone = merged_order(plan.layer_order), ALONE
+
+def expand_steps(draft: Draft) -> Draft:
+    """The parts of every layer."""
+    layout, overlap = draft.layout, draft.config.overlap
+    merged, alone = merged_order(draft.config.plan.layer_order, layout), alone_order(layout)
     if overlap.defer_wgrad == "off":
         merged, alone = at_once(merged), at_once(alone)
     ranks = []
-    for rank, steps in enumerate(order):
+    for rank, steps in enumerate(draft.order):
         apart = {step.wgrad for step in steps}
 
         @cache
@@ -56,18 +78,124 @@ def build_program(layout: Layout, microbatches: int, config: Config, sharding: S
                 return expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
             return expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
 
-        per_step = [_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps]
-        early = plan.stride == 3 or any(step.also for step in steps)
-        per_step = insert_p2p(per_step, steps, layout, rank, 2 if early else 1)
-        if overlap.defer_wgrad != "off":
-            layers = 1 if overlap.pp.defer_layers == "auto" else overlap.pp.defer_layers
-            layers = len(layout.kinds) if layers < 0 else layers
-            per_step = [defer_past_send(ops, layers, overlap.pp.defer_parts) for ops in per_step]
-        if overlap.defer_wgrad != "off" and layout.pp > 1:
-            per_step = defer_head(per_step, 0 if overlap.pp.defer_head == "auto" else overlap.pp.defer_head)
-        ranks.append(per_step)
-    program = _finish(layout, microbatches, order, ranks, sharding, overlap, frees)
-    return replace(program, notes=tuple(notes))
+        ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
+    return replace(draft, steps=tuple(ranks))
+
+
+def expand_forwards(draft: Draft) -> Draft:
+    """The parts of forwards alone, as a validation has them."""
+    layout, alone = draft.layout, alone_order(draft.layout)
+    ranks = (tuple(expand(step, layout, r, alone, alone) for step in steps) for r, steps in enumerate(draft.order))
+    return replace(draft, steps=tuple(ranks))
+
+
+def insert_sends(draft: Draft) -> Draft:
+    """Sends and receives between pipeline ranks."""
+
+    def change(rank: int, steps: tuple[StepOps, ...]) -> list[StepOps]:
+        order = draft.order[rank]
+        early = draft.config.plan.stride == 3 or any(step.also for step in order)
+        return insert_p2p(list(steps), order, draft.layout, rank, 2 if early else 1)
+
+    return draft.each(change)
+
+
+def defer_wgrads(draft: Draft) -> Draft:
+    """Weight gradients behind the send, to hide it."""
+    pp = draft.config.overlap.pp
+    if draft.config.overlap.defer_wgrad == "off":
+        return draft
+    layers = 1 if pp.defer_layers == "auto" else pp.defer_layers
+    layers = len(draft.layout.kinds) if layers < 0 else layers
+    return draft.each(lambda _, steps: [defer_past_send(ops, draft.layout, layers, pp.defer_parts) for ops in steps])
+
+
+def defer_heads(draft: Draft) -> Draft:
+    """The head's weight gradients to the end."""
+    count = draft.config.overlap.pp.defer_head
+    if draft.config.overlap.defer_wgrad == "off" or draft.layout.pp == 1:
+        return draft
+    return draft.each(lambda _, steps: defer_head(list(steps), 0 if count == "auto" else count))
+
+
+def shard_units(draft: Draft) -> Draft:
+    """Gathers, releases, adds, reduces, updates and the step op, with their slots. Joins the steps of a rank."""
+    layout, overlap = draft.layout, draft.config.overlap
+    on_compute = overlap.pp.backward_lane == "off"
+    held = tuple(compute_awaits(list(s), layout, r) for r, s in enumerate(draft.steps)) if on_compute else ()
+    flat = [[op for ops in steps for op in ops] for steps in draft.steps]
+    sharded = shard(flat, layout, draft.sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
+    ranks = tuple(map(tuple, sharded.ranks))
+    return replace(draft, ranks=ranks, held=held, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
+
+
+def connect_lanes(draft: Draft) -> Draft:
+    """What each op waits for."""
+    return replace(draft, ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.held))
+
+
+def free_values(draft: Draft) -> Draft:
+    """Which op drops which value."""
+    return replace(draft, ranks=free(draft.ranks, draft.layout))
+
+
+PASSES: Mapping[str, Pass] = {
+    "expand": expand_steps,
+    "sends": insert_sends,
+    "defer_wgrads": defer_wgrads,
+    "defer_head": defer_heads,
+    "shard": shard_units,
+    "connect": connect_lanes,
+    "free": free_values,
+}
+"""The chain of passes behind every training step, by name, in their order."""
+FORWARD_PASSES: Mapping[str, Pass] = {
+    "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "connect", "free")}
+}  # fmt: skip
+"""That of a validation."""
+
+
+def inserted(behind: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> dict[str, Pass]:
+    """A chain of passes with more of them behind the one named `behind`. Raises ValueError if there is none."""
+    if behind not in passes:
+        raise ValueError(f"there is no pass {behind!r}; there are {', '.join(passes)}")
+    chain: dict[str, Pass] = {}
+    for name, one in passes.items():
+        chain[name] = one
+        if name == behind:
+            chain |= {extra.__name__: extra for extra in more}
+    return chain
+
+
+def build_program(
+    layout: Layout,
+    microbatches: int,
+    config: Config,
+    sharding: Sharding,
+    frees: bool = True,
+    passes: Mapping[str, Pass] = PASSES,
+) -> Program:
+    """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
+
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest. Raises
+    ValueError for settings that have no legal order.
+    """
+    order, notes = choose_order(layout, microbatches, config)
+    chain = [one for name, one in passes.items() if frees or name != "free"]
+    return replace(_made(Draft(layout, microbatches, config, sharding, order), chain), notes=tuple(notes))
+
+
+def _made(draft: Draft, chain: list[Pass]) -> Program:
+    for one in chain:
+        draft = one(draft)
+    return Program(
+        layout=draft.layout,
+        microbatches=draft.microbatches,
+        ranks=draft.ranks,
+        weight_slots=draft.weight_slots or {},
+        grad_slots=draft.grad_slots or {},
+        in_flight=tuple(in_flight(steps) for steps in draft.order),
+    )
 
 
 def _of_any(step: Step) -> Step:
@@ -95,7 +223,7 @@ def with_late_heads(program: Program, count: int) -> Program:
     """
     rank, _ = program.layout.owner(program.layout.stages - 1)
     ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
-    late = [p for p, op in enumerate(ops) if op.part == "head" and op.verb in ("wgrad", "add", "reduce")]
+    late = [p for p, op in enumerate(ops) if op.part == HEAD.name and op.verb in ("wgrad", "add", "reduce")]
     late = late[next((i for i, p in enumerate(late) if ops[p].microbatch >= first), len(late)) :]
     if not late:
         return program
@@ -120,41 +248,13 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
     """
     layout, microbatches, overlap = beside.layout, beside.microbatches, config.overlap
     order = forward_only(layout.pp, layout.chunks, microbatches)
-    ranks = []
-    for rank, steps in enumerate(order):
-        per_step = [expand(step, layout, rank, ALONE, ALONE) for step in steps]
-        ranks.append(insert_p2p(per_step, steps, layout, rank))
     for prefetch in reversed(range(overlap.dp.prefetch + 1)):
         nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, update="end"))
-        program = _finish(layout, microbatches, order, ranks, sharding, nearer)
+        plain = replace(config, overlap=nearer, plan=replace(config.plan, stride=2))
+        program = _made(Draft(layout, microbatches, plain, sharding, order), list(FORWARD_PASSES.values()))
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
     raise AssertionError("without prefetch one slot of each class is enough")
-
-
-def _finish(
-    layout: Layout,
-    microbatches: int,
-    order: Order,
-    ranks: list[list[StepOps]],
-    sharding: Sharding,
-    overlap: OverlapConfig,
-    frees: bool = True,
-) -> Program:
-    """The last passes: shard, connect, free."""
-    flat = [[op for ops in per_step for op in ops] for per_step in ranks]
-    on_compute = overlap.pp.backward_lane == "off"
-    held = [compute_awaits(per_step, layout, rank) for rank, per_step in enumerate(ranks)] if on_compute else []
-    sharded = shard(flat, layout, sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
-    connected = connect(sharded.ranks, layout, held)
-    return Program(
-        layout=layout,
-        microbatches=microbatches,
-        ranks=free(connected, layout) if frees else connected,
-        weight_slots=sharded.weight_slots,
-        grad_slots=sharded.grad_slots,
-        in_flight=tuple(in_flight(steps) for steps in order),
-    )
 
 
 def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
@@ -216,168 +316,3 @@ def _merge_notes(order: Order, microbatches: int, config: Config) -> list[str]:
     if config.overlap.ep.merge == "on" and len(bare) == len(order):
         raise ValueError(f"overlap.ep.merge=on, but {text}")
     return [text]
-
-
-def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...]) -> StepOps:
-    """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
-
-    Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
-    alone. The head's backward comes first, its forward and the embedding's backward last:
-    they hide the sends. A step of weight gradients has those of all layers, in the order of backward.
-    """
-    if step.wgrad:
-        return [
-            op_of("wgrad", part, step.wgrad, layer)
-            for layer in reversed(layout.layers(rank, step.wgrad[1]))
-            for part in reversed(layout.weighted_parts(layer))
-        ]
-    ops: StepOps = []
-    forward = list(layout.layers(rank, step.fwd[1])) if step.fwd else []
-    backward = list(reversed(layout.layers(rank, step.bwd[1]))) if step.bwd else []
-    after = dict(pairwise(backward))
-
-    def emit(token: Token, layer: int | None, item: Item | None) -> None:
-        if token == ("bwd", "unpermute") and layer is not None:  # see Note: [uB' belongs to the next layer]
-            layer = after.get(layer)
-        if layer is not None and item is not None:
-            ops.extend(ops_of(token, item, layer, layout))
-
-    def run(tokens: tuple[Token, ...], f: int | None, b: int | None) -> None:
-        for token in tokens:
-            emit(token, *((f, step.fwd) if token[0] == "fwd" else (b, step.bwd)))
-
-    if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(op_of("bwd", "head", step.bwd))
-    if step.bwd:
-        ops += ops_of(("bwd", "unpermute"), step.bwd, backward[0], layout)
-    if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(op_of("wgrad", "head", step.bwd))
-    if step.fwd and layout.is_first(rank, step.fwd[1]):
-        ops.append(op_of("fwd", "embed", step.fwd))
-    pairs = min(len(forward), len(backward))
-    for f, b in zip(forward[:pairs], backward[:pairs], strict=True):
-        run(merged, f, b)
-    for b in backward[pairs:]:
-        run(alone, None, b)
-    for f in forward[pairs:]:
-        run(alone, f, None)
-    if step.fwd and layout.is_last(rank, step.fwd[1]):
-        ops.append(op_of("fwd", "head", step.fwd))
-    if step.bwd and layout.is_first(rank, step.bwd[1]):
-        ops += [op_of("bwd", "embed", step.bwd), op_of("wgrad", "embed", step.bwd)]
-    return ops
-
-
-def insert_p2p(
-    per_step: list[StepOps], steps: tuple[Step, ...], layout: Layout, rank: int, ahead: int = 1
-) -> list[StepOps]:
-    """Insert sends behind the ops that make what is sent, and receives ahead of their readers.
-
-    The receive for an item stands right behind the send of the item before it in its direction, or with `ahead` two
-    behind the one before that, as a step of two items needs it; but at most `ahead + 1` steps before its reader. The
-    first forward's are at the start, the first backward's behind the last forward before it. Its wait is wherever its
-    value is first read: that falls out of the dependencies.
-    """
-    if layout.pp == 1:
-        return per_step
-    out = [list(ops) for ops in per_step]
-    directions: tuple[Literal["act", "grad"], ...] = ("act", "grad")
-    for part in directions:
-        forward = part == "act"
-        items = [(k, item) for k, step in enumerate(steps) for item in (step.forwards if forward else step.backwards)]
-        if not items:
-            continue
-        for n, (k, item) in enumerate(items):
-            inserted = _send(item, part, layout, rank)
-            if n + ahead < len(items):
-                reader, following = items[n + ahead]
-                if reader - k <= ahead + 1:
-                    inserted += _receive(following, part, layout, rank)
-                else:
-                    out[reader - ahead - 1] += _receive(following, part, layout, rank)
-            out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
-        first = [op for _, item in items[:ahead] for op in _receive(item, part, layout, rank)]
-        if forward:
-            out[0] = first + out[0]
-        else:
-            out[items[0][0] - 1] += first
-    return out
-
-
-def _send(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
-    if not layout.sends(rank, item[1], part):
-        return []
-    back = layout.turns(item[1])
-    lanes: dict[str, tuple[Lane, Lane]] = {
-        "act": ("send_act", "send_act_back"),
-        "grad": ("send_grad", "send_grad_back"),
-    }
-    return [Op("send", part, *item, lane=lanes[part][back])]
-
-
-def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int) -> list[Op]:
-    if not layout.receives(rank, item[1], part):
-        return []
-    return [Op("recv", part, *item, lane="recv_act" if part == "act" else "recv_grad")]
-
-
-def _producer(ops: StepOps, item: Item, forward: bool) -> int:
-    """Position of the last layer op of an item's forward, or of its input gradient."""
-    verb = "fwd" if forward else "bwd"
-    return max(i for i, op in enumerate(ops) if op.verb == verb and op.layer >= 0 and (op.microbatch, op.chunk) == item)
-
-
-def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
-    return ops[: position + 1] + inserted + ops[position + 1 :]
-
-
-def compute_awaits(per_step: list[StepOps], layout: Layout, rank: int) -> dict[Key, Key]:
-    """First compute op of a step -> the received gradient that the step reads, wherever one is not the other's reader.
-
-    With gradients on the compute lane that op waits for the receive, and the whole step behind it, as if compute itself
-    received: also the forward that a backward is merged with, which has no use for the gradient.
-    """
-    held: dict[Key, Key] = {}
-    for ops in per_step:
-        received = {key for op in ops for key in reads(op, layout, rank) if key[:2] == ("recv", "grad")}
-        first = next((op for op in ops if op.lane == "compute" and op.verb != "recompute"), None)
-        for key in received:
-            if first is not None and first.verb != "wgrad" and key not in reads(first, layout, rank):
-                held[first.key] = key
-    return held
-
-
-def defer_past_send(ops: StepOps, layers: int, parts: str) -> StepOps:
-    """Move the weight gradients of the last `layers` backward layers behind the step's sends.
-
-    `parts` is `all` for those of MLP and experts too; else attention's alone. They then run while the gradient travels
-    and the next one is awaited; the head's forward stays behind them. A step that sends nothing is left as it is; an
-    activation alone is a hop to hide as well.
-    """
-    if layers == 0 or not any(op.verb == "send" for op in ops):
-        return ops
-    backward = [op.layer for op in ops if op.verb == "bwd" and op.part == "attn"]
-    late = set(backward[-layers:])
-
-    def is_late(op: Op) -> bool:
-        return op.verb == "wgrad" and op.layer in late and (parts == "all" or op.part == "attn")
-
-    head = [op for op in ops if op.verb == "fwd" and op.part == "head"]
-    rest = [op for op in ops if not is_late(op) and op not in head]
-    return rest + [op for op in ops if is_late(op)] + head
-
-
-def defer_head(per_step: list[StepOps], count: int) -> list[StepOps]:
-    """Move the head's weight gradients of the last `count` microbatches, -1 for all, behind everything else of a rank.
-
-    In front of them nobody waits: the gradient that goes back through the pipeline leaves earlier, and the rank, which
-    is done before the others, adds up what is left while they finish. The last ones it is, so that gradients are still
-    added up in the order of microbatches. Until then inputs and gradients of the logits are kept.
-    """
-    found = [op for ops in per_step for op in ops if op.verb == "wgrad" and op.part == "head"]
-    late = found if count < 0 else found[max(0, len(found) - count) :]
-    if not late:
-        return per_step
-    moved = set(late)
-    rest = [[op for op in ops if op not in moved] for ops in per_step]
-    return [*rest[:-1], rest[-1] + late]

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
+
+from hocket.plan.parts import UNITS as UNITS
+from hocket.plan.parts import LayerKind, Part
+from hocket.plan.parts import Unit as Unit
+from hocket.plan.transformer import EMBED, HEAD, STANDARD, standard_types
 
 Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update",
@@ -19,49 +25,34 @@ Verb = Literal[
 and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
 them over ranks, the optimizer step, and the update of one unit by what the step before has reduced."""
 
-Part = Literal[
-    "embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head",
-    "act", "grad",
-    "dense",
-    "all", "norm",
-]  # fmt: skip
-"""What an op works on. Parts of the model (first row); what a send or recv carries: a chunk's output
-activation or its input gradient; a unit (embed, dense, experts, head); and the whole rank, for the step: `all` of it,
-or the gradients' `norm` alone, if updates are left to the step that follows."""
-
-Lane = Literal[
-    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
-    "gather", "reduce", "update",
-]  # fmt: skip
+Lane = str
 """An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
 because a send is done only when its receiver is ready, and must not hold up this rank's own receives. For the same
 reason a rank that sends activations to both of its neighbours (`Layout.turning`) has a lane for either of them. What is
 received comes in the order in which it is read, so one lane for both will do."""
 
-LANES: tuple[Lane, ...] = get_args(Lane)
+LANES: tuple[Lane, ...] = (
+    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
+    "gather", "reduce", "update",
+)  # fmt: skip
+"""The lanes that every layout has; parts may bring lanes of their own: see `Layout.lanes`."""
 
 COMPUTING: tuple[Lane, ...] = ("compute", "update")
 """Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
 communication."""
 
-Unit = Literal["embed", "dense", "experts", "head"]
-"""A class of units. One unit is what is gathered and reduced as one: `dense` of layer 3, say."""
+UNIT_VERBS = ("gather", "release", "add", "reduce", "update")
+"""Verbs whose op works on a whole unit, named by `Op.part`."""
 
-UNITS: tuple[Unit, ...] = ("embed", "dense", "experts", "head")
 
-UNIT_OF: Mapping[str, Unit] = {
-    "embed": "embed", "attn": "dense", "mlp": "dense", "experts": "experts", "head": "head",
-}  # fmt: skip
-"""The class of units that holds the weights of a part (see `Layout.unit` for tied embeddings)."""
-
-Recomputable = Literal["attn", "experts", "mlp"]
-"""The parts that can be recomputed: those that keep more between forward and backward than they read."""
+Recomputable = str
+"""A part that `plan.recompute` names."""
 
 
 def recomputable(kinds: Collection[str]) -> tuple[Recomputable, ...]:
-    """Those of them that layers of these kinds have."""
-    there = {"attn": True, "experts": "moe" in kinds, "mlp": "dense" in kinds}
-    return tuple(part for part in get_args(Recomputable) if there[part])
+    """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
+    parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
+    return tuple(sorted({part.name for part in parts if part.recomputable}))
 
 
 Key = tuple[str, str, int, int, int]
@@ -79,7 +70,10 @@ class Op(NamedTuple):
     """
 
     verb: Verb
-    part: Part
+    part: str
+    """What it works on: a part of the model (`plan/parts.py`). Of a send or recv: `act` or `grad`, a chunk's output
+    activation or its input gradient. Of the verbs in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or
+    the gradients' `norm` alone, if updates are left to the step that follows."""
     microbatch: int = -1
     chunk: int = -1
     layer: int = -1
@@ -108,7 +102,8 @@ class Op(NamedTuple):
 class Layout:
     """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
 
-    `kinds[i]` is the kind of layer i, `dense` or `moe`. Virtual stage s holds the layers
+    `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`
+    (`plan/transformer.py`). Virtual stage s holds the layers
     `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
     round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
     chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
@@ -119,7 +114,7 @@ class Layout:
     The parts in `recompute` keep nothing but their inputs from forward to backward.
     """
 
-    kinds: tuple[Literal["dense", "moe"], ...]
+    kinds: tuple[str, ...]
     pp: int = 1
     chunks: int = 1
     ep: int = 1
@@ -129,13 +124,20 @@ class Layout:
     per_rank: bool = False
     placed: bool = False
     uncounted: bool = False
-    recompute: tuple[Recomputable, ...] = ()
+    recompute: tuple[str, ...] = ()
+    types: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:
             raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
-        if any(kind not in ("dense", "moe") for kind in self.kinds):
-            raise ValueError(f"layer kinds must be 'dense' or 'moe', got {sorted(set(self.kinds))}")
+        unknown = sorted({kind for kind in self.kinds if kind not in self._types})
+        if unknown:
+            known = ", ".join(self._types) or " and ".join(STANDARD)
+            raise ValueError(f"no description of layers of kind {unknown[0]!r}: there are {known}")
+        _check_types(self.layer_types)
+        again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
+        if wrong := [part for part in self.recompute if part not in again]:
+            raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
         if self.tied and self.pp * self.chunks > 1:
             raise ValueError(
                 f"tied embeddings need one virtual stage that holds embedding and head, got pp={self.pp} and "
@@ -198,21 +200,62 @@ class Layout:
     def is_last(self, rank: int, chunk: int) -> bool:
         return self.behind(rank, chunk) is None
 
-    def forward_parts(self, layer: int) -> tuple[Part, ...]:
-        """The parts of a layer in forward order."""
-        if self.kinds[layer] == "dense":
-            return ("attn", "mlp")
-        if self.ep == 1:
-            return ("attn", "experts", "unpermute")
-        return ("attn", "dispatch", "experts", "combine", "unpermute")
+    @cached_property
+    def layer_types(self) -> tuple[LayerKind, ...]:
+        """The descriptions of all kinds of layers: `types`, or those of hocket's own."""
+        moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
+        return self.types or standard_types(self.kinds, **moved)
+
+    @cached_property
+    def _types(self) -> Mapping[str, LayerKind]:
+        return {kind.name: kind for kind in self.layer_types}
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Part]:
+        """A part of each name; what parts of one name have in common is theirs in all kinds."""
+        ends = (EMBED, HEAD)
+        return {part.name: part for part in (*(part for kind in self.layer_types for part in kind.parts), *ends)}
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All lanes of a rank: those that every layout has, then those that parts bring."""
+        return tuple(dict.fromkeys([*LANES, *(part.lane for kind in self.layer_types for part in kind.parts)]))
+
+    def type_of(self, layer: int) -> LayerKind:
+        """The description of a layer."""
+        return self._types[self.kinds[layer]]
+
+    def part(self, name: str, layer: int = -1) -> Part:
+        """The description of a part: of a layer, or of the model's ends with layer -1."""
+        found = self._parts.get(name) if layer < 0 else self.type_of(layer).by_name.get(name)
+        if found is None:
+            raise ValueError(f"layer {layer} has no part {name!r}" if layer >= 0 else f"the model has no part {name!r}")
+        return found
+
+    def has_part(self, name: str, layer: int) -> bool:
+        """Whether a layer, or with layer -1 one of the model's ends, has such a part."""
+        if layer < 0:
+            return name in (EMBED.name, HEAD.name)
+        return layer < len(self.kinds) and name in self.type_of(layer).by_name
+
+    def forward_parts(self, layer: int) -> tuple[str, ...]:
+        """The names of a layer's parts in forward order."""
+        return tuple(self.type_of(layer).by_name)
+
+    def weighted_parts(self, layer: int) -> tuple[str, ...]:
+        """The names of the parts of a layer that own weights, in forward order."""
+        return tuple(part.name for part in self.type_of(layer).weighted)
 
     def unit(self, part: str) -> Unit | None:
-        """The class of units that holds the weights of a part; None for a part without weights."""
-        return "embed" if self.tied and part == "head" else UNIT_OF.get(part)
+        """The class of units that holds a part's weights; None for one without weights, and for what is no part."""
+        if self.tied and part == HEAD.name:
+            return EMBED.unit
+        found = self._parts.get(part)
+        return found.unit if found is not None else None
 
-    def weighted_parts(self, layer: int) -> tuple[Part, ...]:
-        """The parts of a layer that own weights, in forward order."""
-        return ("attn", "mlp") if self.kinds[layer] == "dense" else ("attn", "experts")
+    def recomputes(self, part: str) -> bool:
+        """Whether a part keeps nothing but its inputs from forward to backward, and runs once more for that."""
+        return part in self.recompute
 
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
         """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
@@ -220,6 +263,32 @@ class Layout:
         other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
         verb = "recv" if op.verb == "send" else "send"
         return other, (verb, op.part, op.microbatch, chunk, -1)
+
+
+def stops_host(op: Op, layout: Layout) -> bool:
+    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
+    there = op.verb == "fwd" and layout.has_part(op.part, op.layer)
+    return there and layout.part(op.part, op.layer).counted
+
+
+def _check_types(types: tuple[LayerKind, ...]) -> None:
+    """Parts of one name are told apart by their name alone where no layer is known, so their units and lanes agree.
+
+    Parts of one letter have one place in templates.
+    """
+    seen: dict[str, Part] = {EMBED.name: EMBED, HEAD.name: HEAD}
+    early: dict[str, bool] = {}
+    for kind in types:
+        for part in kind.parts:
+            if early.setdefault(part.letter, part.early) != part.early:
+                raise ValueError(
+                    f"layer kind {kind.name!r}: part {part.name!r} shares its letter with one that is early"
+                )
+            other = seen.setdefault(part.name, part)
+            if (other.unit, other.lane, other.purpose) != (part.unit, part.lane, part.purpose):
+                raise ValueError(
+                    f"layer kind {kind.name!r}: another part {part.name!r} has another unit, lane or purpose"
+                )
 
 
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:

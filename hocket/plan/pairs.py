@@ -12,28 +12,46 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hocket.plan.layer import BACKWARDS, FORWARDS, Half, Token, pair_at_once, parts_of
-from hocket.plan.ops import Lane, Layout, Op, Part, Verb
+from hocket.plan.layer import BACKWARDS, FORWARDS, FULL, LATE, Half, Token, pair_at_once, part_of
+from hocket.plan.ops import Layout, Op, Verb
+from hocket.plan.parts import Part
 from hocket.plan.pipeline import Item, Step
+from hocket.plan.transformer import EMBED, HEAD
 
 
 def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
     """A part of one item's forward or backward."""
-    lane: Lane = "a2a" if part in ("dispatch", "combine") else "compute"
-    return Op(verb, part, item[0], item[1], layer, lane)
+    return Op(verb, part.name, item[0], item[1], layer, part.lane)
 
 
 def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
     """What a template's token means for one layer of an item; nothing for a part that the layer does not have.
 
-    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way.
+    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. A
+    weight gradient that cannot wait stands right behind it.
     """
     ops: list[Op] = []
-    for verb, part in parts_of(token, layout, layer):
-        if verb == "bwd" and part in layout.recompute:
+    for verb, part in part_of(token, layout, layer):
+        if verb == "wgrad" and not part.deferrable:
+            continue
+        if verb == "bwd" and layout.recomputes(part.name):
             ops.append(op_of("recompute", part, item, layer))
         ops.append(op_of(verb, part, item, layer))
+        if verb == "bwd" and part.unit is not None and not part.deferrable:
+            ops.append(op_of("wgrad", part, item, layer))
     return ops
+
+
+def is_early(token: Token, layout: Layout) -> bool:
+    """Whether a token is a backward that runs in the layer step before: see Note: [uB' belongs to the next layer]."""
+    there = [part for kind in layout.layer_types if (part := kind.with_letter(token[1]))]
+    return token[0] == "bwd" and (any(part.early for part in there) if there else token[1] == FULL.exit.letter)
+
+
+def early_ops(item: Item, layer: int, layout: Layout) -> list[Op]:
+    """The backward of a layer that runs in the step before, or at the start."""
+    last = layout.type_of(layer).exit
+    return ops_of(("bwd", last.letter), item, layer, layout) if last.early else []
 
 
 def expand_pair(step: Step, layout: Layout, rank: int, defer: bool) -> list[Op]:
@@ -49,32 +67,30 @@ def _forwards(items: tuple[Item, ...], layout: Layout, rank: int) -> list[Op]:
     """Embeddings, layers, heads. The first half's head covers the second half's last combine."""
     chunk = items[0][1]
     layers = layout.layers(rank, chunk)
-    late: Half = (1, ("fwd", "unpermute"))  # that of the layer before: see layer.FORWARDS
-    ops = [op_of("fwd", "embed", item) for item in items if layout.is_first(rank, chunk)]
+    ops = [op_of("fwd", EMBED, item) for item in items if layout.is_first(rank, chunk)]
     for layer in layers:
         for half, token in FORWARDS:
-            where = layer - 1 if (half, token) == late else layer
+            where = layer - 1 if (half, token) == LATE else layer
             if where in layers:
                 ops += ops_of(token, items[half], where, layout)
-    heads = [[op_of("fwd", "head", item)] if layout.is_last(rank, chunk) else [] for item in items]
-    return [*ops, *heads[0], *ops_of(late[1], items[1], layers[-1], layout), *heads[1]]
+    heads = [[op_of("fwd", HEAD, item)] if layout.is_last(rank, chunk) else [] for item in items]
+    return [*ops, *heads[0], *ops_of(LATE[1], items[1], layers[-1], layout), *heads[1]]
 
 
 def _backwards(items: tuple[Item, ...], layout: Layout, rank: int, order: tuple[Half, ...]) -> list[Op]:
     """Heads, layers, embeddings. See Note: [Two of what is big are kept apart]."""
     chunk = items[0][1]
     layers = layout.layers(rank, chunk)[::-1]
-    next_unpermute: Token = ("bwd", "unpermute")  # see Note: [uB' belongs to the next layer]
     ops: list[Op] = []
     for item in items:
         head = layout.is_last(rank, chunk)
-        ops += [op_of("bwd", "head", item)] if head else []
-        ops += ops_of(next_unpermute, item, layers[0], layout)
-        ops += [op_of("wgrad", "head", item)] if head else []
+        ops += [op_of("bwd", HEAD, item)] if head else []
+        ops += early_ops(item, layers[0], layout)
+        ops += [op_of("wgrad", HEAD, item)] if head else []
     for layer, after in pairwise([*layers, None]):
         assert layer is not None
         for half, token in order:
-            if token != next_unpermute:
+            if not is_early(token, layout):
                 ops += ops_of(token, items[half], layer, layout)
             elif after is not None:
                 ops += ops_of(token, items[half], after, layout)
@@ -84,4 +100,4 @@ def _backwards(items: tuple[Item, ...], layout: Layout, rank: int, order: tuple[
 
 
 def _embedding(item: Item) -> list[Op]:
-    return [op_of("bwd", "embed", item), op_of("wgrad", "embed", item)]
+    return [op_of("bwd", EMBED, item), op_of("wgrad", EMBED, item)]

@@ -29,15 +29,15 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Literal
 
-from hocket.plan.ops import COMPUTING, Key, Lane, Layout, Op, Program
+from hocket.plan.ops import COMPUTING, Key, Lane, Op, Program, stops_host
 
 Time = int | float | Fraction
 """Seconds, or any other unit that the costs use."""
 
-Kind = Literal["a2a", "pp", "gather", "reduce", "tp"]
-"""A kind of communication, as reports name it."""
+Kind = str
+"""A kind of communication, as reports name it: `a2a`, `pp`, `gather`, `reduce`, `tp`, or the name of a part's lane."""
 
-KINDS: tuple[Kind, ...] = ("a2a", "pp", "gather", "reduce")
+KINDS: tuple[Literal["a2a", "pp", "gather", "reduce"], ...] = ("a2a", "pp", "gather", "reduce")
 
 KIND_OF: Mapping[Lane, Kind] = {
     "a2a": "a2a", "send_act": "pp", "recv_act": "pp", "send_grad": "pp", "recv_grad": "pp",
@@ -53,9 +53,9 @@ def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
     return op.verb, op.part, kinds[op.layer] if op.layer >= 0 else ""
 
 
-def stops_host(op: Op, layout: Layout) -> bool:
-    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
-    return op.verb == "fwd" and op.part == "dispatch" and not layout.uncounted
+def kind_of(lane: Lane) -> Kind | None:
+    """The kind of communication that a lane carries; None for a lane that computes."""
+    return None if lane in COMPUTING else KIND_OF.get(lane, lane)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Schedule:
         if op.lane == "compute":
             mine.compute, mine.left, mine.since = number, duration, now
             duration = duration * mine.slowed
-        elif duration and op.lane in KIND_OF:
+        elif duration:
             self._compete(rank, op, now, 1)
         self._plan_end(number, now + duration)
 
@@ -235,15 +235,15 @@ class _Schedule:
         self.ends[number] = now
         if op.lane == "compute":
             self._ranks[rank].compute = -1
-        elif self._durations[number] and op.lane in KIND_OF:
+        elif self._durations[number]:
             self._compete(rank, op, now, -1)
         for later in self._after[number]:
             self._arrive(later, now)
 
     def _compete(self, rank: int, op: Op, now: Time, change: int) -> None:
         """One more or one less op of communication runs: compute slows down or speeds up, here and where it is sent."""
-        kind = KIND_OF[op.lane]
-        if not self._friction.contention.get(kind):
+        kind = kind_of(op.lane)
+        if kind is None or not self._friction.contention.get(kind):
             return
         for where in {rank, self._program.layout.peer(op, rank)[0]} if op.verb == "recv" else {rank}:
             self._slow(self._ranks[where], kind, now, change)

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 
 from hocket.plan.layer import CHAINS, MERGED, order_problem, spelt
-from hocket.plan.ops import Layout, Op, Part, Verb
+from hocket.plan.ops import Layout, Op, Verb
 from hocket.plan.simulate import Costs
 
 _WORTH = 0.999
@@ -87,13 +87,14 @@ def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
     if "moe" not in layout.kinds or layout.ep == 1:
         return {}
     layer, order = layout.kinds.index("moe"), MERGED["literature"]
+    parts = {part.letter: part.name for part in layout.type_of(layer).parts}
 
-    def seconds(verb: Verb, part: Part) -> float:
+    def seconds(verb: Verb, part: str) -> float:
         return float(costs.seconds(0, Op(verb, part, 0, 0, layer)))
 
     found = (
         seconds(verb, part) + (seconds("recompute", part) if verb == "bwd" and part in layout.recompute else 0.0)
-        for verb, part in order
+        for verb, part in ((verb, parts[letter]) for verb, letter in order)
     )
     return dict(zip(spelt(order).split(), found, strict=True))
 

@@ -33,7 +33,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
-from hocket.plan.ops import UNITS, Layout, Op, Unit
+from hocket.plan.ops import Layout, Op
+from hocket.plan.parts import END_UNITS, UNITS, Unit
 from hocket.plan.values import Meanings, UnitName, meanings, unit_moved
 
 ALIGN = 64
@@ -234,7 +235,7 @@ def _grad_slots_needed(spans: Spans) -> dict[str, int]:
     open_until: dict[str, list[int]] = defaultdict(list)
     for ((unit, _, _), _), (first, last) in spans.items():
         open_until[unit] = [end for end in open_until[unit] if end >= first] + [last]
-        spare = 1 if unit in ("dense", "experts") else 0
+        spare = 0 if unit in END_UNITS else 1
         needed[unit] = max(needed.get(unit, 0), len(open_until[unit]) + spare)
     return needed
 

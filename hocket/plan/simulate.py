@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hocket.plan.ops import COMPUTING, Lane, Op, Program
-from hocket.plan.schedule import KIND_OF, KINDS, NO_FRICTION, Friction, Kind, Time, schedule
+from hocket.plan.schedule import KINDS, NO_FRICTION, Friction, Kind, Time, kind_of, schedule
 from hocket.plan.values import Name, UnitName, meanings, unit_moved
 
 
@@ -89,8 +89,9 @@ def simulate(program: Program, costs: Costs, friction: Friction = NO_FRICTION) -
     starts, ends = schedule(program, _durations(program, costs), friction)
     spans = [spans_of(program, rank, starts, ends) for rank in range(len(program.ranks))]
     last = max(ends, default=0)
+    own = [kind for lane in program.layout.lanes if (kind := kind_of(lane)) and kind not in KINDS]
     ranks = tuple(
-        _usage(ops, row, last, peak_bytes(program, rank, row, costs))
+        _usage(ops, row, last, peak_bytes(program, rank, row, costs), own)
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
     return Timeline(tuple(spans), last, _with_inner(ranks, program, costs))
@@ -129,8 +130,19 @@ def _durations(program: Program, costs: Costs) -> list[Time]:
     return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 
 
-def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int) -> Usage:
-    """Sweep over the moments at which an op of this rank starts or ends. A lane runs one op at a time."""
+def _communicated(lane: Lane) -> Kind:
+    kind = kind_of(lane)
+    assert kind is not None, f"{lane} computes"
+    return kind
+
+
+def _usage(
+    ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int, own: Sequence[Kind] = ()
+) -> Usage:
+    """Sweep over the moments at which an op of this rank starts or ends. A lane runs one op at a time.
+
+    `own` are kinds of communication on lanes that parts have brought.
+    """
     moments: list[tuple[Time, bool, Lane, Time]] = []
     for op, span in zip(ops, spans, strict=True):
         if span.end > span.start:
@@ -138,7 +150,7 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes:
             moments.append((span.end, False, op.lane, span.end))
     moments.sort()  # at one moment, ends come before starts
     running: dict[Lane, Time] = {}
-    exposed: dict[Kind, Time] = dict.fromkeys(KINDS, 0)
+    exposed: dict[Kind, Time] = dict.fromkeys((*KINDS, *own), 0)
     busy: Time = 0
     idle: Time = 0
     now: Time = 0
@@ -147,7 +159,7 @@ def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes:
             if not running.keys().isdisjoint(COMPUTING):
                 busy += moment - now
             elif running:
-                exposed[KIND_OF[max(running, key=running.__getitem__)]] += moment - now
+                exposed[_communicated(max(running, key=running.__getitem__))] += moment - now
             else:
                 idle += moment - now
             now = moment

@@ -13,6 +13,7 @@ from hocket.plan.ops import Layout
 from hocket.plan.schedule import CostKey
 from hocket.plan.shard import Sharding
 from hocket.plan.tensor_costs import model_of_rank, model_of_ranks, with_tensors
+from hocket.plan.transformer import standard_types
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -84,20 +85,28 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
     if layout_of(config).uncounted:
         times = rows_allowed(config) / rows_evenly(config)
     table = dict(costs.table)
-    for key, cost in costs.table.items():
-        verb, part, _ = key
-        kept = {"fwd": 1, "recompute": 1, "bwd": 2}.get(verb, 0) if part == "experts" else 0
-        if kept or (verb, part) in (("fwd", "dispatch"), ("bwd", "combine")):
-            arrived = rows * config.element_bytes * kept
-            saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
-            output = cost.output_bytes
-            table[key] = replace(cost, output_bytes=round(times * output), saved_bytes=round(times * saved))
+    for kind in layout_of(config).layer_types:
+        for part in kind.parts:
+            if part.way == "out":
+                reader = kind.readers[part.name][0]
+                kept = {("fwd", part.name): 0, ("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
+            elif part.way == "back":
+                kept = {("bwd", part.name): 0}
+            else:
+                continue
+            for (verb, name), times_kept in kept.items():
+                cost = table.get((verb, name, kind.name))
+                if cost is not None:
+                    arrived = rows * config.element_bytes * times_kept
+                    saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
+                    changed = {"output_bytes": round(times * cost.output_bytes), "saved_bytes": round(times * saved)}
+                    table[verb, name, kind.name] = replace(cost, **changed)
     return replace(costs, table=table)
 
 
 def carried_by(key: CostKey) -> Purpose | None:
     """What the group is for that an op communicates on; None for compute."""
-    verb, part, _ = key
+    verb, part, kind = key
     match verb, part:
         case "recv", "act":
             return "pp_fwd"
@@ -108,6 +117,6 @@ def carried_by(key: CostKey) -> Purpose | None:
             if experts:
                 return "gather_experts" if gather else "reduce_experts"
             return "gather_dense" if gather else "reduce_dense"
-        case _, ("dispatch" | "combine"):
-            return "a2a"
-    return None
+    kind_of_layer = next(iter(standard_types((kind,), ep=2)), None) if kind else None
+    found = kind_of_layer.by_name.get(part) if kind_of_layer else None
+    return found.purpose if found else None

@@ -25,24 +25,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import groupby
 from typing import Any, cast, get_args
 
 from hocket.plan.diff import diff
-from hocket.plan.ops import LANES, UNITS, Lane, Layout, Op, Part, Program, Recomputable, Verb
+from hocket.plan.ops import Layout, Op, Program, Verb
+from hocket.plan.parts import UNITS, LayerKind, Part
+from hocket.plan.transformer import EMBED, HEAD, STANDARD, standard_types
 
 __all__ = ["diff", "from_json", "from_text", "to_json", "to_text"]
 
 FORMAT = "hocket program 1"
 
 _VERBS = frozenset(get_args(Verb))
-_PARTS = frozenset(get_args(Part))
 _HEADER = ("layout", "kinds", "bounds", "microbatches", "weight_slots", "grad_slots", "in_flight", "note")
 _REQUIRED = _HEADER[:4]
 _OP = re.compile(r"(\d+)\s+(\S.*?)\s+@(\S+)(?:\s+<-((?:\s+-?\d+)+))?(?:\s+free((?:\s+-?\d+)+))?")
-_MAYBE = ("turning", "per_rank", "placed", "uncounted")
-"""Flags of a layout that are written only if they are set."""
+_APART = ("kinds", "bounds", "types")
+"""Fields of a layout that have lines of their own."""
+_SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
+"""Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
+nothing are left out, but for `tied`."""
 _FIELDS = {"m": "microbatch", "t": "microbatch", "c": "chunk", "l": "layer", "s": "slot"}
 
 
@@ -51,9 +55,8 @@ def to_text(program: Program) -> str:
     layout = program.layout
     lines = [
         FORMAT,
-        f"layout pp={layout.pp} chunks={layout.chunks} ep={layout.ep} tied={'yes' if layout.tied else 'no'}"
-        + "".join(f" {name}=yes" for name in _MAYBE if getattr(layout, name))
-        + (f" recompute={','.join(layout.recompute)}" if layout.recompute else ""),
+        " ".join(["layout", *_sizes(layout)]),
+        *(f"type {json.dumps(_type(kind))}" for kind in layout.types),
         " ".join(["kinds", *_repeats(layout.kinds)]),
         " ".join(["bounds", *map(str, layout.bounds)]),
         f"microbatches {program.microbatches}",
@@ -65,6 +68,38 @@ def to_text(program: Program) -> str:
     for rank, ops in enumerate(program.ranks):
         lines += ["", f"rank {rank}", *(_op_line(position, op) for position, op in enumerate(ops))]
     return "\n".join(lines) + "\n"
+
+
+def _sizes(layout: Layout) -> Iterator[str]:
+    for name, kind in _SIZES.items():
+        value = getattr(layout, name)
+        if kind is int:
+            yield f"{name}={value}"
+        elif kind is bool and (value or name == "tied"):
+            yield f"{name}={'yes' if value else 'no'}"
+        elif kind is tuple and value:
+            yield f"{name}={','.join(value)}"
+
+
+def _type(kind: LayerKind) -> dict[str, Any]:
+    """A description as plain values, without what is as it is by default, and without cost functions."""
+
+    def plain(part: Part) -> dict[str, Any]:
+        given = {
+            f.name: getattr(part, f.name) for f in fields(Part) if f.compare and getattr(part, f.name) != f.default
+        }
+        return {name: _list(value) for name, value in given.items()}
+
+    return {"name": kind.name, "parts": [plain(part) for part in kind.parts]}
+
+
+def _parse_type(data: Any) -> LayerKind:
+    """The description that `_type` wrote."""
+    try:
+        parts = (Part(**{name: _tuple(value) for name, value in part.items()}) for part in data["parts"])
+        return LayerKind(data["name"], tuple(parts))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a kind of layer: {type(error).__name__} {error}") from None
 
 
 def _repeats(words: tuple[str, ...]) -> Iterator[str]:
@@ -93,7 +128,8 @@ def from_text(text: str) -> Program:
     header: dict[str, str] = {}
     line_of: dict[str, int] = {}
     notes: list[str] = []
-    ranks: list[list[Op]] = []
+    types: list[LayerKind] = []
+    ranks: list[list[tuple[int, Op]]] = []
     started = False
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.strip()
@@ -106,6 +142,8 @@ def from_text(text: str) -> Program:
         word, _, rest = line.partition(" ")
         if word == "note":
             notes.append(_at(number, _string, rest))
+        elif word == "type":
+            types.append(_at(number, lambda rest=rest: _parse_type(json.loads(rest))))
         elif word in _HEADER:
             _require(word not in header, number, f"{word!r} is given twice, first in line {line_of.get(word)}")
             header[word], line_of[word] = rest, number
@@ -114,28 +152,37 @@ def from_text(text: str) -> Program:
             ranks.append([])
         else:
             _require(bool(ranks), number, f"expected one of {', '.join(_HEADER)} or 'rank 0', got {line!r}")
-            ranks[-1].append(_at(number, _parse_op, line, len(ranks[-1])))
+            ranks[-1].append((number, _at(number, _parse_op, line, len(ranks[-1]))))
     last = text.count("\n") + 1
     _require(started, last, f"the text is empty; a program starts with {FORMAT!r}")
     missing = [word for word in _REQUIRED if word not in header]
     _require(not missing, last, f"the header has no line {', '.join(map(repr, missing))}")
-    return _assemble(header, line_of, notes, ranks)
+    return _assemble(header, line_of, notes, tuple(types), ranks)
 
 
-def _assemble(header: dict[str, str], line_of: dict[str, int], notes: list[str], ranks: list[list[Op]]) -> Program:
+def _assemble(
+    header: dict[str, str],
+    line_of: dict[str, int],
+    notes: list[str],
+    types: tuple[LayerKind, ...],
+    ranks: list[list[tuple[int, Op]]],
+) -> Program:
     def read(word: str, parse: Callable[[str], Any]) -> Any:
         return _at(line_of.get(word, 0), parse, header.get(word, ""))
 
     sizes = read("layout", _parse_sizes)
     kinds, bounds = read("kinds", _parse_kinds), read("bounds", _integers)
-    layout = _at(line_of["layout"], lambda: Layout(kinds=kinds, bounds=bounds, **sizes))
+    layout = _at(line_of["layout"], lambda: Layout(kinds=kinds, bounds=bounds, types=types, **sizes))
     _require(
         len(ranks) == layout.pp, line_of["layout"], f"pp={layout.pp}, but the text holds the ops of {len(ranks)} ranks"
     )
+    for number, op in ((number, op) for ops in ranks for number, op in ops):
+        problem = _unknown(op, layout)
+        _require(not problem, number, problem)
     return Program(
         layout=layout,
         microbatches=read("microbatches", int),
-        ranks=tuple(tuple(ops) for ops in ranks),
+        ranks=tuple(tuple(op for _, op in ops) for ops in ranks),
         weight_slots=read("weight_slots", _parse_counts),
         grad_slots=read("grad_slots", _parse_counts),
         in_flight=read("in_flight", _integers),
@@ -177,15 +224,15 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _parse_sizes(text: str) -> dict[str, Any]:
     pairs = _pairs(text)
-    flags = {"tied": pairs.pop("tied", ""), **{name: pairs.pop(name, "no") for name in _MAYBE}}
-    again = tuple(pairs.pop("recompute", "").split(",")) if "recompute" in pairs else ()
-    known = set(again) <= set(get_args(Recomputable)) and set(flags.values()) <= {"yes", "no"}
-    if sorted(pairs) != ["chunks", "ep", "pp"] or not known:
-        maybe = " ".join(f"{name}=yes|no" for name in _MAYBE)
-        maybe += f" recompute={','.join(get_args(Recomputable))}"
-        raise ValueError(f"expected 'pp=N chunks=N ep=N tied=yes|no {maybe}', got {text!r}")
-    sizes = {name: int(value) for name, value in pairs.items()}
-    return {**sizes, **{name: value == "yes" for name, value in flags.items()}, "recompute": again}
+    unknown = sorted(set(pairs) - set(_SIZES))
+    missing = [name for name in ("pp", "chunks", "ep", "tied") if name not in pairs]
+    wrong = [name for name, word in pairs.items() if _SIZES.get(name) is bool and word not in ("yes", "no")]
+    if unknown or missing or wrong:
+        shape: dict[type, str] = {int: "N", bool: "yes|no", tuple: "NAME,..."}
+        expected = " ".join(f"{name}={shape[kind]}" for name, kind in _SIZES.items())
+        raise ValueError(f"expected '{expected}', got {text!r}")
+    parse: dict[type, Callable[[str], Any]] = {int: int, bool: "yes".__eq__, tuple: lambda word: tuple(word.split(","))}
+    return {name: parse[_SIZES[name]](word) for name, word in pairs.items()}
 
 
 def _parse_kinds(text: str) -> tuple[str, ...]:
@@ -231,17 +278,26 @@ def _parse_name(name: str) -> tuple[str, str, dict[str, int]]:
 
 def _op(verb: str, part: str, lane: str, **fields: Any) -> Op:
     """An Op of words that may be wrong."""
-    for kind, word, known in (("verb", verb, _VERBS), ("part", part, _PARTS), ("lane", lane, LANES)):
+    if verb not in _VERBS:
+        raise ValueError(f"unknown verb {verb!r}; there are {', '.join(sorted(_VERBS))}")
+    return Op(cast(Verb, verb), part, lane=lane, **fields)
+
+
+def _unknown(op: Op, layout: Layout) -> str:
+    """Why an op's words mean nothing in a layout; empty if they do."""
+    parts = {EMBED.name, HEAD.name, "act", "grad", "all", "norm", *UNITS}
+    parts |= {part.name for kind in (*layout.layer_types, *standard_types(STANDARD, ep=2)) for part in kind.parts}
+    for kind, word, known in (("part", op.part, parts), ("lane", op.lane, layout.lanes)):
         if word not in known:
-            raise ValueError(f"unknown {kind} {word!r}; there are {', '.join(sorted(known))}")
-    return Op(cast(Verb, verb), cast(Part, part), lane=cast(Lane, lane), **fields)
+            return f"unknown {kind} {word!r}; there are {', '.join(sorted(known))}"
+    return ""
 
 
 def to_json(program: Program) -> dict[str, Any]:
     """The program as plain dicts, lists, strings and numbers. Fields of an op that hold their default are left out."""
     return {
         "format": FORMAT,
-        "layout": {name: _list(value) for name, value in asdict(program.layout).items()},
+        "layout": _layout_dict(program.layout),
         "microbatches": program.microbatches,
         "weight_slots": dict(program.weight_slots),
         "grad_slots": dict(program.grad_slots),
@@ -249,6 +305,11 @@ def to_json(program: Program) -> dict[str, Any]:
         "notes": list(program.notes),
         "ranks": [[_op_dict(op) for op in ops] for ops in program.ranks],
     }
+
+
+def _layout_dict(layout: Layout) -> dict[str, Any]:
+    named = {f.name: _list(getattr(layout, f.name)) for f in fields(Layout) if f.name != "types"}
+    return named | ({"types": [_type(kind) for kind in layout.types]} if layout.types else {})
 
 
 def _list(value: Any) -> Any:
@@ -271,12 +332,14 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
     if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
         raise ValueError(f"not a program: expected an object with format={FORMAT!r}")
     try:
-        layout: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
+        named: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
+        named["types"] = tuple(_parse_type(kind) for kind in named.get("types", ()))
+        layout = Layout(**named)
         return Program(
-            layout=Layout(**layout),
+            layout=layout,
             microbatches=tree["microbatches"],
             ranks=tuple(
-                tuple(_json_op(fields, rank, position) for position, fields in enumerate(ops))
+                tuple(_json_op(fields, rank, position, layout) for position, fields in enumerate(ops))
                 for rank, ops in enumerate(tree["ranks"])
             ),
             weight_slots=dict(tree["weight_slots"]),
@@ -292,7 +355,7 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _json_op(data: Mapping[str, Any], rank: int, position: int) -> Op:
+def _json_op(data: Mapping[str, Any], rank: int, position: int, layout: Layout) -> Op:
     fields: dict[str, Any] = {name: _tuple(value) for name, value in data.items()}
     wrong = [
         name
@@ -306,6 +369,9 @@ def _json_op(data: Mapping[str, Any], rank: int, position: int) -> Op:
     if wrong or not {"verb", "part", "lane"} <= set(fields):
         raise ValueError(f"rank {rank}, op {position}: not an op: {dict(data)}")
     try:
-        return _op(**fields)
+        op = _op(**fields)
     except ValueError as error:
         raise ValueError(f"rank {rank}, op {position}: {error}") from None
+    if problem := _unknown(op, layout):
+        raise ValueError(f"rank {rank}, op {position}: {problem}")
+    return op

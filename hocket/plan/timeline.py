@@ -13,15 +13,13 @@ from itertools import pairwise
 from math import floor, log10
 from typing import Any, NamedTuple
 
-from hocket.plan.ops import COMPUTING, LANES, Lane, Op, Program
-from hocket.plan.simulate import KIND_OF, Span, Timeline
+from hocket.plan.ops import COMPUTING, LANES, Lane, Layout, Op, Program
+from hocket.plan.parts import Part
+from hocket.plan.schedule import kind_of
+from hocket.plan.simulate import Span, Timeline
+from hocket.plan.transformer import EMBED, HEAD
 
-_FORWARD = {
-    "embed": "I", "attn": "A", "dispatch": "D", "experts": "E", "mlp": "M", "combine": "C", "unpermute": "U",
-    "head": "H",
-}  # fmt: skip
 _LEGEND = (
-    "I embed  A attn  D dispatch  E experts  M mlp  C combine  U unpermute  H head: forward; small letters: backward\n"
     "w weight gradient  > activation received  < gradient received  g gather  r reduce  S step  · nothing\n"
     "compute shows what fills half of a character's time, communication what fills a tenth, ' what fills less of it\n"
     "! exposed for half of a character's time, : for a tenth"
@@ -31,16 +29,27 @@ _MUCH, _SOME = 0.5, 0.1
 every character one would see nothing, if half were asked for."""
 
 
-def letter(op: Op) -> str:
+def letter(op: Op, layout: Layout) -> str:
     """The letter of an op in a text timeline."""
     if op.verb in ("fwd", "bwd"):
-        name = _FORWARD[op.part]
+        name = _mark(layout.part(op.part, op.layer))
         return name if op.verb == "fwd" else name.lower()
     if op.verb == "recompute":
         return "+"
     if op.verb == "recv":
         return ">" if op.part == "act" else "<"
     return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S", "update": "S"}.get(op.verb, " ")
+
+
+def _mark(part: Part) -> str:
+    return part.mark or part.letter.upper()
+
+
+def _legend_of(layout: Layout) -> str:
+    """What the letters of parts mean."""
+    parts = {part.name: part for kind in layout.layer_types for part in kind.parts}
+    named = (f"{_mark(part)} {part.name}" for part in (EMBED, *parts.values(), HEAD))
+    return "\n".join(["  ".join(named) + ": forward; small letters: backward", _LEGEND])
 
 
 def duration(seconds: float) -> str:
@@ -87,7 +96,11 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
     lines = [f"{'':{gutter}}0{duration(float(timeline.makespan)):>{columns - 1}}"]
     for rank, (ops, spans) in enumerate(zip(program.ranks, timeline.spans, strict=True)):
         for n, lane in enumerate(_lanes(ops)):
-            marks = [(letter(op), s.start, s.end) for op, s in zip(ops, spans, strict=True) if op.lane == lane]
+            marks = [
+                (letter(op, program.layout), s.start, s.end)
+                for op, s in zip(ops, spans, strict=True)
+                if op.lane == lane
+            ]
             name = f"rank {rank}" if n == 0 else ""
             busy = _text_row(marks, columns, step)
             enough, little = (_MUCH, "·") if lane == "compute" else (_SOME, "'")
@@ -98,13 +111,13 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
                 row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in exposed)
                 lines.append(f"{'':{left}}{'exposed':10}{row}")
     again = ["+ forward once more"] if program.layout.recompute else []
-    return "\n".join([*lines, f"one character is {duration(step)}", _LEGEND, *again])
+    return "\n".join([*lines, f"one character is {duration(step)}", _legend_of(program.layout), *again])
 
 
 def _lanes(ops: Iterable[Op]) -> list[Lane]:
     """The lanes of a rank on which time passes. A send takes none."""
     used = {op.lane for op in ops if op.verb != "send"}
-    return [lane for lane in LANES if lane in used]
+    return sorted(used, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
 
 def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float) -> list[tuple[str, float]]:
@@ -159,8 +172,11 @@ def _rows(program: Program) -> tuple[list[_Row], int]:
 
 
 def color(op: Op) -> str:
-    """Name of an op's colour. A forward once more has that of a forward."""
-    return KIND_OF.get(op.lane, {"recompute": "fwd", "update": "step"}.get(op.verb, op.verb))
+    """Name of an op's colour. A forward once more has that of a forward, a part's own lane that of exchanges."""
+    kind = kind_of(op.lane)
+    if kind is not None:
+        return kind if kind in COLORS else "a2a"
+    return {"recompute": "fwd", "update": "step"}.get(op.verb, op.verb)
 
 
 class _Mark(NamedTuple):
@@ -195,7 +211,8 @@ def _bars(timeline: Timeline, program: Program, row: _Row, scale: float, stretch
         first, last = start / scale, end / scale
         yield _bar(row, start, end, color(op), f"{op}: {duration(last - first)}, {duration(first)} to {duration(last)}")
         if row.lane == "compute":
-            label = f"{letter(op)}{op.microbatch}" if op.microbatch >= 0 else letter(op)
+            name = letter(op, program.layout)
+            label = f"{name}{op.microbatch}" if op.microbatch >= 0 else name
             yield _label(row, label, (start + end) / 2, end - start, stretch)
 
 

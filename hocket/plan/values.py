@@ -9,11 +9,11 @@ Note: [Values of communication lanes live longer]
 A tensor belongs to the lane on which it was allocated. A tensor of the compute lane that only compute ops
 use may be dropped at any time: the lane's own order protects it. A received tensor belongs to a
 communication lane, which could reuse its memory while the compute lane still reads it. So an op that
-keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too
-(`_received`). Experts keep a copy of their rows in another order, but for rows that arrive in that order (`placed`):
-then weight gradients read what dispatch and the backward of combine have received. Who else aliases a received tensor:
-the residual addition hands the gradient of a layer's output on unchanged, so the last layer of a chunk keeps the
-received gradient until its shared expert's or dense MLP's weight gradients are done.
+keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too: a part
+says which values those are (`Part.kept`, `Part.wgrad_kept`). hocket's own experts keep a copy of their rows in another
+order, but for rows that arrive in that order (`placed`): then weight gradients read what dispatch and the backward of
+combine have received. The residual addition hands the gradient of a layer's output on unchanged, so the last layer of
+a chunk keeps the received gradient until its shared expert's or dense MLP's weight gradients are done.
 
 Note: [What an update has read is the compute lane's]
 An update takes the gradients that the step before has left at rest, and what it hands over, its value, is their memory:
@@ -27,7 +27,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hocket.plan.ops import Key, Lane, Layout, Op, Unit
+from hocket.plan.ops import Key, Lane, Layout, Op
+from hocket.plan.parts import INPUT, OUTPUT_GRADIENT, UNITS, Unit
+from hocket.plan.transformer import EMBED, HEAD
 
 UnitName = tuple[Unit, int, int]
 """(class, chunk, layer): one unit of a rank. Embed and head units have layer -1."""
@@ -39,11 +41,10 @@ def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Ke
     """The op whose value is the input of a layer. For the layer after the last one: the chunk's output."""
     layers = layout.layers(rank, chunk)
     if layer > layers.start:
-        last = "mlp" if layout.kinds[layer - 1] == "dense" else "unpermute"
-        return ("fwd", last, m, chunk, layer - 1)
+        return ("fwd", layout.type_of(layer - 1).exit.name, m, chunk, layer - 1)
     source = layout.before(rank, chunk)
     if source is None:
-        return ("fwd", "embed", m, chunk, -1)
+        return ("fwd", EMBED.name, m, chunk, -1)
     if source[0] == rank:
         return chunk_output(layout, rank, m, source[1])
     return ("recv", "act", m, chunk, -1)
@@ -53,95 +54,79 @@ def chunk_output(layout: Layout, rank: int, m: int, chunk: int) -> Key:
     return layer_input(layout, rank, m, chunk, layout.layers(rank, chunk).stop)
 
 
+def input_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) -> Key:
+    """The op whose value is the gradient of a layer's input, by default of a chunk's first layer."""
+    layer = layout.layers(rank, chunk).start if layer < 0 else layer
+    return ("bwd", layout.type_of(layer).entry.name, m, chunk, layer)
+
+
 def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
     """The op whose value is the gradient of a layer's output."""
     if layer < layout.layers(rank, chunk).stop - 1:
-        return ("bwd", "attn", m, chunk, layer + 1)
+        return input_grad(layout, rank, m, chunk, layer + 1)
     source = layout.behind(rank, chunk)
     if source is None:
-        return ("bwd", "head", m, chunk, -1)
+        return ("bwd", HEAD.name, m, chunk, -1)
     if source[0] == rank:
-        return ("bwd", "attn", m, source[1], layout.layers(rank, source[1]).start)
+        return input_grad(layout, rank, m, source[1])
     return ("recv", "grad", m, chunk, -1)
 
 
-def _received(*keys: Key) -> list[Key]:
-    return [key for key in keys if key[0] == "recv"]
-
-
 def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
-    """Keys of the ops whose values `op` uses. See Note: [Values of communication lanes live longer]."""
-    m, c, layer, part = op.microbatch, op.chunk, op.layer, op.part
-    if op.verb in ("fwd", "recompute"):
-        return _forward_reads(op, layout, rank)
-    if op.verb == "send":
-        if part == "act":
-            return [chunk_output(layout, rank, m, c)]
-        return [("bwd", "attn", m, c, layout.layers(rank, c).start)]
-    if op.verb == "bwd":
-        return _backward_reads(op, layout, rank)
-    if op.verb == "wgrad" and part == "experts" and layout.placed and layout.ep > 1:
-        return [("fwd", "dispatch", m, c, layer), ("bwd", "combine", m, c, layer)]
-    if op.verb == "wgrad" and layer >= 0:
-        if part == "mlp" or (part == "attn" and layout.kinds[layer] == "moe"):
-            return _received(output_grad(layout, rank, m, c, layer))
+    """Keys of the ops whose values `op` uses: first its inputs, in order, then what its saved state refers to.
+
+    See Note: [Values of communication lanes live longer].
+    """
+    m, c, part = op.microbatch, op.chunk, op.part
+    match op.verb:
+        case "fwd" | "recompute":
+            return _inputs(op, layout, rank)
+        case "bwd":
+            return [*output_grads(op, layout, rank), *_kept(op, layout, rank, layout.part(part, op.layer).kept)]
+        case "wgrad":
+            return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
+        case "send":
+            return [chunk_output(layout, rank, m, c) if part == "act" else input_grad(layout, rank, m, c)]
     return []
 
 
-def _forward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """What a forward reads."""
     m, c, layer = op.microbatch, op.chunk, op.layer
-
-    def fwd(part: str) -> Key:
-        return ("fwd", part, m, c, layer)
-
-    local = layout.ep == 1
-    match op.part:
-        case "attn":
-            return [layer_input(layout, rank, m, c, layer)]
-        case "dispatch" | "mlp":
-            return [fwd("attn")]
-        case "experts":
-            return [fwd("attn" if local else "dispatch")]
-        case "combine":
-            return [fwd("experts")]
-        case "unpermute":
-            return [fwd("experts" if local else "combine"), fwd("attn")]
-        case "head":
-            return [chunk_output(layout, rank, m, c)]
-    return []
+    if op.part == EMBED.name:
+        return []
+    if layer < 0:
+        return [chunk_output(layout, rank, m, c)]
+    sources = layout.part(op.part, layer).sources
+    return [layer_input(layout, rank, m, c, layer) if s == INPUT else ("fwd", s, m, c, layer) for s in sources]
 
 
-def _backward_reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """The values that hold the gradients of a part's outputs: those of its readers' backwards, in forward order."""
     m, c, layer = op.microbatch, op.chunk, op.layer
+    if op.part == HEAD.name:
+        return []
+    if layer < 0:
+        return [input_grad(layout, rank, m, c)]
+    readers = layout.type_of(layer).readers[op.part]
+    return [("bwd", r, m, c, layer) for r in readers] or [output_grad(layout, rank, m, c, layer)]
 
-    def bwd(part: str) -> Key:
-        return ("bwd", part, m, c, layer)
 
-    local = layout.ep == 1
-    match op.part:
-        case "unpermute":
-            kept = [] if local or layout.per_rank else [("fwd", "combine", m, c, layer)]
-            return [output_grad(layout, rank, m, c, layer), *kept]
-        case "combine":
-            return [bwd("unpermute")]
-        case "experts":
-            kept = [("fwd", "dispatch", m, c, layer)] if layout.placed and not local else []
-            return [bwd("unpermute" if local else "combine"), *kept]
-        case "dispatch":
-            return [bwd("experts")]
-        case "mlp":
-            return [output_grad(layout, rank, m, c, layer)]
-        case "attn":
-            kept = _received(layer_input(layout, rank, m, c, layer))
-            if layout.kinds[layer] == "dense":
-                return [bwd("mlp"), *kept]
-            grad = _received(output_grad(layout, rank, m, c, layer))
-            return [bwd("experts" if local else "dispatch"), bwd("unpermute"), *kept, *grad]
-        case "embed":
-            return [("bwd", "attn", m, c, layout.layers(rank, c).start)]
-        case "head":
-            return _received(chunk_output(layout, rank, m, c))
-    return []
+def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Key]:
+    """Of the values that saved state refers to, those that a communication lane has made."""
+    m, c, layer = op.microbatch, op.chunk, op.layer
+    found: list[Key] = []
+    for value in values:
+        if value == INPUT:
+            key = chunk_output(layout, rank, m, c) if layer < 0 else layer_input(layout, rank, m, c, layer)
+        elif value == OUTPUT_GRADIENT:
+            key = output_grad(layout, rank, m, c, layer)
+        else:
+            verb, _, part = value.partition(" ")
+            key = (verb, part, m, c, layer)
+        if key[0] == "recv" or (key[4] >= 0 and layout.part(key[1], key[4]).communicates):
+            found.append(key)
+    return found
 
 
 def memory_of(op: Op) -> Lane:
@@ -157,7 +142,7 @@ def follows(op: Op, layout: Layout) -> list[Key]:
 
     Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
     """
-    forward = "recompute" if op.part in layout.recompute else "fwd"
+    forward = "recompute" if layout.recomputes(op.part) else "fwd"
     before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 
@@ -166,7 +151,7 @@ def _unit_of(op: Op, layout: Layout) -> UnitName | None:
     unit = layout.unit(op.part)
     if unit is None:
         return None
-    if layout.tied and unit == "embed":
+    if layout.tied and unit == EMBED.unit:
         return (unit, 0, -1)
     return (unit, op.chunk, op.layer)
 
@@ -174,17 +159,19 @@ def _unit_of(op: Op, layout: Layout) -> UnitName | None:
 def unit_read(op: Op, layout: Layout) -> UnitName | None:
     """The unit whose weights an op reads: forward, recomputation and input gradient of a part that owns weights.
 
-    The embedding's backward reads no weights, nor does any weight gradient.
+    Backward of some parts reads none (`Part.backward_reads_weights`), nor does any weight gradient.
     """
-    if op.verb not in ("fwd", "recompute", "bwd") or (op.verb, op.part) == ("bwd", "embed"):
+    if op.verb not in ("fwd", "recompute", "bwd"):
+        return None
+    if op.verb == "bwd" and not layout.part(op.part, op.layer).backward_reads_weights:
         return None
     return _unit_of(op, layout)
 
 
 def unit_moved(op: Op) -> UnitName:
     """The unit that a gather, release, add, reduce or update works on."""
-    assert op.part in ("embed", "dense", "experts", "head"), f"{op} works on no unit"
-    return (op.part, op.chunk, op.layer)
+    assert op.part in UNITS, f"{op} works on no unit"
+    return (op.part, op.chunk, op.layer)  # pyrefly: ignore[bad-return]
 
 
 def unit_written(op: Op, layout: Layout) -> UnitName | None:

@@ -160,14 +160,15 @@ class CpuLanes:
 
     needs_rehearsal = False
 
-    def __init__(self) -> None:
-        self._pending: dict[Lane, deque[tuple[int, Pending]]] = {lane: deque() for lane in LANES}
-        self._done: dict[Lane, int] = dict.fromkeys(LANES, -1)
+    def __init__(self, lanes: Sequence[Lane] = LANES) -> None:
+        self._lanes = lanes
+        self._pending: dict[Lane, deque[tuple[int, Pending]]] = {lane: deque() for lane in lanes}
+        self._done: dict[Lane, int] = dict.fromkeys(lanes, -1)
         self._names: Sequence[str] | None = None
 
     def begin(self, names: Sequence[str] | None = None) -> None:
         assert not any(self._pending.values()), "a collective of the last step is still pending"
-        self._done = dict.fromkeys(LANES, -1)
+        self._done = dict.fromkeys(self._lanes, -1)
         self._names = names
 
     def use(self, lane: Lane) -> None:
@@ -195,7 +196,7 @@ class CpuLanes:
         """Nothing to do: compute is done when it is issued, and a pending collective may need ops not yet issued."""
 
     def end(self) -> None:
-        for lane in LANES:
+        for lane in self._lanes:
             self.wait(lane, 1 << 60)
 
     def abort(self) -> None:
@@ -219,10 +220,10 @@ class CudaLanes:
 
     needs_rehearsal = True
 
-    def __init__(self, device: torch.device, sides: Sequence[Side] = ()) -> None:
+    def __init__(self, device: torch.device, sides: Sequence[Side] = (), lanes: Sequence[Lane] = LANES) -> None:
         """`sides` are what ops fork to. Only an interrupted one leaves work there that nobody has waited for."""
         self._device, self._sides = device, sides
-        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in LANES}
+        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in lanes}
         self._events: dict[int, torch.cuda.Event] = {}
         self._reader = reader()
         self._current = self._outer = torch.cuda.current_stream(device)

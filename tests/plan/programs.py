@@ -34,7 +34,7 @@ class Case:
 
 def toy(*ranks: list[Op]) -> Program:
     """A program of hand-made ops."""
-    layout = Layout(kinds=("dense",) * len(ranks), pp=len(ranks))
+    layout = Layout(kinds=("moe",) * len(ranks), pp=len(ranks), ep=2)
     return Program(layout, 1, tuple(tuple(ops) for ops in ranks))
 
 

@@ -157,8 +157,9 @@ def test_every_op_of_a_program_has_a_cost_and_only_sends_and_releases_are_free()
         free = {op.verb for _, _, op in built if costs.seconds(0, op) == 0}
         assert free <= {"send", "release"}
         for _, _, op in built:
-            assert (costs.of(op).output_bytes > 0) == (op.verb in ("fwd", "recv") or (op.verb == "bwd" and bool(
-                part_size(SMALL, op.part, "moe", 64, mesh.ep).grad)))  # fmt: skip
+            kind = SMALL.kinds()[op.layer] if op.layer >= 0 else ""
+            handed = op.verb == "bwd" and part_size(SMALL, op.part, kind, 64, mesh.ep).grad
+            assert (costs.of(op).output_bytes > 0) == (op.verb in ("fwd", "recv") or bool(handed))
 
 
 def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:

@@ -25,8 +25,8 @@ HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
 
 
 def test_compute_gets_on_slower_as_long_as_communication_runs() -> None:
-    ops = [Op("gather", "dense", 0, 0, 0, "gather"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0)]
-    costs = Table({("gather", "dense"): 6, ("fwd", "attn"): 10, ("fwd", "mlp"): 3})
+    ops = [Op("gather", "dense", 0, 0, 0, "gather"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "experts", 0, 0, 0)]
+    costs = Table({("gather", "dense"): 6, ("fwd", "attn"): 10, ("fwd", "experts"): 3})
     timeline = simulate(toy(ops), costs, Friction({"gather": HALF}))
     # 6 seconds at two thirds do 4 of 10; the other 6 go at full speed, and so does the next op
     assert times(timeline) == [(0, 6), (0, 12), (12, 15)]
@@ -47,8 +47,8 @@ def test_factors_of_kinds_that_run_at_once_add_up() -> None:
 
 
 def test_an_op_that_starts_beside_communication_is_slow_from_its_start() -> None:
-    ops = [Op("fwd", "dispatch", 0, 0, 0, "a2a"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0)]
-    costs = Table({("fwd", "dispatch"): 100, ("fwd", "attn"): 4, ("fwd", "mlp"): 8})
+    ops = [Op("fwd", "dispatch", 0, 0, 0, "a2a"), Op("fwd", "attn", 0, 0, 0), Op("fwd", "experts", 0, 0, 0)]
+    costs = Table({("fwd", "dispatch"): 100, ("fwd", "attn"): 4, ("fwd", "experts"): 8})
     timeline = simulate(toy(ops), costs, Friction({"a2a": QUARTER}))
     assert times(timeline) == [(0, 100), (0, 5), (5, 15)]
 
@@ -74,9 +74,9 @@ def test_only_a_kind_with_a_factor_slows() -> None:
 
 
 def test_ops_start_when_the_host_comes_to_them_and_end_when_it_is_through() -> None:
-    ops = [Op("fwd", "attn", 0, 0, 0), Op("fwd", "mlp", 0, 0, 0), Op("gather", "dense", 0, 0, 0, "gather")]
-    costs = Table({("fwd", "attn"): 1, ("fwd", "mlp"): 9, ("gather", "dense"): 2})
-    issue = {("fwd", "attn", "dense"): 4, ("fwd", "mlp", "dense"): 3}
+    ops = [Op("fwd", "attn", 0, 0, 0), Op("fwd", "experts", 0, 0, 0), Op("gather", "dense", 0, 0, 0, "gather")]
+    costs = Table({("fwd", "attn"): 1, ("fwd", "experts"): 9, ("gather", "dense"): 2})
+    issue = {("fwd", "attn", "moe"): 4, ("fwd", "experts", "moe"): 3}
     timeline = simulate(toy(ops), costs, Friction(issue=issue))
     # attn is there at once but lasts until its last kernel is issued; the gather has to wait for both
     assert times(timeline) == [(0, 4), (4, 13), (7, 9)]
@@ -86,10 +86,10 @@ def test_the_host_stands_still_at_a_dispatch_until_the_counts_are_known() -> Non
     ops = [
         Op("fwd", "attn", 0, 0, 0),
         Op("fwd", "dispatch", 0, 0, 0, "a2a", deps=(0,)),
-        Op("wgrad", "mlp", 0, 0, 0),
-        Op("fwd", "mlp", 0, 0, 0),
+        Op("wgrad", "experts", 0, 0, 0),
+        Op("fwd", "experts", 0, 0, 0),
     ]
-    costs = Table({("fwd", "attn"): 5, ("fwd", "dispatch"): 9, ("wgrad", "mlp"): 2, ("fwd", "mlp"): 2})
+    costs = Table({("fwd", "attn"): 5, ("fwd", "dispatch"): 9, ("wgrad", "experts"): 2, ("fwd", "experts"): 2})
     assert times(simulate(toy(ops), costs)) == [(0, 5), (5, 14), (5, 7), (7, 9)]
     # counts arrive 3 after the start of the dispatch: compute has nothing to do until then
     timeline = simulate(toy(ops), costs, Friction(counts=3))
@@ -107,7 +107,7 @@ def test_no_friction_changes_nothing_and_friction_keeps_order_and_work(case: Cas
     costs = Table({key: Fraction((seed >> n) % 7, 3) for n, key in enumerate(keys)})
     plain = simulate(built, costs)
     assert simulate(built, costs, Friction(dict.fromkeys(KINDS, 0))) == plain
-    factors = {kind: Fraction((seed >> n) % 4, 4) for n, kind in enumerate(KINDS)}
+    factors: dict[str, Fraction] = {kind: Fraction((seed >> n) % 4, 4) for n, kind in enumerate(KINDS)}
     slow = simulate(built, costs, Friction(factors, counts=Fraction(1, 9)))
     most = 1 + sum(factors.values())
     assert slow.makespan >= max((use.busy for use in plain.ranks), default=0)

@@ -19,7 +19,7 @@ from hocket.plan.balance import balanced
 from hocket.plan.check import check
 from hocket.plan.cost import CostTable, Measurement, OpCost
 from hocket.plan.hardware import HARDWARE
-from hocket.plan.layer import MERGED, merged_order, order_problem, spelt, template
+from hocket.plan.layer import FULL, MERGED, merged_order, order_problem, spelt, template
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import CostKey, Friction
@@ -53,7 +53,8 @@ SKEWED = {
 
 
 def costs_of(seconds: Mapping[str, int], layers: int) -> CostTable:
-    keys: list[CostKey] = [(verb, part, "moe") for verb, part in template(" ".join(seconds))]
+    parts = {part.letter: part.name for part in FULL.parts}
+    keys: list[CostKey] = [(verb, parts[letter], "moe") for verb, letter in template(" ".join(seconds))]
     table = {key: OpCost(seconds=value) for key, value in zip(keys, seconds.values(), strict=True)}
     return CostTable(("moe",) * layers, table)
 
@@ -107,8 +108,10 @@ def test_an_order_is_found_that_beats_all_that_have_names() -> None:
 def test_for_measured_costs_none_beats_the_literature() -> None:
     """Those of the MoE on four H200, with their all-to-alls and with longer ones."""
     costs = json.loads((RESULTS / "prediction.json").read_text())["shapes"]["moe_8gpu"]["costs"]["op_seconds"]
+    parts = {part.letter: part.name for part in FULL.parts}
     seconds = {
-        word: costs[f"{verb} {part} moe"] for word, (verb, part) in zip(LITERATURE, MERGED["literature"], strict=True)
+        word: costs[f"{verb} {parts[letter]} moe"]
+        for word, (verb, letter) in zip(LITERATURE, MERGED["literature"], strict=True)
     }
     for longer in (1, 2, 4):
         slow = {word: value * (longer if word[0] in "dc" else 1) for word, value in seconds.items()}

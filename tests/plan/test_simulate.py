@@ -34,11 +34,17 @@ def test_ops_of_one_lane_run_in_list_order_and_lanes_overlap() -> None:
     ops = [
         Op("fwd", "attn", 0, 0, 0),
         Op("fwd", "dispatch", 0, 0, 0, "a2a"),
-        Op("fwd", "mlp", 0, 0, 0),
+        Op("fwd", "experts", 0, 0, 0),
         Op("fwd", "combine", 0, 0, 0, "a2a", deps=(2,)),
         Op("fwd", "head", 0, 0, deps=(3,)),
     ]
-    costs = {("fwd", "attn"): 4, ("fwd", "dispatch"): 6, ("fwd", "mlp"): 1, ("fwd", "combine"): 2, ("fwd", "head"): 3}
+    costs = {
+        ("fwd", "attn"): 4,
+        ("fwd", "dispatch"): 6,
+        ("fwd", "experts"): 1,
+        ("fwd", "combine"): 2,
+        ("fwd", "head"): 3,
+    }
     timeline = simulate(toy(ops), Table(costs))
     assert times(timeline) == [(0, 4), (0, 6), (4, 5), (6, 8), (8, 11)]
     assert timeline.ranks[0].busy == 8
@@ -69,10 +75,10 @@ def test_hop_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> Non
     second = [
         Op("recv", "act", 0, 0, lane="recv_act"),
         Op("recv", "act", 1, 0, lane="recv_act"),
-        Op("fwd", "mlp", 0, 0, 1, deps=(0,)),
-        Op("fwd", "mlp", 1, 0, 1, deps=(1,)),
+        Op("fwd", "experts", 0, 0, 1, deps=(0,)),
+        Op("fwd", "experts", 1, 0, 1, deps=(1,)),
     ]
-    costs = {("fwd", "attn"): 5, ("recv", "act"): 7, ("send", "act"): 1000, ("fwd", "mlp"): 1}
+    costs = {("fwd", "attn"): 5, ("recv", "act"): 7, ("send", "act"): 1000, ("fwd", "experts"): 1}
     timeline = simulate(toy(first, second), Table(costs))
     assert times(timeline, 0) == [(0, 5), (5, 5), (5, 10), (10, 10)]
     # the second hop's data is ready at 10, but its lane is still busy with the first one
@@ -92,8 +98,8 @@ def test_ranks_that_wait_on_different_lanes_in_opposite_list_order_finish() -> N
 
 def test_all_ranks_take_the_optimizer_step_together() -> None:
     ranks = [[Op("fwd", "attn", 0, 0, rank), Op("step", "all")] for rank in range(2)]
-    ranks[1].insert(0, Op("fwd", "mlp", 0, 0, 1))
-    timeline = simulate(toy(*ranks), Table({("fwd", "attn"): 1, ("fwd", "mlp"): 4, ("step", "all"): 2}))
+    ranks[1].insert(0, Op("fwd", "experts", 0, 0, 1))
+    timeline = simulate(toy(*ranks), Table({("fwd", "attn"): 1, ("fwd", "experts"): 4, ("step", "all"): 2}))
     assert times(timeline, 0)[-1] == times(timeline, 1)[-1] == (5, 7)
     assert timeline.ranks[0].idle == 4
 
@@ -123,17 +129,17 @@ def test_an_empty_program_takes_no_time() -> None:
 def test_peak_memory_counts_values_and_saved_state_for_their_lifetimes() -> None:
     ops = [
         Op("fwd", "attn", 0, 0, 0),  # 0..1 value 10; saves 100 from 1
-        Op("fwd", "mlp", 0, 0, 0, frees=(0,)),  # 1..2 value 20; saves 200 from 2; drops 10 at 2
-        Op("bwd", "mlp", 0, 0, 0, frees=(1,)),  # 2..3 value 7; drops 20 and 200 at 3, keeps 50 for wgrad
-        Op("wgrad", "mlp", 0, 0, 0),  # 3..4 drops 50
+        Op("fwd", "experts", 0, 0, 0, frees=(0,)),  # 1..2 value 20; saves 200 from 2; drops 10 at 2
+        Op("bwd", "experts", 0, 0, 0, frees=(1,)),  # 2..3 value 7; drops 20 and 200 at 3, keeps 50 for wgrad
+        Op("wgrad", "experts", 0, 0, 0),  # 3..4 drops 50
         Op("bwd", "attn", 0, 0, 0, frees=(2,)),  # 4..5 drops 100
     ]
     everything: dict[tuple[str, str], Time] = {(op.verb, op.part): 1 for op in ops}
-    output = {("fwd", "attn"): 10, ("fwd", "mlp"): 20, ("bwd", "mlp"): 7}
-    saved = {("fwd", "attn"): 100, ("fwd", "mlp"): 200, ("bwd", "mlp"): 50, ("bwd", "attn"): 999}
+    output = {("fwd", "attn"): 10, ("fwd", "experts"): 20, ("bwd", "experts"): 7}
+    saved = {("fwd", "attn"): 100, ("fwd", "experts"): 200, ("bwd", "experts"): 50, ("bwd", "attn"): 999}
     table = Table(everything, output, saved, fixed=1000)
     assert simulate(toy(ops), table).ranks[0].peak_bytes == 1000 + 100 + 200 + 20 + 7
-    table.saved = {("fwd", "attn"): 100, ("bwd", "mlp"): 500}
+    table.saved = {("fwd", "attn"): 100, ("bwd", "experts"): 500}
     assert simulate(toy(ops), table).ranks[0].peak_bytes == 1000 + 100 + 500 + 7
 
 

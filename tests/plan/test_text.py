@@ -125,7 +125,7 @@ def test_the_sample_is_good() -> None:
         ("layout pp=1", "layout pq=1", "line 2: expected 'pp=N"),
         ("pp=1", "pp=x", "line 2: invalid literal"),
         ("pp=1", "pp=2", "line 2: bounds must be 3 numbers"),
-        ("dense*2", "sparse*2", "line 2: layer kinds must be"),
+        ("dense*2", "sparse*2", "line 2: no description of layers of kind 'sparse'"),
         ("dense*2", "dense*two", "line 3: invalid literal"),
         ("bounds 0 2", "bounds 0 1", "line 2: bounds must be"),
         ("microbatches 1", "microbatches", "line 5: invalid literal"),
@@ -168,7 +168,7 @@ def test_empty_text() -> None:
         ({"ranks": [[{"verb": "fwd", "part": "attn", "lane": "compute", "slot": "1"}]]}, "rank 0, op 0: not an op"),
         ({"ranks": [[{"verb": "fwd", "part": "attn", "lane": "compute", "deps": 1}]]}, "rank 0, op 0: not an op"),
         ({"layout": {"kinds": ["dense"], "size": 3}}, "not a program: TypeError"),
-        ({"layout": {"kinds": ["mixed"]}}, "layer kinds must be"),
+        ({"layout": {"kinds": ["mixed"]}}, "no description of layers of kind 'mixed'"),
     ],
 )
 def test_bad_json(change: dict, message: str) -> None:

@@ -113,7 +113,7 @@ def test_text_rows_have_the_asked_width_and_name_every_lane(width: int) -> None:
 
 def test_letters_tell_forward_from_backward_and_parts_apart() -> None:
     _, built = real()
-    shown = {letter(op) for _, _, op in built if op.verb not in ("send", "release")}
+    shown = {letter(op, built.layout) for _, _, op in built if op.verb not in ("send", "release")}
     assert shown == set("ADEMCUH") | {"I"} | set("ademcuh") | {"i", "w", "g", "r", "S", ">", "<"}
     legend = text_timeline(*real()).splitlines()[-4:]
     assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", ":", "·", "'"))
