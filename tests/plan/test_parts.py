@@ -1,0 +1,263 @@
+"""Kinds of layers that are not hocket's own: described, planned, checked, dry-run, simulated, stored."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hocket.plan.check import check
+from hocket.plan.dryrun import dry_run, reference
+from hocket.plan.formulas import PartSize
+from hocket.plan.layer import FULL, chains, merged_order, order_problem, spelt, woven
+from hocket.plan.lower import Draft, build_forward, build_program, inserted
+from hocket.plan.ops import Layout, Program
+from hocket.plan.parts import LayerKind, Part, layer_kind
+from hocket.plan.schedule import Time
+from hocket.plan.shard import Sharding
+from hocket.plan.simulate import simulate
+from hocket.plan.text import from_json, from_text, to_json, to_text
+from hocket.plan.timeline import html_timeline, svg_timeline, text_timeline
+from hocket.plan.transformer import DENSE, moe
+from tests.helpers.costs import Table
+from tests.helpers.plans import planned
+from tests.plan.programs import with_op
+from tests.plan.test_mutation import caught_by_dry_run, needed
+
+
+def ring(ranks: int = 2) -> LayerKind:
+    """A layer whose keys and values are gathered on a lane of its own, and whose experts are on other ranks."""
+    return layer_kind(
+        "ring",
+        (
+            Part("qkv", "q", outputs=("query", "keys", "residual"), unit="dense", kept=("input",)),
+            Part("spread", "g", ("qkv.keys",), lane="cp", purpose="a2a", ranks=ranks),
+            Part(
+                "core", "a", ("qkv.query", "spread", "qkv.residual"), outputs=("rows", "rest"), makes=("routing",),
+                unit="dense", kept=("fwd spread",), recomputable=True,
+            ),
+            Part("dispatch", "d", ("core.rows",), lane="a2a", purpose="a2a", ranks=ranks, way="out", counted=True),
+            Part("experts", "e", ("dispatch",), takes=("splits",), unit="experts"),
+            Part("combine", "c", ("experts",), lane="a2a", purpose="a2a", ranks=ranks, way="back"),
+            Part("unpermute", "u", ("combine", "core.rest"), takes=("routing",), early=True, kept=("fwd combine",)),
+        ),
+    )  # fmt: skip
+
+
+def three(ranks: int = 2) -> LayerKind:
+    """A layer with three dense parts, the last of which must compute its weight gradient at once, and a transfer."""
+    return layer_kind(
+        "three",
+        (
+            Part("one", "q", unit="dense", kept=("input",)),
+            Part("move", "g", ("one",), lane="cp", purpose="a2a", ranks=ranks),
+            Part("two", "a", ("move",), unit="dense", wgrad_kept=("fwd move",), kept=("fwd move",)),
+            Part("last", "e", ("two",), unit="dense", deferrable=False, wgrad_kept=("output gradient",)),
+        ),
+    )  # fmt: skip
+
+
+def layout(**changes: object) -> Layout:
+    given = {"kinds": ("ring", "three") * 4, "pp": 2, "ep": 2, "types": (ring(), three()), **changes}
+    return Layout(**given)  # type: ignore[arg-type]
+
+
+def programs() -> list[Program]:
+    found = []
+    for pp, chunks, merge, update in (
+        (1, 1, "on", "end"),
+        (2, 1, "on", "end"),
+        (2, 2, "on", "next_step"),
+        (2, 2, "off", "end"),
+    ):
+        plan = planned(merge=merge, chunks=chunks, update=update)
+        found.append(build_program(layout(pp=pp, chunks=chunks), 5, plan, Sharding(2, 2)))
+    return found
+
+
+@pytest.mark.parametrize("recompute", [(), ("core",)])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_kind_of_layer_computes_what_plain_training_computes(seed: int, recompute: tuple[str, ...]) -> None:
+    draw = random.Random(seed)
+    for _ in range(6):
+        pp, chunks = draw.choice([(1, 1), (2, 1), (2, 2), (3, 1)])
+        kinds = tuple(draw.choice(["ring", "three"]) for _ in range(pp * chunks * 2))
+        settings = planned(
+            merge=draw.choice(["on", "off"]), chunks=chunks, defer_wgrad=draw.choice(["on", "off"]),
+            defer_layers=draw.choice([0, 1, -1]), defer_parts=draw.choice(["attn", "all"]),
+            prefetch=draw.choice([0, 1, 2]), update=draw.choice(["end", "next_step"]),
+        )  # fmt: skip
+        there = layout(kinds=kinds, pp=pp, chunks=chunks, recompute=recompute)
+        program = build_program(there, draw.choice([2, 4, 5]), settings, Sharding(2, 2))
+        assert not check(program)
+        dry_run(program, seed)
+        forward = build_forward(program, settings, Sharding(2, 2))
+        assert not check(forward, forward_only=True)
+        dry_run(forward, seed, forward_only=True)
+
+
+def test_the_tape_agrees_with_layers_that_are_spelt_out() -> None:
+    """`reference` writes hocket's own layers by hand; a layer of another name with the same parts goes by the tape."""
+    for ep in (1, 2):
+        spelt_out = Layout(("dense", "moe", "moe"), ep=ep)
+        names = {"dense": "d", "moe": "m"}
+        taped = replace(
+            spelt_out, kinds=("d", "m", "m"), types=tuple(LayerKind(names[k.name], k.parts) for k in (DENSE, moe(ep)))
+        )
+        by_hand, by_tape = reference(spelt_out, 2), reference(taped, 2)
+        assert by_hand.losses == by_tape.losses
+        assert by_hand.reduced == by_tape.reduced
+
+
+def test_deleted_dependencies_are_caught() -> None:
+    """Of all waits that nothing else implies, the checker misses at most one in a hundred."""
+    missed, tried = [], 0
+    for program in programs():
+        for rank, position, dep in needed(program):
+            op = program.ranks[rank][position]
+            tried += 1
+            mutant = with_op(program, rank, position, deps=tuple(d for d in op.deps if d != dep))
+            if not check(mutant) and not caught_by_dry_run(mutant):
+                missed.append(f"{op} <- {program.ranks[rank][dep]}")
+    assert tried > 700
+    assert len(missed) <= tried // 100, missed[:5]
+
+
+def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
+    program = programs()[1]
+    verbs = ("fwd", "bwd", "wgrad", "recompute")
+    seconds: dict[tuple[str, str], Time] = {
+        (verb, part.name): 1 for kind in (ring(), three()) for part in kind.parts for verb in verbs
+    }
+    seconds |= {("fwd", "spread"): 3, ("bwd", "spread"): 3, ("fwd", "embed"): 1, ("fwd", "head"): 1}
+    timeline = simulate(program, Table(seconds))
+    exposed = timeline.ranks[0].exposed
+    assert exposed["cp"] > 0
+    for use in timeline.ranks:
+        assert use.busy + use.exposed_total + use.idle == timeline.makespan
+    text = text_timeline(timeline, program)
+    assert "cp " in text
+    assert "Q qkv" in text
+    assert "cp</text>" in svg_timeline(timeline, program)
+    assert "cp</text>" in html_timeline(timeline, program)
+
+
+def test_a_stored_program_knows_its_kinds() -> None:
+    for program in programs():
+        assert from_text(to_text(program)) == program
+        again = from_json(to_json(program))
+        assert again == program
+        assert not check(again)
+
+
+def test_a_template_is_woven_for_other_letters() -> None:
+    for kind in (ring(), three(), FULL, DENSE):
+        assert not order_problem(spelt(woven(kind)), kind), kind.name
+    assert merged_order("literature", layout(kinds=("ring",) * 2, types=(ring(),))) == woven(ring())
+    text = spelt(woven(ring()))
+    assert {word for chain in chains(ring()) for word in chain} == set(text.split())
+    with pytest.raises(ValueError, match="no kind of layer has all the letters of left and right"):
+        merged_order(
+            "literature",
+            Layout(
+                ("left", "right"),
+                types=(LayerKind("left", (Part("x", "x"),)), LayerKind("right", (Part("y", "y"),))),
+            ),
+        )
+
+
+def test_a_spelt_order_that_cannot_run_is_refused() -> None:
+    words = spelt(woven(ring())).split()
+    words[0], words[-1] = words[-1], words[0]
+    with pytest.raises(ValueError, match=r"plan.layer_order=.* needs .*, which comes later"):
+        build_program(layout(), 4, planned(layer_order=" ".join(words)), Sharding())
+
+
+def late_experts(draft: Draft) -> Draft:
+    """A pass: the weight gradients of experts at the end of their step."""
+
+    def change(_: int, steps: tuple[list, ...]) -> list[list]:
+        late = [[op for op in ops if (op.verb, op.part) == ("wgrad", "experts")] for ops in steps]
+        return [[op for op in ops if op not in end] + end for ops, end in zip(steps, late, strict=True)]
+
+    return draft.each(change)
+
+
+def test_a_pass_of_ones_own_is_part_of_the_chain() -> None:
+    passes = inserted("sends", late_experts)
+    assert list(passes)[:3] == ["expand", "sends", "late_experts"]
+    there = Layout(("moe",) * 4, pp=2, ep=2)
+    program = build_program(there, 4, planned(), Sharding(2, 2), passes=passes)
+    assert not check(program)
+    dry_run(program, 3)
+    assert program != build_program(there, 4, planned(), Sharding(2, 2))
+    with pytest.raises(ValueError, match="there is no pass 'send'; there are expand, sends"):
+        inserted("send", late_experts)
+
+
+def test_an_order_that_cannot_run_names_what_it_lacks() -> None:
+    def backwards(draft: Draft) -> Draft:
+        return draft.each(lambda _, steps: [ops[::-1] for ops in steps])
+
+    with pytest.raises(ValueError, match=r"this order cannot run: '.*' needs '.*', which comes later in the order"):
+        build_program(Layout(("dense",) * 2), 2, planned(), Sharding(), passes=inserted("sends", backwards))
+
+
+A, B = Part("one", "a"), Part("two", "b", ("one",))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((), "it has no parts"),
+        ((B,), "its first part, 'two', must read the layer's input alone"),
+        ((A, Part("one", "c", ("one",))), "two parts have the name 'one'"),
+        ((A, Part("two", "a", ("one",))), "two parts have the letter 'a'"),
+        ((A, Part("two", "b", ("three",))), "'two' reads 'three', which no part before it makes; there are one"),
+        ((A, Part("two", "b", ("one.x",))), "'two' reads 'one.x', which no part before it makes"),
+        ((A, Part("two", "b", ("input",))), "'two' reads the layer's input, which only the first part may"),
+        ((A, B, Part("three", "c", ("two", "one"))), "'one' is read by 'two' and 'three'; hand it on as two outputs"),
+        ((Part("one", "a", outputs=("x", "y")), Part("two", "b", ("one.x",))), "nothing reads 'one.y'"),
+        ((A, Part("two", "b", ("one",), lane="cp", purpose="a2a")), "its last part, 'two', must compute one output"),
+        ((Part("one", "a", early=True), B), "'one' is early, which only the last part may be"),
+        ((A, Part("two", "b", ("one",), kept=("fwd x",))), "'two' keeps 'fwd x', which is no value of the layer"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(parts: tuple[Part, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"layer kind 'odd': .*{message}"):
+        LayerKind("odd", parts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "an expert"}, "a name is a Python identifier"),
+        ({"letter": "A"}, "letter must be one lower-case letter"),
+        ({"lane": "cp"}, "a part communicates with both or computes with none"),
+        ({"lane": "cp", "purpose": "a2a", "unit": "dense"}, "it has one input, one output and no weights"),
+        ({"unit": "shared"}, "unit must be one of embed, dense, experts, head"),
+        ({"reads": ("input", "input")}, "must differ"),
+    ],
+)
+def test_a_part_that_contradicts_itself_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Part(**{"name": "one", "letter": "a", **fields})
+
+
+def test_kinds_of_one_layout_agree() -> None:
+    other = LayerKind("other", (Part("attn", "a", unit="experts"),))
+    with pytest.raises(ValueError, match="another part 'attn' has another unit, lane or purpose"):
+        Layout(("dense", "other"), types=(DENSE, other))
+    with pytest.raises(ValueError, match="no description of layers of kind 'sparse': there are dense and moe"):
+        Layout(("sparse",))
+    with pytest.raises(ValueError, match="part 'norm' cannot be recomputed: there are attn, experts, mlp"):
+        Layout(("dense",), recompute=("norm",))
+
+
+def test_a_part_without_a_cost_function_cannot_be_priced() -> None:
+    from hocket.plan.cost import size_of
+
+    with pytest.raises(ValueError, match="part 'one' has no cost function: give its description a `size`"):
+        size_of(A, None)  # type: ignore[arg-type]
+    assert size_of(replace(A, size=lambda shapes: PartSize(output=3)), None).output == 3  # type: ignore[arg-type]
