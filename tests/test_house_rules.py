@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -143,6 +143,35 @@ def test_layers_import_downwards() -> None:
         for file, line in imported(path):
             there = place(file)
             assert here == there or here[0] < there[0], f"{name(path)}:{line} imports {file}, which is not below it"
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """One circle among files for each file that closes one, as the way around it."""
+    over: set[str] = set()
+    found = []
+
+    def follow(file: str, way: tuple[str, ...]) -> None:
+        if file in way:
+            found.append(" -> ".join((*way[way.index(file) :], file)))
+        elif file not in over:
+            for other in sorted(imports.get(file, ())):
+                follow(other, (*way, file))
+            over.add(file)
+
+    for file in imports:
+        follow(file, ())
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == ["a -> b -> c -> a"]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_circles_among_files() -> None:
+    """Imports inside of functions and for types alone count too: whoever reads one file has to read the other."""
+    imports = {name(path): {file for file, _ in imported(path)} - {name(path)} for path in PACKAGE}
+    assert not circles(imports)
 
 
 def test_values_do_not_import_torch() -> None:
