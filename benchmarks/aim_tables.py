@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from benchmarks.bench.contender import entry
 from benchmarks.contender_tables import tokens_of, workloads
 from benchmarks.markdown import Result, table
 from benchmarks.sharding_tables import verdict
-from hocket.bench.contender import entry
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from benchmarks.bench import command as bench
 from benchmarks.record import RESULTS
-from hocket.commands import bench
 
 DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.bench import contender
+from benchmarks.bench.report import FEW
 from benchmarks.markdown import Result, block, table
-from hocket.bench import contender
-from hocket.bench.report import FEW
 
 
 def workloads(results: Sequence[Result]) -> list[Result]:

@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.record import origins, provenance, save
 from benchmarks.options import arguments
 from benchmarks.outcomes import counted
 from benchmarks.record import RESULTS, ROOT
-from hocket.bench.record import origins, provenance, save
 
 PATIENCE = 20.0
 """Seconds in which pytest ends its tests after it was interrupted."""

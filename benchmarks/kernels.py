@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.bench.plain import Exchange, SyncMoELayer
 from benchmarks.options import arguments
 from benchmarks.record import write
-from hocket.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
 from hocket.model.layers import rotary_table, swiglu

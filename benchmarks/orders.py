@@ -22,10 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.bench.measure import Timer
+from benchmarks.bench.workload import Workload, batches
 from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, start
-from hocket.bench.measure import Timer
-from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.plan.network import hardware_of
 from hocket.plan.simulate import simulate

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hocket.bench.record import save
+from benchmarks.bench.record import save
 
 KINDS = ("passed", "failed", "skipped")
 

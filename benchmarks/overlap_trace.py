@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.baselines import PRESETS, words
+from benchmarks.bench.command import Bench, for_bench
 from benchmarks.options import arguments
 from benchmarks.ranks import batch, for_world, join, timed_block
 from benchmarks.record import write
-from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench.measure import Timer, slowest
 from benchmarks.options import arguments as common
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.bench.measure import Timer, slowest
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch

@@ -14,11 +14,11 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.bench.record import origins
 from benchmarks.calibration import predictions
 from benchmarks.options import arguments
 from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
-from hocket.bench.record import origins
 from hocket.resolve import Settings
 from hocket.trace.align import load
 from hocket.trace.rebuild import settings_of

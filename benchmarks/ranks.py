@@ -8,8 +8,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from hocket.bench.measure import Gauge, Timer, slowest
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench.measure import Gauge, Timer, slowest
+from benchmarks.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.environment import prepare

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hocket.bench.record import ROOT, provenance, save
+from benchmarks.bench.record import ROOT, provenance, save
 
 RESULTS = ROOT / "benchmarks" / "results"
 

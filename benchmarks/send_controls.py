@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench.measure import Timer
+from benchmarks.bench.workload import Workload, batches
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, start
-from hocket.bench.measure import Timer
-from hocket.bench.workload import Workload, batches
 from hocket.config import (
     Config,
     ExpertOverlap,

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.bench.gate import curve
+from benchmarks.bench.measure import Gauge, Timer, slowest, take_turns
+from benchmarks.bench.ours import Planned
+from benchmarks.bench.stats import ratio
+from benchmarks.bench.workload import Workload, batches
 from benchmarks.options import arguments
 from benchmarks.ranks import for_world, join
 from benchmarks.record import write
-from hocket.bench.gate import curve
-from hocket.bench.measure import Gauge, Timer, slowest, take_turns
-from hocket.bench.ours import Planned
-from hocket.bench.stats import ratio
-from hocket.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.presets import PLAIN
 from hocket.recipes import recipe

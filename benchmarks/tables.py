@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import tensor_tables
 from benchmarks.aim_tables import expert_aims
+from benchmarks.bench.record import origins
 from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
@@ -49,7 +50,6 @@ from benchmarks.sharding_tables import (
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from hocket import best_plan
-from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.commands.trace import trace_files

@@ -21,6 +21,9 @@ Purpose = Literal[
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
+Steps = list[tuple[int, int]]
+"""Ranks as sums of multiples, the first of which varies slowest: how many multiples, and of what."""
+
 COPIED: dict[str, tuple[Purpose, ...]] = {
     "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd"),
     "copy_engine_gathers": ("gather_dense", "gather_experts"),
@@ -109,10 +112,30 @@ class MeshConfig:
         """All ranks."""
         return self.pp * self.dp * self.tp
 
+    def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
+        """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
+
+        Pipeline groups join neighbours. Those of the last rank and the first, and those behind a turn, are left out:
+        see `Mesh.groups`.
+        """
+        row, edp = self.dp * self.tp, max(1, self.dp // self.ep)
+        match purpose:
+            case "gather_dense" | "reduce_dense":
+                return [(self.dp, self.tp)], [(self.pp, row), (self.tp, 1)]
+            case "gather_experts" | "reduce_experts":
+                return [(edp, self.ep * self.tp), (self.tp, 1)], [(self.pp, row), (self.ep, self.tp)]
+            case "a2a":
+                return [(self.ep, self.tp)], [(self.pp * edp, self.ep * self.tp), (self.tp, 1)]
+            case "tp":
+                return [(self.tp, 1)], [(self.pp * self.dp, self.tp)]
+            case "pp_fwd" | "pp_bwd":
+                return [(min(self.pp, 2), row)], [(max(self.pp - 1, 1), row), (row, 1)]
+            case "control":
+                return [(self.world, 1)], []
+
     def members(self, purpose: Purpose) -> int:
         """Ranks of one group."""
-        sizes = {"a2a": self.ep, "tp": self.tp, "pp_fwd": self.pp, "pp_bwd": self.pp, "control": self.world}
-        return sizes.get(purpose, self.dp // self.ep * self.tp if purpose.endswith("_experts") else self.dp)
+        return math.prod(count for count, _ in self.grid(purpose)[0])
 
 
 @dataclass(frozen=True, kw_only=True)

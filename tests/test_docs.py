@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
 from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
-from hocket.commands.bench import Bench
 from hocket.commands.explain import Explain
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan

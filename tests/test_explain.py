@@ -25,7 +25,6 @@ from hocket.explain.explanation import (
     Probed,
     Times,
     UnitRow,
-    digest,
 )
 from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, read, record
@@ -37,7 +36,7 @@ from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed
+from hocket.settings.leaves import changed, digest
 from hocket.settings.rule import Host
 from hocket.variables import survey
 from tests.helpers.command import command

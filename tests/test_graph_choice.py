@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.baselines import words
+from benchmarks.bench.command import Bench, for_bench
 from benchmarks.model_steps import Modelled
-from hocket.commands.bench import Bench, for_bench
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.resolve import Settings, resolve, without_copies

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -145,6 +145,35 @@ def test_layers_import_downwards() -> None:
             assert here == there or here[0] < there[0], f"{name(path)}:{line} imports {file}, which is not below it"
 
 
+def circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """One circle among files for each file that closes one, as the way around it."""
+    over: set[str] = set()
+    found = []
+
+    def follow(file: str, way: tuple[str, ...]) -> None:
+        if file in way:
+            found.append(" -> ".join((*way[way.index(file) :], file)))
+        elif file not in over:
+            for other in sorted(imports.get(file, ())):
+                follow(other, (*way, file))
+            over.add(file)
+
+    for file in imports:
+        follow(file, ())
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == ["a -> b -> c -> a"]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_circles_among_files() -> None:
+    """Imports inside of functions and for types alone count too: whoever reads one file has to read the other."""
+    imports = {name(path): {file for file, _ in imported(path)} - {name(path)} for path in PACKAGE}
+    assert not circles(imports)
+
+
 def test_values_do_not_import_torch() -> None:
     kernels = place("hocket/kernels/__init__.py")
     paths = [path for path in PACKAGE if place(name(path)) > kernels]
@@ -156,8 +185,8 @@ def test_values_do_not_import_torch() -> None:
 
 
 def test_streams_and_events_only_in_lanes() -> None:
-    """Queues are the lanes of those who have no plan. Benchmarks measure with events."""
-    allowed = {"hocket/runtime/lanes.py", "hocket/runtime/queue.py", "hocket/bench/measure.py"}
+    """Queues are the lanes of those who have no plan."""
+    allowed = {"hocket/runtime/lanes.py", "hocket/runtime/queue.py"}
     assert not offenders(allowed, "torch.cuda", STREAMS)
 
 
@@ -176,15 +205,12 @@ def test_a_step_does_not_synchronize_the_device() -> None:
 
 
 def test_collectives_only_behind_comm() -> None:
-    """Programs that hocket is measured against do as they like; a benchmark compares what its ranks have measured."""
     allowed = {
         "hocket/runtime/comm.py",
         "hocket/runtime/group_transport.py",
         "hocket/runtime/transports.py",
         "hocket/runtime/copy_engine.py",
     }
-    allowed |= {"hocket/bench/gate.py", "hocket/bench/measure.py", "hocket/bench/plain.py"}
-    allowed |= {name(path) for path in PACKAGE if name(path).startswith("hocket/bench/peers/")}
     assert not offenders(allowed, "torch.distributed", COLLECTIVES)
 
 

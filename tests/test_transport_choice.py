@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hocket.bench.run import Bench, Sized, without
+from benchmarks.bench.run import Bench, Sized, without
 from hocket.config import Config
 from hocket.explain.build import explain
 from hocket.launching import launch

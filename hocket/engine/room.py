@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,10 +21,41 @@ from hocket.plan.capacity import rows_allowed, rows_at_most, rows_evenly, rows_g
 from hocket.plan.stages import layout_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import Groups
-from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, fits
 
 T = TypeVar("T")
+
+ARRIVALS = 2
+"""Buffers in which rows arrive; see `runtime/pushed_rows.py`."""
+
+_USABLE = 0.95
+"""Share of a rank's memory that tensors may fill: between them the allocator leaves gaps."""
+
+
+class Held(NamedTuple):
+    """Bytes of a GPU's memory, as measured."""
+
+    usable: int
+    """What the caching allocator has, and what it can still get: libraries hold the rest."""
+    at_rest: int
+    """Of tensors that are there between steps."""
+    at_most: int
+    """Of tensors, at any moment so far."""
+
+    def fits(self, factor: float, more: int) -> bool:
+        """Whether a step fits whose values take `factor` times as much, with `more` bytes beside it.
+
+        Not all values of a step grow with the rows that experts get, so this asks for more than is needed.
+        """
+        return self.at_rest + factor * (self.at_most - self.at_rest) + more <= _USABLE * self.usable
+
+
+def _measured(device: torch.device) -> Held | None:
+    """What this rank's GPU holds; None on a CPU, whose memory nobody measures."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return Held(free + torch.cuda.memory_reserved(device), held, most)
 
 
 class RowRoom:
@@ -35,8 +67,7 @@ class RowRoom:
         """What ops lay rows out in; None where hosts know how many come."""
         self.lacked = 0
         """Rows of one rank that found no room when ops were issued last: it was done again, with room for all."""
-        self.memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        """Bytes that this rank can use; 0: not known."""
+        self.measure: Callable[[], Held | None] = partial(_measured, device)
         if layout_of(config).uncounted:
             self.now = Room(rows_allowed(config), torch.zeros(1, dtype=torch.int64, device=device))
 
@@ -73,16 +104,15 @@ class RowRoom:
     def _grown(self, room: Room, rows: int) -> Room | None:
         """Room for so many rows and some more; None if steps would not fit."""
         config, capacity = self._config, rows_grown(self._config, rows)
-        if not self._would_fit(capacity):
+        arrival = max(capacity, rows_evenly(config)) * config.model.hidden * config.element_bytes
+        if not self._would_fit(capacity / room.capacity, ARRIVALS * arrival):
             return None
-        most = max(capacity, rows_evenly(config))
-        self._groups.a2a.make_room(most * config.model.hidden * config.element_bytes)
+        self._groups.a2a.make_room(arrival)
         return replace(room, capacity=capacity)
 
-    def _would_fit(self, capacity: int) -> bool:
-        """Whether steps with room for so many rows are predicted to fit on the GPUs of all ranks."""
-        grown = changed(self._config, {"overlap.ep.room": capacity / rows_evenly(self._config)})
-        fit = not self.memory or fits(Trials().step(grown).nbytes, self.memory)
-        agreed = torch.tensor([fit], dtype=torch.int64, device=self._device)
+    def _would_fit(self, factor: float, more: int) -> bool:
+        """Whether all ranks have memory for steps of `factor` times the room, with `more` bytes of arrival buffers."""
+        held = self.measure()
+        agreed = torch.tensor([held is None or held.fits(factor, more)], dtype=torch.int64, device=self._device)
         self._groups.control.all_reduce(agreed, "min").wait()
         return bool(agreed)

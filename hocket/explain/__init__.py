@@ -1,6 +1,6 @@
 """What was decided about a run, why, and what it will do: `hocket explain`, and a file in the folder of every run.
 
-explanation.py   the object, its digest and its JSON
+explanation.py   the object and its JSON
 overlaps.py      what is hidden under what
 predicted.py     what the plan's simulation says of it
 parts.py         units, groups and memory

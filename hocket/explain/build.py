@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hocket.explain.explanation import Explanation, digest
+from hocket.explain.explanation import Explanation
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
 from hocket.plan.network import hosts_of
 from hocket.resolve import Settings
+from hocket.settings.leaves import digest
 from hocket.settings.origins import command_words
 from hocket.variables import Finding
 

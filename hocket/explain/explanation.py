@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from hocket.config import Config
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import leaf, types
 from hocket.variables import Finding
 
 Axis = Literal["tp", "dp", "pp", "ep"]
@@ -148,9 +144,3 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """Every field, for machines."""
         return asdict(self) | {"decisions": [decision.as_json() for decision in self.decisions]}
-
-
-def digest(config: Config) -> str:
-    """A short name for everything that a configuration says of a step: all settings but name and place of the run."""
-    said = {setting: leaf(config, setting) for setting in types() if not setting.startswith("run.")}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.config import COPIED
+from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
 from hocket.plan.cost import unit_weights
-from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, TP_SMS
+from hocket.plan.mesh import HOPS, PURPOSES, most_sms, mover_of
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import UNITS, Unit
 from hocket.plan.shard import ALIGN
@@ -68,26 +68,22 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
         members = settings.mesh.members(purpose)
         if members == 1:
             continue
-        hop = purpose in ("pp_fwd", "pp_bwd")
-        size = 2 if hop else members
-        count = len(mesh.edges) * mesh.dp * mesh.tp if hop else settings.world // members
+        count = len(mesh.edges) * mesh.dp * mesh.tp if purpose in HOPS else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
-        yield GroupRow(purpose=purpose, members=size, count=count, lanes=lanes, moved_by=moved)
+        yield GroupRow(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)
 
 
-def _moved_by(settings: Settings, purpose: str) -> str:
-    transport, on_gpu = settings.train.transport, settings.train.device == "cuda"
-    if purpose == "a2a" and settings.overlap.ep.splits == "device" and on_gpu and transport != "null":
-        return "kernels that store into the peers' memory"
-    if purpose == "tp" and by_pieces(settings) and on_gpu and transport != "null":
-        return f"copy engines, piece by piece; else NCCL, at most {TP_SMS} SMs"
-    if purpose in COPIED.get(transport, ()):
-        return "copy engines, no SM"
-    if transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu):
-        sms = HOP_SMS if purpose.startswith("pp_") else TP_SMS if purpose == "tp" else SMS
-        return f"NCCL, at most {sms} SMs"
-    return {"null": "nothing: it only pretends to"}.get(transport, "gloo")
+def _moved_by(settings: Settings, purpose: Purpose) -> str:
+    on_gpu, placed = settings.train.device == "cuda", settings.overlap.ep.splits == "device"
+    return {
+        "nothing": "nothing: it only pretends to",
+        "gloo": "gloo",
+        "nccl": f"NCCL, at most {most_sms(purpose)} SMs",
+        "copies": "copy engines, no SM",
+        "pieces": f"copy engines, piece by piece; else NCCL, at most {most_sms(purpose)} SMs",
+        "kernels": "kernels that store into the peers' memory",
+    }[mover_of(purpose, settings.train.transport, on_gpu, placed, by_pieces(settings))]
 
 
 def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:

@@ -134,7 +134,7 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
     for unit in context.units:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
-                shard.read_outside = _reader(unit, member.param)
+                shard.read_outside = _reader(context, unit, member.param)
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
@@ -142,13 +142,13 @@ def _install(context: ShardContext, inner: set[nn.Module], manual: bool) -> None
         for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
             watch_reads(one)
         if not manual:
-            hooks.drive(unit)
+            hooks.drive(unit, context)
     _contexts.add(context)
     _checked.clear()  # an optimizer may hold what has just been sharded
 
 
-def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
-    return lambda: full if unit.context.read_outside(unit) else None
+def _reader(context: ShardContext, unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
+    return lambda: full if context.read_outside(unit) else None
 
 
 def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
@@ -200,7 +200,9 @@ def unit_of(module: nn.Module) -> Unit:
 
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
     """The context of a sharded module."""
-    return module if isinstance(module, ShardContext) else unit_of(module).context
+    found = module if isinstance(module, ShardContext) else unit_of(module).context
+    assert isinstance(found, ShardContext)
+    return found
 
 
 def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,30 +15,29 @@ is flushed at the end of backward: counting hooks alone would never notice it.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Lease, Unit
-from hocket.fsdp.precision import note_formats
-
-if TYPE_CHECKING:
-    from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.precision import FORMATS
 
 
 class Invocation:
     """One forward of a unit, from its inputs to the end of its backward."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.forward = unit.context.forwards, torch._C._current_graph_task_id()
+    def __init__(self, unit: Unit, context: ShardContext) -> None:
+        self.unit, self._context = unit, context
+        self.forward = context.forwards, torch._C._current_graph_task_id()
         """Which forward pass, and which backward runs it, to make a graph of its own; -1 for none."""
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
@@ -66,7 +65,7 @@ class Invocation:
                 f"the weights of {self.unit} changed between a forward and its backward, so its gradients would be "
                 f"wrong: run every backward before optimizer.step(), or abort()"
             )
-        context = self.unit.context
+        context = self._context
         begin_backward(context)
         if self._lease is None:
             self._lease = context.need_backward(self.unit)
@@ -77,7 +76,7 @@ class Invocation:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-            self.unit.context.started.pop(self, None)
+            self._context.started.pop(self, None)
         opened = self.unit.open
         if opened[self.forward] > 1:
             opened[self.forward] -= 1
@@ -86,7 +85,7 @@ class Invocation:
             self.unit.repeated.discard(self.forward)
             if len(self.unit.modules) == 1 or self.unit.complete:
                 self.unit.reduce()
-        self.unit.context.look_back()
+        self._context.look_back()
 
 
 class _Inputs(torch.autograd.Function):
@@ -121,32 +120,32 @@ class _Call:
     """Of the unit's weights, before."""
 
 
-def drive(unit: Unit) -> None:
+def drive(unit: Unit, context: ShardContext) -> None:
     """Put a unit's modules and parameters under hooks."""
     for module in unit.modules:
-        _drive(unit, module)
+        _drive(unit, module, context)
     for group in unit.groups:
         for member in group.members if group.trainable else ():
-            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
+            member.param.register_post_accumulate_grad_hook(_on_gradient(unit, context))
 
 
-def _drive(unit: Unit, module: nn.Module) -> None:
+def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
     calls: list[_Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = _Call()
         calls.append(call)
-        call.lease = unit.context.need_forward(unit)
+        call.lease = context.need_forward(unit)
         call.writes = unit.writes()
         if not torch.is_grad_enabled() or _is_replay(unit):
             return args, kwargs
-        call.invocation = Invocation(unit)
+        call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = calls.pop()
         if output is None:  # after an exception
-            note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
+            _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
         if call.lease is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
@@ -160,15 +159,32 @@ def _drive(unit: Unit, module: nn.Module) -> None:
             lent = unit.lends(tensors)
             if not lent:
                 call.lease.release()
-            unit.context.leave_forward(unit)
+            context.leave_forward(unit)
             if lent:
-                unit.context.hold(call.lease)
+                context.hold(call.lease)
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
     module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
     # Also after an exception: recomputation ends early with one when it has all it needs.
     module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
     unit.on_abort.append(calls.clear)
+
+
+_NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
+
+
+def _note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[object]) -> None:
+    """Add to torch's error about dtypes, if it is one, which unit was given an input that it does not compute in."""
+    if not isinstance(error, RuntimeError) or not re.search("dtype|scalar type|should be the same", str(error)):
+        return
+    computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
+    strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
+    told = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by a unit inside of this one
+    if computes and strange and not told:
+        error.add_note(
+            f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
+            f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"
+        )
 
 
 def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
@@ -187,18 +203,19 @@ def _is_replay(unit: Unit) -> bool:
     return backward != -1 and any(made_in != backward for _, made_in in unit.open)
 
 
-def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
+def _on_gradient(unit: Unit, context: ShardContext) -> Callable[[Tensor], None]:
     # The collector of cycles does not see what such a hook refers to, and the unit refers to the parameter.
-    reference = weakref.ref(unit)
+    reference, shared = weakref.ref(unit), weakref.ref(context)
 
     def ready(param: Tensor) -> None:
-        unit = reference()
+        unit, context = reference(), shared()
         assert isinstance(param, nn.Parameter)
         assert unit is not None, "a backward of a sharded model that is gone"
-        begin_backward(unit.context)
+        assert context is not None
+        begin_backward(context)
         unit.grad_ready(param)
         if unit.complete:
-            for invocation in [one for one in unit.context.started if one.unit is unit and one.ends_with_gradients]:
+            for invocation in [one for one in context.started if one.unit is unit and one.ends_with_gradients]:
                 invocation.finish()
 
     return ready

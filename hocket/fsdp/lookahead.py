@@ -7,13 +7,10 @@ the reverse of the order in which forward left them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.order import Order
 from hocket.fsdp.strategy import Prefetch
-
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
 
 
 class Lookahead:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from hocket.fsdp.buffers import FullBuffer, Staging, StagingMemory, StagingRing
+from hocket.fsdp.module_unit import Unit
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import FixedSlots
 from hocket.runtime.comm import Window
-
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
-    from hocket.fsdp.param_group import ParamGroup
 
 T = TypeVar("T")
 

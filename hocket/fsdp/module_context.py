@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,20 @@ from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.comm import Window
 from hocket.runtime.queue import History, Queue, Ticket
 
-if TYPE_CHECKING:
-    from hocket.fsdp.hooks import Invocation
+
+class Begun(Protocol):
+    """An invocation of a unit in the middle of its backward."""
+
+    unit: Unit
+
+    @property
+    def ends_with_gradients(self) -> bool:
+        """Whether it is over as soon as every parameter has contributed."""
+        ...
+
+    def finish(self) -> None:
+        """The gradients of all inputs are done."""
+        ...
 
 
 _queues: dict[tuple[str, torch.device], Queue] = {}
@@ -55,7 +67,7 @@ class ShardContext:
         self.forwards = 0
         """How many forward passes have begun."""
         self.in_backward = False
-        self.started: dict[Invocation, None] = {}
+        self.started: dict[Begun, None] = {}
         """Invocations in the middle of their backward, oldest first."""
         self.reductions_open = False
         """Whether gradients were staged that nobody has waited for."""

@@ -17,21 +17,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer
+from hocket.fsdp.buffers import FullBuffer, Staging
 from hocket.fsdp.members import View
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.residency import Residency
 from hocket.fsdp.staged import Staged
-from hocket.runtime.queue import Ticket
+from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.sinks import set_sink
 from hocket.runtime.transports import Pending
 
-if TYPE_CHECKING:
-    from hocket.fsdp.module_context import ShardContext
+
+class Shared(Protocol):
+    """What units ask of the context that all units of a model share: `ShardContext`."""
+
+    gathering: Queue
+    reducing: Queue
+    outer: Queue
+    reductions_open: bool
+
+    @property
+    def accumulates(self) -> bool: ...
+    def residency_of(self, unit: Unit) -> Residency: ...
+    def staging_of(self, group: ParamGroup) -> Staging: ...
+    def adds_up_locally(self, group: ParamGroup) -> bool: ...
+    def weights_ready(self) -> Ticket: ...
+    def forget_old_forwards(self) -> None: ...
 
 
 class Lease:
@@ -68,7 +83,7 @@ class Unit:
     They are those of one module, or of the several modules of a bucket (`buckets.py`).
     """
 
-    context: ShardContext
+    context: Shared
     """Set by the context that takes the unit in."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:

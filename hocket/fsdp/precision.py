@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,20 +49,3 @@ class Formats:
     compute: torch.dtype
     wire: torch.dtype
     accumulate: torch.dtype
-
-
-_NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
-
-
-def note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[object]) -> None:
-    """Add to torch's error about dtypes, if it is one, which unit was given an input that it does not compute in."""
-    if not isinstance(error, RuntimeError) or not re.search("dtype|scalar type|should be the same", str(error)):
-        return
-    computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
-    strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
-    told = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by a unit inside of this one
-    if computes and strange and not told:
-        error.add_note(
-            f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
-            f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"
-        )

@@ -11,24 +11,31 @@ strategy that does not shard weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
+
+class Resident(Protocol):
+    """A unit, as far as it matters here."""
+
+    leases: int
+
+    @property
+    def full_bytes(self) -> int: ...
+    def evict(self) -> None: ...
 
 
 class Residency(Protocol):
     """Who may be gathered at the same time."""
 
-    def admit(self, unit: Unit, wanted: bool) -> bool:
+    def admit(self, unit: Resident, wanted: bool) -> bool:
         """Make room for `unit`, throwing out idle units. False if there is no room and `unit` is not `wanted` yet."""
         ...
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Resident) -> None:
         """`unit`, which is gathered, is needed now or soon."""
         ...
 
-    def gone(self, unit: Unit) -> None:
+    def gone(self, unit: Resident) -> None:
         """`unit` is not gathered any more."""
         ...
 
@@ -36,13 +43,13 @@ class Residency(Protocol):
 class Unbounded:
     """Everybody stays."""
 
-    def admit(self, unit: Unit, wanted: bool) -> bool:
+    def admit(self, unit: Resident, wanted: bool) -> bool:
         return True
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Resident) -> None:
         pass
 
-    def gone(self, unit: Unit) -> None:
+    def gone(self, unit: Resident) -> None:
         pass
 
 
@@ -57,15 +64,15 @@ class Budget:
         assert (units is None) != (nbytes is None)
         self.units, self.nbytes = units, nbytes
         self.exceeded = 0
-        self._gathered: list[Unit] = []  # what nobody has needed or looked ahead to for longest comes first
+        self._gathered: list[Resident] = []  # what nobody has needed or looked ahead to for longest comes first
 
-    def _fits(self, unit: Unit) -> bool:
+    def _fits(self, unit: Resident) -> bool:
         if self.units is not None:
             return len(self._gathered) < self.units
         assert self.nbytes is not None
         return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
 
-    def admit(self, unit: Unit, wanted: bool) -> bool:
+    def admit(self, unit: Resident, wanted: bool) -> bool:
         if unit in self._gathered:  # gathered again, with newer weights
             self.touch(unit)
             return True
@@ -79,11 +86,11 @@ class Budget:
         self._gathered.append(unit)
         return True
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Resident) -> None:
         self._gathered.remove(unit)
         self._gathered.append(unit)
 
-    def gone(self, unit: Unit) -> None:
+    def gone(self, unit: Resident) -> None:
         self._gathered.remove(unit)
 
 
@@ -94,18 +101,18 @@ class FixedSlots:
     So two units of one slot can't be in use together; that is an error, whatever else is free.
     """
 
-    def __init__(self, units: Sequence[Unit], count: int) -> None:
+    def __init__(self, units: Sequence[Resident], count: int) -> None:
         self.count = count
         self._slot = {unit: i % count for i, unit in enumerate(units)}
-        self._holder: dict[int, Unit | None] = dict.fromkeys(self._slot.values())
+        self._holder: dict[int, Resident | None] = dict.fromkeys(self._slot.values())
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: Resident) -> bool:
         return unit in self._slot
 
-    def slot_of(self, unit: Unit) -> int:
+    def slot_of(self, unit: Resident) -> int:
         return self._slot[unit]
 
-    def admit(self, unit: Unit, wanted: bool) -> bool:
+    def admit(self, unit: Resident, wanted: bool) -> bool:
         slot = self._slot[unit]
         holder = self._holder[slot]
         if holder is not None and holder is not unit:
@@ -120,9 +127,9 @@ class FixedSlots:
         self._holder[slot] = unit
         return True
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: Resident) -> None:
         pass
 
-    def gone(self, unit: Unit) -> None:
+    def gone(self, unit: Resident) -> None:
         if self._holder[self._slot[unit]] is unit:
             self._holder[self._slot[unit]] = None

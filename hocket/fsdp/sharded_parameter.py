@@ -24,14 +24,22 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-if TYPE_CHECKING:
-    from hocket.fsdp.param_group import ParamGroup
+
+class Group(Protocol):
+    """What a shard asks of the group that it is a part of: `ParamGroup`."""
+
+    @property
+    def keeps_all(self) -> bool: ...
+    def grad_of(self, index: int) -> Tensor | None: ...
+    def forget(self, index: int) -> None: ...
+    def set_grad(self, index: int, value: Tensor) -> None: ...
+    def invalidate(self) -> None: ...
 
 
 class ShardedParameter(nn.Parameter):
@@ -46,7 +54,7 @@ class ShardedParameter(nn.Parameter):
     """Index of the member in its group."""
     read_outside: Callable[[], nn.Parameter | None] | None
     """What stands for it when it is read as an attribute of its module; None is itself."""
-    _group: weakref.ref[ParamGroup] | None
+    _group: weakref.ref[Group] | None
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
         """Share the memory and the version counter of `data`."""
@@ -54,14 +62,14 @@ class ShardedParameter(nn.Parameter):
         shard._group, shard.read_outside = None, None
         return shard
 
-    def join(self, group: ParamGroup) -> None:
+    def join(self, group: Group) -> None:
         """Become a part of a group. See Note: [Autograd never sees a shard]."""
         self._group = weakref.ref(group)
         if self.requires_grad:
             super().register_post_accumulate_grad_hook(_refuse_gradient)
 
     @property
-    def group(self) -> ParamGroup | None:
+    def group(self) -> Group | None:
         """The group that it is a part of; None of a copy."""
         return None if self._group is None else self._group()
 

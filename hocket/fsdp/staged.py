@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from hocket.fsdp.buffers import Staging
@@ -11,14 +9,11 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.queue import Ticket
 from hocket.runtime.weights import put
 
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
-
 
 class Staged:
     """Staging memory in the hands of one group, and which parameters have written their gradient into it."""
 
-    def __init__(self, group: ParamGroup, staging: Staging, unit: Unit) -> None:
+    def __init__(self, group: ParamGroup, staging: Staging, unit: object) -> None:
         self.group, self._staging = group, staging
         self.flat = staging.take(unit, group.layout.total)
         self.views = group.grad_views(self.flat, keep=staging.fixed)

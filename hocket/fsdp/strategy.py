@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from hocket.config import Strategy
-from hocket.fsdp.residency import Budget
+from hocket.fsdp.residency import Budget, Resident
 from hocket.sizes import parse_bytes
-
-if TYPE_CHECKING:
-    from hocket.fsdp.module_unit import Unit
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Prefetch:
         """A new one."""
         return Allowance(self.units, self.nbytes)
 
-    def budget(self, units: Sequence[Unit]) -> Budget:
+    def budget(self, units: Sequence[Resident]) -> Budget:
         """Room for the unit in use and those ahead of it."""
         if self.units is not None:
             return Budget(self.units + 1, None)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,23 +35,11 @@ from torch import Tensor
 from hocket.kernels.usable import usable
 from hocket.parallel.per_rank import open_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
-from hocket.parallel.routing import Routing, inverse_of
+from hocket.parallel.routing import CountExchange, Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total
 from hocket.plan.copies import label_bytes
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.transports import RowTable
-
-
-class CountExchange(Protocol):
-    """The group of expert-parallel ranks, as much of it as the exchange of counts needs."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def all_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

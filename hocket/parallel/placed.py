@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hocket.parallel.routing import Routing
+from hocket.parallel.routing import CountExchange, Routing
 from hocket.runtime.blocks import Blocks, Room, lay_out
-
-if TYPE_CHECKING:
-    from hocket.parallel.dispatch import CountExchange
 
 
 @dataclass(frozen=True, eq=False)

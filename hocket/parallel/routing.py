@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.parallel.per_rank import Pairs, pair
+
+
+class CountExchange(Protocol):
+    """The group of expert-parallel ranks, as much of it as the exchange of counts needs."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def all_counts(self, counts: Tensor) -> Tensor:
+        """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,16 +9,44 @@ are like the ranks of a run without tensor parallelism; only experts, which are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
-from hocket.config import Purpose
+from hocket.config import COPIED, MeshConfig, Purpose, Steps
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 """All purposes, in the order in which every rank creates their groups."""
 
+HOPS: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
+"""Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
+
 SMS, TP_SMS, HOP_SMS = 16, 24, 4
 """Most SMs of one collective on NCCL, of one of tensor-parallel ranks, beside most of which nothing computes, and of
 one pipeline send or receive."""
+
+Mover = Literal["nothing", "gloo", "nccl", "copies", "pieces", "kernels"]
+"""What moves a group's bytes: copies are those of copy engines, which move pieces of tokens, or else whole tensors;
+kernels store rows into the memory of peers."""
+
+
+def mover_of(purpose: Purpose, transport: str, on_gpu: bool, device_splits: bool, by_pieces: bool) -> Mover:
+    """What a transport moves a group's bytes with, of ranks that compute on GPUs or not.
+
+    With `device_splits` hosts do not know how many rows go where; with `by_pieces` some layer moves tokens so.
+    """
+    if transport == "null":
+        return "nothing"
+    if not (transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu)):
+        return "gloo"
+    if purpose == "a2a" and device_splits:
+        return "kernels"
+    if purpose == "tp" and by_pieces:
+        return "pieces"
+    return "copies" if purpose in COPIED.get(transport, ()) else "nccl"
+
+
+def most_sms(purpose: Purpose) -> int:
+    """Most SMs that NCCL takes for one call on a group."""
+    return HOP_SMS if purpose in HOPS else TP_SMS if purpose == "tp" else SMS
 
 
 @dataclass(frozen=True)
@@ -102,30 +130,17 @@ class Mesh:
         the ranks and back. With pp = 2 the two edges join the same two ranks and stay distinct groups; with pp = 1
         there is none.
         """
-        match purpose:
-            case "gather_dense" | "reduce_dense":
-                return tuple(
-                    tuple(self.rank(p, d, t) for d in range(self.dp)) for p in range(self.pp) for t in range(self.tp)
-                )
-            case "gather_experts" | "reduce_experts":
-                return tuple(
-                    tuple(self.rank(p, j * self.ep + e, t) for j in range(self.edp) for t in range(self.tp))
-                    for p in range(self.pp)
-                    for e in range(self.ep)
-                )
-            case "a2a":
-                return tuple(
-                    tuple(self.rank(p, j * self.ep + e, t) for e in range(self.ep))
-                    for p in range(self.pp)
-                    for j in range(self.edp)
-                    for t in range(self.tp)
-                )
-            case "tp":
-                return tuple(
-                    tuple(self.rank(p, d, t) for t in range(self.tp)) for p in range(self.pp) for d in range(self.dp)
-                )
-            case "pp_fwd" | "pp_bwd":
-                places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
-                return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
-            case "control":
-                return (tuple(range(self.world)),)
+        if purpose in HOPS:
+            places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
+            return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
+        members, firsts = MeshConfig(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp).grid(purpose)
+        others = sums(members)
+        return tuple(tuple(first + other for other in others) for first in sums(firsts))
+
+
+def sums(steps: Steps) -> list[int]:
+    """Ranks that are sums of multiples, in order."""
+    ranks = [0]
+    for count, stride in steps:
+        ranks = [rank + i * stride for rank in ranks for i in range(count)]
+    return ranks

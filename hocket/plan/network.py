@@ -35,7 +35,7 @@ from functools import cache
 
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.plan.hardware import HARDWARE, Hardware, Link
-from hocket.plan.mesh import PURPOSES
+from hocket.plan.mesh import PURPOSES, sums
 from hocket.sizes import parse_rate, parse_time
 
 BANDWIDTH, LATENCY = "48GB/s", "10us"
@@ -57,35 +57,10 @@ class Spread:
     """Its ranks on the host that has the fewest of them."""
 
 
-Places = list[tuple[int, int]]
-"""Ranks as sums of multiples: how many multiples, and of what."""
-
-
-def _places(m: MeshConfig, purpose: Purpose) -> tuple[Places, Places]:
-    """Where the members of a group are, counted from its first, and where the groups begin. See `Mesh.groups`.
-
-    A pipeline group of the last rank and the first is left out: where all others stay on a host, so does it.
-    """
-    row, edp = m.dp * m.tp, max(1, m.dp // m.ep)
-    match purpose:
-        case "gather_dense" | "reduce_dense":
-            return [(m.dp, m.tp)], [(m.pp, row), (m.tp, 1)]
-        case "gather_experts" | "reduce_experts":
-            return [(edp, m.ep * m.tp), (m.tp, 1)], [(m.pp, row), (m.ep, m.tp)]
-        case "a2a":
-            return [(m.ep, m.tp)], [(m.pp * edp, m.ep * m.tp), (m.tp, 1)]
-        case "tp":
-            return [(m.tp, 1)], [(m.pp * m.dp, m.tp)]
-        case "pp_fwd" | "pp_bwd":
-            return [(min(m.pp, 2), row)], [(max(m.pp - 1, 1), row), (row, 1)]
-        case "control":
-            return [(m.world, 1)], []
-
-
 @cache
 def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread:
     """How the groups for a purpose lie on hosts with neighbouring ranks."""
-    members, starts = _places(mesh, purpose)
+    members, starts = mesh.grid(purpose)
     if mesh.world <= ranks_per_host:
         size = math.prod(count for count, _ in members)
         return Spread(size, 1, size)
@@ -93,9 +68,7 @@ def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread
     for count, stride in starts:
         ahead = {i * stride % ranks_per_host for i in range(min(count, ranks_per_host))}
         begins = {(begin + more) % ranks_per_host for begin in begins for more in ahead}
-    ranks = [0]
-    for count, stride in members:
-        ranks = [rank + i * stride for rank in ranks for i in range(count)]
+    ranks = sums(members)
     found = [Counter((begin + rank) // ranks_per_host for rank in ranks) for begin in begins]
     return Spread(len(ranks), max(map(len, found)), min(min(hosts.values()) for hosts in found))
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.config import COPIED
-from hocket.plan.mesh import PURPOSES, Mesh, Purpose
+from hocket.plan.mesh import HOPS, PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.copy_engine import CopyEngine, problem
 from hocket.runtime.exchanges import Issued, Words
-from hocket.runtime.group_transport import HOPS, CommOptions, TransportName, make_transport
+from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
 from hocket.runtime.hop_copies import CopiedHops
 from hocket.runtime.peer_copies import CopiedRows
 from hocket.runtime.pretended import Link, Slow

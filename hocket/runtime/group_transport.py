@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from hocket.config import COPIED
-from hocket.plan.mesh import HOP_SMS, SMS, TP_SMS, Purpose
+from hocket.config import Purpose
+from hocket.plan.mesh import HOPS, Mover, most_sms, mover_of
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
 from hocket.runtime.hop_copies import CopiedHops, hop_copies
 from hocket.runtime.lanes import Side
@@ -20,9 +20,6 @@ from hocket.runtime.pretended import Link, Null, Slow
 from hocket.runtime.pushed_rows import PushedRows, pushes
 from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
-
-HOPS: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
-"""Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
 
 TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
@@ -58,22 +55,21 @@ def make_transport(
     member = rank in ranks
     if len(ranks) == 1:
         return Local() if member else None
-    if name == "null":
+    mover = mover_of(purpose, name, device.type == "cuda", options.device_splits, options.tokens > 0)
+    if mover == "nothing":
         return Null(len(ranks), ranks.index(rank), device) if member else None
-    on_gpu = name == "nccl" or name in COPIED or (name == "slow" and device.type == "cuda")
-    copied = purpose in COPIED.get(name, ())
     timeout = timedelta(seconds=options.timeout)
-    if on_gpu:
-        sms = {"pp_fwd": HOP_SMS, "pp_bwd": HOP_SMS, "tp": TP_SMS}.get(purpose, SMS)
-        collective = copied and purpose != "a2a" and purpose not in HOPS
-        pg_options = (copy_engine_options if collective else nccl_options)(sms, timeout)
-        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
-    else:
+    if mover == "gloo":
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
+    else:
+        collective = mover == "copies" and purpose != "a2a" and purpose not in HOPS
+        pg_options = (copy_engine_options if collective else nccl_options)(most_sms(purpose), timeout)
+        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     if not member:
         return None
     assert isinstance(made, dist.ProcessGroup)
-    real = _on_gpus(purpose, made, ranks, device, copied, options) if on_gpu else Gloo(made, ranks)
+    on_gpu = mover != "gloo"
+    real = _on_gpus(purpose, made, ranks, device, mover, options) if on_gpu else Gloo(made, ranks)
     if name != "slow" or purpose not in options.links:
         return real
     assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
@@ -86,19 +82,19 @@ def _on_gpus(
     made: dist.ProcessGroup,
     ranks: tuple[int, ...],
     device: torch.device,
-    copied: bool,
+    mover: Mover,
     options: CommOptions,
 ) -> Transport:
-    """What moves the bytes of a NCCL group; `copied`: copy engines, where it can be."""
-    if purpose == "a2a" and options.device_splits:
-        arrivals = pushes(made, options.arrival, device, options.timeout)
-        return PushedRows(made, ranks, device, options.timeout, arrivals)
-    if purpose == "a2a" and copied:
+    """What moves the bytes of a NCCL group."""
+    if mover == "kernels":
+        return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
+    if mover == "pieces":
+        tokens = copied_tokens(made, options.tokens, device, options.timeout, Side(device))
+        return CopyingNccl(made, ranks, device, tokens)
+    if mover == "nccl":
+        return Nccl(made, ranks, device)
+    if purpose == "a2a":
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
-    if purpose in HOPS and copied:
+    if purpose in HOPS:
         return CopiedHops(made, ranks, device, hop_copies(made, ranks, options.hop, device, options.timeout))
-    if purpose == "tp" and options.tokens:
-        return CopyingNccl(
-            made, ranks, device, copied_tokens(made, options.tokens, device, options.timeout, Side(device))
-        )
-    return CopyEngine(made, ranks, device) if copied else Nccl(made, ranks, device)
+    return CopyEngine(made, ranks, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
@@ -216,3 +218,9 @@ def describe(hint: Any) -> str:
         several = {int: "whole numbers", float: "numbers", str: "texts"}[args[0]]
         return f"a list of {several}" if args[-1] is Ellipsis else f"{len(args)} {several}"
     return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]
+
+
+def digest(config: Config) -> str:
+    """A short name for everything that a configuration says of a step: all settings but name and place of the run."""
+    said = {setting: leaf(config, setting) for setting in types() if not setting.startswith("run.")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]

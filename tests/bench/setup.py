@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hocket.bench import gate
-from hocket.bench.contender import Contender, load
-from hocket.bench.peers.bound import WholeWeights, bound
-from hocket.bench.plain import MainWeights
-from hocket.bench.variants import settled
-from hocket.bench.workload import Workload
+from benchmarks.bench import gate
+from benchmarks.bench.contender import Contender, load
+from benchmarks.bench.peers.bound import WholeWeights, bound
+from benchmarks.bench.plain import MainWeights
+from benchmarks.bench.variants import settled
+from benchmarks.bench.workload import Workload
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
 from hocket.settings.rule import Host

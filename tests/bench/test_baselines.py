@@ -6,13 +6,13 @@ import pytest
 
 from benchmarks.aim_tables import expert_aims
 from benchmarks.baselines import PRESETS, words
+from benchmarks.bench import variants
+from benchmarks.bench.command import Bench, changes, check, chosen, for_bench
+from benchmarks.bench.contender import CONTENDERS
+from benchmarks.bench.report import BOUNDS
 from benchmarks.contender_tables import contenders, host_cost, settings
 from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
 from benchmarks.tables import KNOWN
-from hocket.bench import variants
-from hocket.bench.contender import CONTENDERS
-from hocket.bench.report import BOUNDS
-from hocket.commands.bench import Bench, changes, check, chosen, for_bench
 from hocket.commands.options import parse
 from hocket.resolve import resolve
 from hocket.settings.rule import Host

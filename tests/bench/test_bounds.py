@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hocket.bench.ours import Exchanges, Muted, Planned
-from hocket.bench.plain import Exchange, Kept, backward, materialize, plain_model
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench.ours import Exchanges, Muted, Planned
+from benchmarks.bench.plain import Exchange, Kept, backward, materialize, plain_model
+from benchmarks.bench.workload import Workload, batches
 from hocket.config import MeshConfig
 from hocket.parallel import dispatch
 from hocket.runtime.pretended import Signal

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench.command import check, chosen
+from benchmarks.bench.contender import CONTENDERS, Entry, why_not
+from benchmarks.bench.gate import NumericsError
+from benchmarks.bench.run import Bench, Session
 from hocket import cli
-from hocket.bench.contender import CONTENDERS, Entry, why_not
-from hocket.bench.gate import NumericsError
-from hocket.bench.run import Bench, Session
-from hocket.commands.bench import check, chosen
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.resolve import resolve
 from tests.bench.setup import CPU, workload

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import CONTENDERS, load
-from hocket.bench.ours import Muted, Planned
-from hocket.bench.plain import Exchange, first_value, materialize, plain_model
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench.contender import CONTENDERS, load
+from benchmarks.bench.ours import Muted, Planned
+from benchmarks.bench.plain import Exchange, first_value, materialize, plain_model
+from benchmarks.bench.workload import Workload, batches
 from tests.bench.setup import CPU, built, curves, learn_the_same, workload
 from tests.helpers.ranks import run_ranks
 
@@ -160,7 +160,7 @@ def test_the_bound_updates_the_share_that_it_would_own():
 def test_every_contender_can_be_loaded_or_names_its_package():
     for name, entry in CONTENDERS.items():
         module = entry.make.partition(":")[0]
-        assert module.startswith("hocket.bench.")
+        assert module.startswith("benchmarks.bench.")
         if not entry.package:
             assert callable(load(name))
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from hocket.bench import gate
-from hocket.bench.gate import NumericsError
-from hocket.bench.peers.bound import WholeWeights, bound
-from hocket.bench.plain import MainWeights
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench import gate
+from benchmarks.bench.gate import NumericsError
+from benchmarks.bench.peers.bound import WholeWeights, bound
+from benchmarks.bench.plain import MainWeights
+from benchmarks.bench.workload import Workload, batches
 from hocket.settings.leaves import changed
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import blame
-from hocket.bench.gate import Verdict
-from hocket.bench.measure import Block, Gauge, Timer, nvml, take_turns
-from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text
-from hocket.bench.run import Bench
+from benchmarks.bench.contender import blame
+from benchmarks.bench.gate import Verdict
+from benchmarks.bench.measure import Block, Gauge, Timer, nvml, take_turns
+from benchmarks.bench.report import Measured, as_json, settings_text, table, verdict_text
+from benchmarks.bench.run import Bench
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from hocket.bench.contender import CONTENDERS, load
-from hocket.bench.peers.deepspeed import options
-from hocket.bench.plain import plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import CONTENDERS, load
+from benchmarks.bench.peers.deepspeed import options
+from benchmarks.bench.plain import plain_model
+from benchmarks.bench.workload import Workload
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 
 MOE = ModelConfig(layers=3, experts=4, dense_layers=(0,))

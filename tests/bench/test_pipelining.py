@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hocket.bench.contender import load
-from hocket.bench.peers.pipelining import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, Order, layout
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench.contender import load
+from benchmarks.bench.peers.pipelining import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, Order, layout
+from benchmarks.bench.workload import Workload, batches
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, PrecisionConfig, TrainConfig
 from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench.measure import Block
+from benchmarks.bench.resumed import has, read, sections
+from benchmarks.bench.run import Bench, Session
+from benchmarks.bench.workload import Workload
 from benchmarks.record import RESULTS
 from benchmarks.tables import origin
-from hocket.bench.measure import Block
-from hocket.bench.resumed import has, read, sections
-from hocket.bench.run import Bench, Session
-from hocket.bench.workload import Workload
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hocket.bench.ours import Muted
-from hocket.bench.sharded import Sharded
-from hocket.bench.workload import batches
+from benchmarks.bench.ours import Muted
+from benchmarks.bench.sharded import Sharded
+from benchmarks.bench.workload import batches
 from hocket.fsdp.param_group import ParamGroup
 from hocket.runtime.comm import Group, Window
 from hocket.runtime.pretended import Null

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hocket.bench.stats import noise, off_clock, ratio
+from benchmarks.bench.stats import noise, off_clock, ratio
 
 
 def test_a_ratio_pairs_blocks_of_the_same_round():

@@ -173,7 +173,7 @@ def one_rank_uses_more(rank: int) -> None:
     model = Branches()
     torch.manual_seed(0)
     plain = Branches()
-    hocket.fully_shard(model)
+    context = hocket.fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = [torch.randn(3, 11, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     for r in range(2):
@@ -181,7 +181,7 @@ def one_rank_uses_more(rank: int) -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     model(inputs[rank], rank).square().mean().backward()
     optimizer.step()
-    with torch.no_grad(), hocket.unit_of(model).context.gathered():
+    with torch.no_grad(), context.gathered():
         for name, param in plain.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).detach(), param.detach(), msg=name)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hocket.bench.contender import Resting, load
-from hocket.bench.workload import batches
+from benchmarks.bench.contender import Resting, load
+from benchmarks.bench.workload import batches
 from hocket.settings.leaves import changed
 from tests.bench.setup import workload
 from tests.helpers.command import finish, start

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.bench.plain import Exchange, SyncMoELayer
+from benchmarks.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
 from hocket.model.moe import ExpertPlace
 from hocket.parallel.dispatch import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.engine.room import RowRoom
+from hocket.engine.room import Held, RowRoom
 from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
@@ -90,10 +90,12 @@ PLACED = config(
 )
 
 
-def steps(rank: int, c: Config, memory: tuple[int, int] = (0, 0)) -> tuple[list[int], list[float], list[Tensor]]:
+def steps(
+    rank: int, c: Config, full: tuple[bool, bool] = (False, False)
+) -> tuple[list[int], list[float], list[Tensor]]:
     """Rows that lacked room in each of two steps and in a validation, losses and norms, weights."""
     engine = Engine(c, rank, CPU)
-    engine.room.memory = memory[rank]
+    engine.room.measure = lambda: Held(100, 40, 90) if full[rank] else None
     engine.init_weights()
     batches = [[Microbatch(*b[rank]) for b in step] for step in random_batches(c.model, 2, 2, c.mesh.dp, (2, 8))]
     results = [engine.train_step(step, 1e-2) for step in batches]
@@ -183,12 +185,19 @@ def test_a_user_is_told_how_much_room_there_is() -> None:
 
 
 def test_where_more_room_does_not_fit_on_one_rank_the_hosts_of_all_know_splits_from_then_on() -> None:
-    (lacked, *found), _ = run_ranks(steps, 2, PLACED, (0, 1))
+    (lacked, *found), _ = run_ranks(steps, 2, PLACED, (False, True))
     (_, *wanted), _ = run_ranks(steps, 2, planned(PLACED, splits="host"))
     assert lacked[0], "the first step is made again"
     assert not any(lacked[1:])
     assert found[0] == wanted[0]
     assert all(map(torch.equal, found[1], wanted[1]))
+
+
+def test_more_room_fits_where_a_step_as_measured_would() -> None:
+    held = Held(usable=100, at_rest=40, at_most=60)
+    assert held.fits(2.0, 15)
+    assert not held.fits(2.0, 16), "the allocator needs some"
+    assert not held.fits(2.8, 0)
 
 
 def test_ranks_that_cannot_reach_each_other_are_refused() -> None:

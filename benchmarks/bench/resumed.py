@@ -16,8 +16,8 @@ from hocket.config import Config
 from hocket.settings.leaves import problem
 
 if TYPE_CHECKING:
-    from hocket.bench.run import Bench
-    from hocket.bench.workload import Workload
+    from benchmarks.bench.run import Bench
+    from benchmarks.bench.workload import Workload
 
 Former = Mapping[str, Any]
 """A workload, as a result file has it."""

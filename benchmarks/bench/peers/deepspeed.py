@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import Contender
-from hocket.bench.plain import PlainModel, adamw, first_value, materialize, optimizer_name, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.plain import PlainModel, adamw, first_value, materialize, optimizer_name, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.model.layers import DenseLayer
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import hocket
-from hocket.bench.contender import Contender
-from hocket.bench.ours import Muted
-from hocket.bench.peers.fsdp2 import meshes
-from hocket.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.ours import Muted
+from benchmarks.bench.peers.fsdp2 import meshes
+from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.config import Strategy
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hocket.bench.contender import Contender
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.workload import Workload, batches
 from hocket.model.transformer import parameter_counts
 from hocket.settings.leaves import changed
 

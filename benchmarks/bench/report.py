@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.bench.contender import entry
-from hocket.bench.gate import Verdict
-from hocket.bench.measure import Block
-from hocket.bench.stats import Ratio, noise, off_clock, ratio
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import entry
+from benchmarks.bench.gate import Verdict
+from benchmarks.bench.measure import Block
+from benchmarks.bench.stats import Ratio, noise, off_clock, ratio
+from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.plan.hardware import HARDWARE
 from hocket.trace.columns import counted

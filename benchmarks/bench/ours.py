@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import Contender, Resting
-from hocket.bench.plain import optimizer_name
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender, Resting
+from benchmarks.bench.plain import optimizer_name
+from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.comm_options import comm_options

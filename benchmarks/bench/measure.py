@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from hocket.bench.contender import Contender, Resting, blame
+from benchmarks.bench.contender import Contender, Resting, blame
 from hocket.model.microbatch import Microbatch
 from hocket.runtime.collection import no_collection
 

@@ -25,11 +25,11 @@ from torchtitan.distributed import ParallelDims  # pyrefly: ignore[missing-impor
 from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule  # pyrefly: ignore[missing-import]
 from torchtitan.models.llama4.infra.parallelize import apply_fsdp  # pyrefly: ignore[missing-import]
 
-from hocket.bench.contender import Contender
-from hocket.bench.peers.pipelining import HeldStage
-from hocket.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
-from hocket.bench.plain import adamw, first_value, optimizer_name
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.peers.pipelining import HeldStage
+from benchmarks.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
+from benchmarks.bench.plain import adamw, first_value, optimizer_name
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.parallel.linears import cross_entropy
 from hocket.plan.mesh import Mesh

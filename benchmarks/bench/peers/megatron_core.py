@@ -30,10 +30,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # pyrefly
 from megatron.core.transformer import TransformerConfig  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from hocket.bench.contender import Contender
-from hocket.bench.peers.megatron_core_plan import Experts, Stage, wait_for_whole_layers
-from hocket.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.peers.megatron_core_plan import Experts, Stage, wait_for_whole_layers
+from benchmarks.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.plan.stages import layout_of
 

@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.utils import NoopScheduleNode  # pyrefly: i
 from megatron.core.transformer.module import MegatronModule  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
-from hocket.bench.plain import Exchange, PlainModel
+from benchmarks.bench.plain import Exchange, PlainModel
 from hocket.model.layers import DenseLayer
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer

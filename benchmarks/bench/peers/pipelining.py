@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from hocket.bench.contender import Contender
-from hocket.bench.peers.fsdp2 import shard
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.peers.fsdp2 import shard
+from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.parallel.linears import cross_entropy

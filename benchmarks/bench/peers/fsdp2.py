@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hocket.bench.contender import Contender
-from hocket.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, optimizer_name, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, optimizer_name, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.plan.mesh import Mesh

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hocket.bench.contender import Contender
-from hocket.bench.plain import (
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.plain import (
     Exchange,
     PlainModel,
     adamw,
@@ -31,7 +31,7 @@ from hocket.bench.plain import (
     optimizer_name,
     plain_model,
 )
-from hocket.bench.workload import Workload
+from benchmarks.bench.workload import Workload
 from hocket.model.layers import DenseLayer
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer

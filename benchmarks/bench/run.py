@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from hocket.bench import gate, resumed
-from hocket.bench.contender import Contender, blame, entry, load
-from hocket.bench.measure import Block, Gauge, Timer, nvml, slowest, take_turns
-from hocket.bench.record import provenance, save
-from hocket.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
-from hocket.bench.workload import Workload, batches
+from benchmarks.bench import gate, resumed
+from benchmarks.bench.contender import Contender, blame, entry, load
+from benchmarks.bench.measure import Block, Gauge, Timer, nvml, slowest, take_turns
+from benchmarks.bench.record import provenance, save
+from benchmarks.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
+from benchmarks.bench.workload import Workload, batches
 from hocket.model.microbatch import Microbatch
 from hocket.resolve import Settings, without_copies
 

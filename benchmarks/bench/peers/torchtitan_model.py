@@ -14,8 +14,8 @@ from torchtitan.distributed.dual_pipe_v import DualPipeExpertParallel  # pyrefly
 from torchtitan.distributed.expert_parallel import ExpertParallel  # pyrefly: ignore[missing-import]
 from torchtitan.models.moe import MoE  # pyrefly: ignore[missing-import]
 
-from hocket.bench.plain import Exchange, PlainModel, compile_layers
-from hocket.bench.workload import Workload
+from benchmarks.bench.plain import Exchange, PlainModel, compile_layers
+from benchmarks.bench.workload import Workload
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer, swiglu

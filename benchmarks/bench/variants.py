@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.bench.contender import CONTENDERS, entry
+from benchmarks.bench.contender import CONTENDERS, entry
 from hocket.config import Config
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve

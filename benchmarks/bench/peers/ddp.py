@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hocket.bench.contender import Contender
-from hocket.bench.plain import MainWeights, backward, materialize, optimizer_name, plain_model
-from hocket.bench.workload import Workload
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.plain import MainWeights, backward, materialize, optimizer_name, plain_model
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 
 BUCKET_MB = 100

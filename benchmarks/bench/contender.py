@@ -1,6 +1,6 @@
 """Who can take part in a benchmark, and what a contender is.
 
-A peer is one function `make(workload, rank, device) -> Contender` in `hocket/bench/peers/`, and one line in
+A peer is one function `make(workload, rank, device) -> Contender` in `benchmarks/bench/peers/`, and one line in
 `CONTENDERS`. It must compute what all others do: weights from `plain.fill`, tokens as they are given, the mean loss
 of a microbatch divided by the number of microbatches, gradients averaged over all data-parallel ranks, AdamW
 (`plain.adamw`) on fp32 main weights without clipping. The default process group exists before `make` is called.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the list of contenders is shown without loading torch
     import torch
     from torch import Tensor
 
-    from hocket.bench.workload import Workload
+    from benchmarks.bench.workload import Workload
     from hocket.model.microbatch import Microbatch
 
 
@@ -64,7 +64,7 @@ class Entry:
     """What is known of a contender before it is built."""
 
     make: str
-    """Module and function, `hocket.bench.peers.ddp:ddp`; loaded in the workers only."""
+    """Module and function, `benchmarks.bench.peers.ddp:ddp`; loaded in the workers only."""
     about: str
     """One line for the list."""
     package: str = ""
@@ -93,7 +93,7 @@ class Entry:
         return not self.make.startswith(_PEERS)
 
 
-_PEERS, _OURS, _SHARDED = "hocket.bench.peers", "hocket.bench.ours", "hocket.bench.sharded"
+_PEERS, _OURS, _SHARDED = "benchmarks.bench.peers", "benchmarks.bench.ours", "benchmarks.bench.sharded"
 _MFSDP = "megatron-fsdp==0.6.1"
 
 _CE = {"train.transport": "copy_engine"}

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hocket.bench.contender import Contender
-from hocket.bench.plain import (
+from benchmarks.bench.contender import Contender
+from benchmarks.bench.plain import (
     Exchange,
     Kept,
     MainWeights,
@@ -25,7 +25,7 @@ from hocket.bench.plain import (
     optimizer_name,
     plain_model,
 )
-from hocket.bench.workload import Workload
+from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hocket.bench.workload import Workload
+from benchmarks.bench.workload import Workload
 from hocket.fsdp.planned.adamw import fastest
 from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
