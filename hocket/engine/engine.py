@@ -124,7 +124,7 @@ class Engine:
             layout.is_first(pp, chunk),
             layout.is_last(pp, chunk),
             ep=ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank),
-            aux_scale=1.0 / (self.config.train.microbatches * self.mesh.tp),
+            aux_scale=1.0 / self.config.train.microbatches,
             linears=self._linears,
         )
 
