@@ -13,7 +13,7 @@ Shapes: T tokens, E experts, K choices per token, N blocks of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import triton
@@ -240,14 +240,17 @@ class Total(Protocol):
     def get(self) -> Tensor: ...
 
 
+OneTotal = TypeVar("OneTotal", bound=Total)
+
+
 def choose(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     config: ModelConfig,
     aux: float,
-    begin: Callable[[Tensor], Total],
+    begin: Callable[[Tensor], OneTotal],
     ranks: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Total]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, OneTotal]:
     """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], experts, scores, total).
 
     The experts are those of every token, int32 [T, K], the scores sums over tokens, fp32 [E]. What

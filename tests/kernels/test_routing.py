@@ -78,7 +78,9 @@ def test_the_balance_loss_of_two_ranks_is_that_of_all_tokens(router: str) -> Non
         again = half.detach().clone().requires_grad_()
         weigh(again, chosen, total, config, 0.3, 2).backward(g_half)
         assert torch.equal(again.grad, half.grad)  # pyrefly: ignore
-        parts.append(replace(routing, total_E=total, scores_E=scores).aux)
+        part = replace(routing, total_E=total, scores_E=scores).aux
+        assert part is not None
+        parts.append(part)
     torch.testing.assert_close(torch.cat([half.grad for half in halves]), whole.grad, rtol=1e-4, atol=1e-5)  # pyrefly: ignore
     torch.testing.assert_close(parts[0] + parts[1], routing.aux)
 
