@@ -1,22 +1,18 @@
 """How much of a step pipeline ranks rest, and what they hold: the zero-bubble orders beside 1F1B. Needs no GPU.
 
-    python -m benchmarks.bubbles
-
-Two predictions by the simulator, of programs as they are run. In *units* hops take nothing, and forward, input gradient
-and weight gradient of a layer are as long in proportion as a transformer's, so what is left is the order's own bubble;
-activations count layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's
-layers on H200s, hops and gathers included, with a vocabulary small enough for the head not to weigh on one rank. Writes
-`bubbles.json`.
+The tables of `docs/orders.md` are made of these rows whenever documents are. They have two predictions by the
+simulator, of programs as they are run. In *units* hops take nothing, and forward, input gradient and weight gradient of
+a layer are as long in proportion as a transformer's, so what is left is the order's own bubble; activations count
+layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's layers on H200s,
+hops and gathers included, with a vocabulary small enough for the head not to weigh on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.options import arguments
-from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.plan.hardware import H200
 from hocket.plan.lower import build_program
@@ -113,28 +109,3 @@ def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[st
             "exposed_sends": [float(rank.exposed["pp"]) / step for rank in timeline.ranks],
             "peak_bytes": [rank.peak_bytes for rank in timeline.ranks],
         }
-
-
-def main() -> None:
-    parser = arguments(__doc__)
-    options = parser.parse_args()
-    units = [row for size in SIZES for row in in_units(*size)]
-    hardware = [row for microbatches in (8, 16) for row in on_hardware(microbatches)]
-    for row in units:
-        rests = 1 - row["work"] / row["step"]
-        print(
-            f"{row['pp']} x {row['microbatches']:3} {row['order']:52} rests {rests:6.1%}  {row['held_layers']} layers"
-        )
-    for row in hardware:
-        print(f"{row['microbatches']:3} {row['order']:52} {1e3 * row['seconds']:8.1f} ms  busy {max(row['busy']):.1%}")
-    orders = {name: config_of(settings) for name, settings in ORDERS.items()}
-    result = {
-        "orders": {name: asdict(config.plan) | {"overlap": asdict(config.overlap)} for name, config in orders.items()},
-        "units": units,
-        "predicted": hardware,
-    }
-    print(write("bubbles", result, options.out, options.commit))
-
-
-if __name__ == "__main__":
-    main()

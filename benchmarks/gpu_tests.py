@@ -82,9 +82,11 @@ def main() -> int:
         print(path)
         return 0
     result = begin(path, options.commit, options.resume)
+    # Named, for else pytest takes the folder that is above all paths among its words: that of the outcomes is anywhere.
+    root = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # a plugin that stops pytest beside several processes
     kept = ["-p", "benchmarks.outcomes", "--outcomes", str(path), "--commit", result["commit"]]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *off, *kept, *(words or ["tests"])]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *root, *off, *kept, *(words or ["tests"])]
     status = run(command, options.seconds)
     print(path)
     return status

@@ -1,10 +1,8 @@
 """What pairs at the ends of a merged order gain: predicted steps with and without them. Needs no GPU.
 
-    python -m benchmarks.merged_ends
-
 Layers of published MoE models on H200s, a quarter of them where there is no pipeline, for they would not fit; and the
-recipes as they are, in groups of the smallest size and of twice as many microbatches as pipeline ranks. Writes
-`merged_ends.json`.
+recipes as they are, in groups of the smallest size and of twice as many microbatches as pipeline ranks. The table of
+`docs/benchmarks.md` is made of these rows whenever documents are.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.options import arguments
-from benchmarks.record import write
 from hocket.config import Config, MeshConfig, Switch
 from hocket.plan.hardware import H200
 from hocket.planning import predict, program_of
@@ -65,17 +61,3 @@ def row(name: str, config: Config) -> dict[str, Any]:
             "peak_bytes": max(use.peak_bytes for use in timeline.ranks),
         }
     return {**found, "auto": resolve(config, host).overlap.ep.merge_ends}
-
-
-def main() -> None:
-    parser = arguments(__doc__)
-    options = parser.parse_args()
-    rows = [row(*case) for case in cases()]
-    for one in rows:
-        gain = 1 - one["on"]["seconds"] / one["off"]["seconds"]
-        print(f"{one['name']:66} {one['microbatches']} microbatches  {gain:6.1%}  auto: {one['auto']}")
-    print(write("merged_ends", {"rows": rows}, options.out, options.commit))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from benchmarks.bench.measure import Timer
 from benchmarks.bench.workload import Workload, batches
 from benchmarks.bubbles import ORDERS, config_of
-from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, start
+from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
 from hocket.config import Config
+from hocket.plan.lower import build_program
 from hocket.plan.network import hardware_of
 from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
+from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Groups
 
@@ -89,19 +90,40 @@ def rows_of(
     options: argparse.Namespace, bench: Bench, orders: dict[str, Config], found: dict[str, list[list[float]]]
 ) -> Iterator[dict[str, Any]]:
     """One row per order."""
-    costs = costs_of(bench.engine.config, hardware_of(bench.engine.config))
     for name in orders:
         keys = keys_of(options, name)
         measured = [median(found[key]) for key in keys]
-        predicted = [float(simulate(bench.programs[key], costs).makespan) for key in keys]
         yield {
             "order": name,
             "seconds": measured,
             "signal_seconds": median(found[f"{keys[0]}, signal"]),
-            "predicted": predicted,
             "in_flight": max(bench.programs[keys[1]].in_flight),
             "blocks": [found[key] for key in keys],
         }
+
+
+def predicted(options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
+    """Seconds of an order's two steps, as the cost model has them."""
+    found = {}
+    for orders in placements(options, ranks):
+        first = next(iter(orders.values()))
+        layout, costs = layout_of(first), costs_of(first, hardware_of(first))
+        for name, config in orders.items():
+            counts = (options.microbatches, 2 * options.microbatches)
+            steps = [build_program(layout, count, config, sharding_of(config)) for count in counts]
+            found[name] = [float(simulate(step, costs).makespan) for step in steps]
+    return found
+
+
+def of_result(result: Mapping[str, Any]) -> dict[str, list[float]]:
+    """`predicted` of the orders of a result."""
+    was, microbatches = result["config"], result["microbatches"]
+    options = argparse.Namespace(
+        cpu=was["train"]["device"] == "cpu", microbatches=microbatches, tokens=was["data"]["sequence_length"]
+    )
+    for config in next(placements(options, was["mesh"]["pp"])).values():
+        same_model(config, was)
+    return predicted(options, was["mesh"]["pp"])
 
 
 def median(blocks: Sequence[Sequence[float]]) -> float:
@@ -121,10 +143,11 @@ def main() -> None:
         rows += rows_of(options, bench, orders, measure(options, bench, rank))
         bench.engine.sharded.close()
     assert config is not None
+    model = predicted(options, dist.get_world_size()) if rank == 0 else {}
     for row in rows if rank == 0 else ():
-        few, predicted = 1e3 * row["seconds"][0], 1e3 * row["predicted"][0]
+        few, said = 1e3 * row["seconds"][0], 1e3 * model[row["order"]][0]
         hops = row["seconds"][0] / row["signal_seconds"] - 1
-        print(f"{row['order']:52} {few:8.2f} ms, predicted {predicted:8.2f} ms; hops {hops:+.1%}", flush=True)
+        print(f"{row['order']:52} {few:8.2f} ms, predicted {said:8.2f} ms; hops {hops:+.1%}", flush=True)
     result = {"config": asdict(config), "microbatches": options.microbatches, "rows": rows}
     finish("orders", result if rank == 0 else None, options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,18 @@ def sized(options: argparse.Namespace, ranks: int, layers: int, microbatches: in
     precision = PrecisionConfig(compute="fp32" if options.cpu else "bf16")
     changes = dict(model=model, mesh=mesh, precision=precision, data=data, train=train)
     return resolve(replace(config, **changes), Host(gpus=ranks))
+
+
+def same_model(config: Config, was: Mapping[str, Any]) -> None:
+    """Assert that a configuration has the model and the batch of a result's, whatever has a new name since."""
+    now = asdict(config)
+    for section, names in (("model", was["model"]), ("mesh", was["mesh"]), ("data", ["sequence_length"])):
+        changed = [name for name in names if name in now[section] and now[section][name] != _listed(was[section][name])]
+        assert not changed, f"no longer what was measured: {section}.{', '.join(changed)}"
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass

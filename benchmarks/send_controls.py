@@ -22,12 +22,11 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.bench.measure import Timer
 from benchmarks.bench.workload import Workload, batches
-from benchmarks.pipelines import Bench, arguments, bench_of, finish, sized, start
+from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
 from hocket.config import (
     Config,
     ExpertOverlap,
@@ -37,13 +36,15 @@ from hocket.config import (
     Switch,
 )
 from hocket.plan.hops import Parts
+from hocket.plan.lower import build_program
 from hocket.plan.network import hardware_of
+from hocket.plan.ops import Program
 from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
+from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
 from hocket.runtime.pretended import Link
-from hocket.settings.leaves import changed
+from hocket.settings.leaves import changed, leaf
 from hocket.settings.rule import Host
 
 LAYERS = 2
@@ -94,13 +95,12 @@ def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
     return found
 
 
-def prepare(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Bench, dict[str, Config], Link]:
-    """An engine with every plan, the configuration for each link, and the slow link."""
+def prepare(options: argparse.Namespace) -> tuple[dict[str, Config], dict[str, Config], Link]:
+    """Every plan, the configuration for each link, and the slow link."""
     slow = Link(options.latency, options.bandwidth)
     config = settings(options, dist.get_world_size())
     links = {"real": config, "slow": on_slow_link(config, slow)}
-    chosen = {name: (plan, options.microbatches) for name, plan in plans(config, links).items()}
-    return bench_of(chosen, rank, device), links, slow
+    return plans(config, links), links, slow
 
 
 def measure(options: argparse.Namespace, bench: Bench, slow: Link, rank: int) -> Blocks:
@@ -130,23 +130,50 @@ def assert_same(losses: Mapping[str, list[float]], tolerance: float) -> None:
         assert worst <= tolerance, f"{name} computes something else: losses differ by {worst}"
 
 
-def report(bench: Bench, links: Mapping[str, Config], slow: Link, found: Blocks) -> dict[str, Any]:
-    """What is written: every plan's steps on every link, with the prediction, the shortest first."""
+def predicted(programs: Mapping[str, Program], links: Mapping[str, Config]) -> dict[tuple[str, str], float]:
+    """Seconds of every plan's step on every link, by link and plan, as the cost model has them."""
+    costs = {link: costs_of(on, hardware_of(links["real"])) for link, on in links.items()}
+    return {
+        (link, name): float(simulate(program, of_link).makespan)
+        for link, of_link in costs.items()
+        for name, program in programs.items()
+    }
+
+
+def of_result(result: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """`predicted` of the plans of a result. Those that `auto` picked only if it says what they were."""
+    was, link = result["config"], result["slow_link"]
+    options = argparse.Namespace(
+        cpu=was["train"]["device"] == "cpu",
+        microbatches=was["train"]["microbatches"],
+        tokens=was["data"]["sequence_length"],
+    )
+    config = settings(options, was["mesh"]["pp"])
+    same_model(config, was)
+    links = {"real": config, "slow": on_slow_link(config, Link(link["latency"], link["bandwidth"]))}
+    picked = {name: changed(config, controls) for name, controls in result.get("picked", {}).items()}
+    chosen = {name: plan for name, plan in plans(config, {}).items() if name in result["in_flight"]} | picked
+    programs = {
+        name: build_program(layout_of(plan), options.microbatches, plan, sharding_of(plan))
+        for name, plan in chosen.items()
+    }
+    return predicted(programs, links)
+
+
+def report(bench: Bench, chosen: Mapping[str, Config], config: Config, slow: Link, found: Blocks) -> dict[str, Any]:
+    """What is written: every plan's steps on every link, and what `auto` picked."""
     rows = []
     for link, by_plan in found.items():
-        costs = costs_of(links.get(link, links["real"]), hardware_of(links["real"]))
         for name, blocks in by_plan.items():
             if not blocks:
                 continue
-            predicted = None if link == "signal" else float(simulate(bench.programs[name], costs).makespan)
             seconds = statistics.median(statistics.median(block) for block in blocks)
-            rows.append({"link": link, "plan": name, "seconds": seconds, "predicted": predicted, "blocks": blocks})
-    config = links["real"]
-    hop = {link: float(costs_of(on, hardware_of(on)).table["recv", "grad", ""].seconds) for link, on in links.items()}
+            rows.append({"link": link, "plan": name, "seconds": seconds, "blocks": blocks})
+    picked = {name: plan for name, plan in chosen.items() if name.startswith("auto")}
     return {
         "config": asdict(config),
         "slow_link": {**asdict(slow), "emulated": True},
-        "predicted_hop_seconds": hop,
+        "picked": {name: {control: leaf(plan, control) for control in CONTROLS} for name, plan in picked.items()},
         "in_flight": {name: list(program.in_flight) for name, program in bench.programs.items()},
         "rows": rows,
     }
@@ -158,12 +185,15 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=25e9)
     options = parser.parse_args()
     rank, device = start(options.cpu)
-    bench, links, slow = prepare(options, rank, device)
+    chosen, links, slow = prepare(options)
+    bench = bench_of({name: (plan, options.microbatches) for name, plan in chosen.items()}, rank, device)
     found = measure(options, bench, slow, rank)
-    result = report(bench, links, slow, found) if rank == 0 else None
+    result = report(bench, chosen, links["real"], slow, found) if rank == 0 else None
+    model = predicted(bench.programs, links) if rank == 0 else {}
     for row in sorted(result["rows"] if result else (), key=lambda row: (row["link"], row["seconds"])):
-        predicted = "" if row["predicted"] is None else f"predicted {1e3 * row['predicted']:8.2f} ms"
-        print(f"{row['link']:6} {row['plan']:32} {1e3 * row['seconds']:8.2f} ms  {predicted}", flush=True)
+        seconds = model.get((row["link"], row["plan"]))
+        said = "" if seconds is None else f"predicted {1e3 * seconds:8.2f} ms"
+        print(f"{row['link']:6} {row['plan']:32} {1e3 * row['seconds']:8.2f} ms  {said}", flush=True)
     finish("send_controls", result, options)
 
 

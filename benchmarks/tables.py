@@ -194,11 +194,11 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
-    "bubbles": ("bubbles", bubbles),
-    "bubbles_of_8b": ("bubbles", bubbles_of_8b),
+    "bubbles": ("", bubbles),
+    "bubbles_of_8b": ("", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),
     "orders": ("orders", orders),
-    "merged_ends": ("merged_ends", merged_ends),
+    "merged_ends": ("", merged_ends),
     "weight_grads": ("weight_grads", weight_grads),
     "kernels": ("kernels", pieces),
     "kernels_layer": ("kernels", layers),
@@ -256,7 +256,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "pipeline_peers_settings": ("pipeline_peers", settings),
 }
-"""Table -> the result files it is made from (those with a question mark: if they are there), and its maker."""
+"""Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker."""
 
 
 def there(file: str) -> bool:
@@ -286,7 +286,7 @@ def origin(results: Sequence[Result]) -> str:
 def make_table(name: str) -> str:
     files, make = TABLES[name]
     results = [json.loads((RESULTS / f"{file}.json").read_text()) for file in files]
-    return f"{make(*results)}\n\n{origin(results)}"
+    return f"{make(*results)}\n\n{origin(results)}".rstrip()  # what is predicted has no origin
 
 
 def planned(words: str) -> tuple[Program, Timeline, str]:

@@ -108,4 +108,21 @@ def test_other_systems_reduce_in_fp32_by_themselves(system: Any, words: str, wir
 
 def test_runs_from_before_there_was_a_choice_sent_what_they_computed_in() -> None:
     stored = {"train": {"dtype": "bf16", "steps": 3}, "overlap": {"ep": {}, "dp": {}, "pp": {}, "tp": {}}}
-    assert _of_today(stored)["precision"] == {"compute": "bf16", "wire": "bf16"}
+    assert _of_today(stored)["precision"] == {"compute": "bf16", "wire": "bf16", "averages": "fp32"}
+
+
+def test_averages_in_bf16_take_four_bytes_less_and_more_time() -> None:
+    wide, narrow = (
+        costs_of(resolve(changed(TINY, {"precision.averages": kept}), Host()), H200) for kept in ("fp32", "bf16")
+    )
+    assert [3 * few for few in narrow.state_bytes] == [2 * many for many in wide.state_bytes]
+    assert all(narrow.table[key].seconds > wide.table[key].seconds for key in wide.table if key[0] == "update")
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.95)])
+def test_averages_in_bf16_that_would_not_follow_are_refused(betas: tuple[float, float]) -> None:
+    chosen = changed(TINY, {"precision.averages": "bf16", "train.betas": betas})
+    with pytest.raises(ValueError, match=r"precision.averages = bf16.*0\.984.*fix: precision.averages = fp32") as error:
+        resolve(chosen, Host(), {"precision.averages": "command line, --precision.averages"})
+    assert str(betas[0]) in str(error.value)
+    resolve(changed(chosen, {"train.betas": (0.9, 0.98)}), Host())

@@ -93,8 +93,8 @@ class Engine:
         self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
-        t = config.train
-        options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip)
+        t, averages = config.train, DTYPES[config.precision.averages]
+        options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip, averages=averages)
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._leaves_updates = update and config.overlap.dp.update == "next_step"
         self._lr = t.lr
@@ -125,7 +125,7 @@ class Engine:
             layout.is_first(pp, chunk),
             layout.is_last(pp, chunk),
             ep=ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank),
-            aux_scale=1.0 / (self.config.train.microbatches * self.mesh.tp),
+            aux_scale=1.0 / self.config.train.microbatches,
             linears=self._linears,
         )
 

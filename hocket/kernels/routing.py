@@ -12,7 +12,8 @@ Shapes: T tokens, E experts, K choices per token, N blocks of tokens.
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 import triton
@@ -101,20 +102,18 @@ def _route_topk(
         tl.store(block_scores + into, tl.sum(mean, axis=0), mask=column < experts)
 
 
-@triton.jit(do_not_specialize=["blocks", "tokens"])
+@triton.jit(do_not_specialize=["blocks"])
 def _route_scan(
     block_counts,
     block_scores,
     counts,
-    balance,
+    scores,
     blocks,
-    tokens,
     experts: tl.constexpr,
-    top_k: tl.constexpr,
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
-    """Counts of a block become those of all blocks before it; `balance` has the experts' terms of the balance loss."""
+    """Counts of a block become those of all blocks before it; `counts` and `scores` get the sums over all blocks."""
     column = tl.program_id(0) * block_e + tl.arange(0, block_e)
     count, score = tl.zeros([block_e], tl.int32), tl.zeros([block_e], tl.float32)
     first = 0
@@ -127,8 +126,7 @@ def _route_scan(
         score += tl.sum(tl.load(block_scores + at, mask=inside, other=0.0), axis=0)
         first += block
     tl.store(counts + column, count.to(tl.int64), mask=column < experts)
-    share = count.to(tl.float32) / (tokens * top_k)
-    tl.store(balance + column, score / tokens * share * experts, mask=column < experts)
+    tl.store(scores + column, score, mask=column < experts)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -158,7 +156,7 @@ def _route_index(
         tl.store(inverse + token * top_k + choice, here, mask=token < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "everywhere"])
 def _route_backward(
     logits,
     chosen,
@@ -166,6 +164,7 @@ def _route_backward(
     g_probs,
     g_logits,
     tokens,
+    everywhere,
     scale,
     aux,
     experts: tl.constexpr,
@@ -175,6 +174,7 @@ def _route_backward(
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
+    """`counts` are those of the tokens of all tensor-parallel ranks, of which there are `everywhere`."""
     token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
     score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
     g = tl.zeros([block, block_e], tl.float32)
@@ -190,8 +190,8 @@ def _route_backward(
         along = tl.sum(g * score, axis=1) / total
         g = tl.where(mine > 0, (g - along[:, None]) / total[:, None], 0.0)
     # The balance loss pushes every score by its expert's share of the rows.
-    share = tl.load(counts + column, mask=column < experts, other=0).to(tl.float32) / (tokens * top_k)
-    push = (aux * experts / tokens) * share
+    share = tl.load(counts + column, mask=column < experts, other=0).to(tl.float32) / (everywhere * top_k)
+    push = (aux * experts / everywhere) * share
     if sigmoid:
         whole = tl.where(token < tokens, tl.sum(score, axis=1), 1.0)
         g += (push[None, :] - (tl.sum(push[None, :] * score, axis=1) / whole)[:, None]) / whole[:, None]
@@ -234,25 +234,50 @@ def _regroup_index(
             first += block
 
 
+class Total(Protocol):
+    """Rows of every expert, int64 [E], of all tensor-parallel ranks' tokens, on their way."""
+
+    def get(self) -> Tensor: ...
+
+
+OneTotal = TypeVar("OneTotal", bound=Total)
+
+
 def choose(
-    logits_TE: Tensor, bias_E: Tensor | None, config: ModelConfig, aux: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], experts, balance loss).
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    config: ModelConfig,
+    aux: float,
+    begin: Callable[[Tensor], OneTotal],
+    ranks: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, OneTotal]:
+    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], experts, scores, total).
 
-    The experts are those of every token, int32 [T, K]. What `parallel.routing.route` describes. Backward of the weights
-    adds the gradient of `aux` times the balance loss.
+    The experts are those of every token, int32 [T, K], the scores sums over tokens, fp32 [E]. What
+    `parallel.routing.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
+    `begin` is given the rows and begins their sum over tensor-parallel ranks, of which there are `ranks`: the total.
     """
-    return _Choose.apply(logits_TE, bias_E, config, aux)
+    return _Choose.apply(logits_TE, bias_E, config, aux, begin, ranks)
 
 
-def weigh(logits_TE: Tensor, chosen_TK: Tensor, counts_E: Tensor, config: ModelConfig, aux: float) -> Tensor:
+def weigh(
+    logits_TE: Tensor, chosen_TK: Tensor, total: Total, config: ModelConfig, aux: float, ranks: int = 1
+) -> Tensor:
     """The weights of choices that are known: the bits that `choose` gave, and its backward."""
-    return _Weigh.apply(logits_TE, chosen_TK, counts_E, config, aux)
+    return _Weigh.apply(logits_TE, chosen_TK, total, config, aux, ranks)
 
 
 class _Choose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, config: ModelConfig, aux: float) -> Any:
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        config: ModelConfig,
+        aux: float,
+        begin: Callable[[Tensor], Total],
+        ranks: int,
+    ) -> Any:
         logits_TE = logits_TE.contiguous()
         (tokens, experts), top_k = logits_TE.shape, config.top_k
         block, sizes, flags = _shape(config)
@@ -261,33 +286,32 @@ class _Choose(torch.autograd.Function):
         probs_TK, chosen_TK = logits_TE.new_empty(tokens, top_k), torch.empty(tokens, top_k, **ints)
         counts_NE, scores_NE = torch.empty(blocks, experts, **ints), logits_TE.new_empty(blocks, experts)
         counts_E = torch.empty(experts, device=logits_TE.device, dtype=torch.int64)
-        balance_E, inverse_R = logits_TE.new_empty(experts), torch.empty(tokens * top_k, **ints)
+        scores_E, inverse_R = logits_TE.new_empty(experts), torch.empty(tokens * top_k, **ints)
 
         bias = logits_TE if bias_E is None else bias_E
         given = (logits_TE, bias, probs_TK, chosen_TK, counts_NE, scores_NE, tokens, config.route_scale)
         choices = triton.next_power_of_2(top_k)
         _route_topk[blocks,](*given, **sizes, **flags, choices=choices, biased=bias_E is not None, given=False)
-        summed = (counts_NE, scores_NE, counts_E, balance_E, blocks, tokens, experts, top_k)
+        summed = (counts_NE, scores_NE, counts_E, scores_E, blocks, experts)
         _route_scan[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
+        total = begin(counts_E)  # on its way beside what follows
         _route_index[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
 
-        balance = balance_E.sum()
-        ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
+        _keep(ctx, logits_TE, chosen_TK, total, config, aux, ranks)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.aux = config, aux
-        ctx.mark_non_differentiable(inverse_R, counts_E, chosen_TK, balance)
-        return probs_TK, inverse_R, counts_E, chosen_TK, balance
+        ctx.mark_non_differentiable(inverse_R, counts_E, chosen_TK, scores_E)
+        return probs_TK, inverse_R, counts_E, chosen_TK, scores_E, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return _logits_gradient(ctx, g_TK), None, None, None
+        return _logits_gradient(ctx, g_TK), None, None, None, None, None
 
 
 class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, chosen_TK: Tensor, counts_E: Tensor, config: ModelConfig, aux: float
+        ctx: Any, logits_TE: Tensor, chosen_TK: Tensor, total: Total, config: ModelConfig, aux: float, ranks: int
     ) -> Tensor:
         logits_TE = logits_TE.contiguous()
         tokens, top_k = chosen_TK.shape
@@ -296,22 +320,28 @@ class _Weigh(torch.autograd.Function):
         given = (logits_TE, logits_TE, probs_TK, chosen_TK, chosen_TK, probs_TK, tokens, config.route_scale)
         flags |= {"biased": False, "given": True}
         _route_topk[triton.cdiv(tokens, block),](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k))
-        ctx.save_for_backward(logits_TE, chosen_TK, counts_E)
-        ctx.config, ctx.aux = config, aux
+        _keep(ctx, logits_TE, chosen_TK, total, config, aux, ranks)
         return probs_TK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:
-        return _logits_gradient(ctx, g_TK), None, None, None, None
+        return _logits_gradient(ctx, g_TK), None, None, None, None, None
+
+
+def _keep(
+    ctx: Any, logits_TE: Tensor, chosen_TK: Tensor, total: Total, config: ModelConfig, aux: float, ranks: int
+) -> None:
+    ctx.save_for_backward(logits_TE, chosen_TK)
+    ctx.total, ctx.config, ctx.aux, ctx.ranks = total, config, aux, ranks
 
 
 def _logits_gradient(ctx: Any, g_TK: Tensor) -> Tensor:
-    logits_TE, chosen_TK, counts_E = ctx.saved_tensors
+    logits_TE, chosen_TK = ctx.saved_tensors
     block, sizes, flags = _shape(ctx.config)
     g_TE, tokens = torch.empty_like(logits_TE), logits_TE.shape[0]
-    given = (logits_TE, chosen_TK, counts_E, g_TK.contiguous(), g_TE, tokens, ctx.config.route_scale, ctx.aux)
-    _route_backward[triton.cdiv(tokens, block),](*given, **sizes, **flags)
+    given = (logits_TE, chosen_TK, ctx.total.get(), g_TK.contiguous(), g_TE, tokens, tokens * ctx.ranks)
+    _route_backward[triton.cdiv(tokens, block),](*given, ctx.config.route_scale, ctx.aux, **sizes, **flags)
     return g_TE
 
 

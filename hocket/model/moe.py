@@ -106,10 +106,11 @@ class MoELayer(nn.Module):
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
-        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T, self.attn.linears)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)
+        routing.settle()
         return rows, x1_BSD, shared_BSD, probs, routing
 
     def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:

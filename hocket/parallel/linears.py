@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
-from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
+from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
 from hocket.runtime.functional import embedding, linear, linears
 
@@ -46,6 +46,13 @@ class Linears:
     def own(self, values_T: Tensor) -> Tensor:
         """Of something that all tokens of the microbatch have, this rank's part."""
         return values_T
+
+    def total(self, values: Tensor) -> Arriving:
+        """The sum over ranks, on its way, of whole numbers that each has of its own tokens. Leaves `values` alone.
+
+        Whoever asks for it also waits for it before its op ends: see `runtime.lanes.Side`.
+        """
+        return Arriving(values)
 
     def cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         """Mean over targets, fp32. Consumes the logits: on a GPU, backward overwrites them with their gradient."""
@@ -88,6 +95,9 @@ class SplitLinears(Linears):
 
     def own(self, values_T: Tensor) -> Tensor:
         return values_T.chunk(self.size)[self.tensors.rank]
+
+    def total(self, values: Tensor) -> Arriving:
+        return self.tensors.begin_total(values.clone())
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         return split_embedding(ids_BS.flatten(), param_VD, self.tensors).unsqueeze(0)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.per_rank import Pairs, pair
+from hocket.parallel.tensor import Arriving
 
 
 class CountExchange(Protocol):
@@ -34,7 +36,7 @@ class CountExchange(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where the tokens of one microbatch go. Holds integers and a logged number, nothing with a graph."""
+    """Where the tokens of one microbatch go. Holds integers and sums of scores, nothing with a graph."""
 
     inverse_R: Tensor
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
@@ -42,14 +44,33 @@ class Routing:
     """Rows for every global expert, int64, on the device."""
     tokens: int
     top_k: int
-    aux: Tensor | None = None
-    """The load-balancing loss, before its coefficient: 1 when the load is even. None without one."""
     pairs: Pairs | None = None
     """The rows that are sent, if they are one per token and rank; otherwise there is one for every slot."""
     chosen_TK: Tensor | None = None
     """The experts of every token, in the order of its slots: what a routing must know to be kept."""
     counted_E: Tensor | None = None
     """`counts_E` without the rows of padding; None if there is none."""
+    total_E: Arriving | None = None
+    """`load_E` summed over tensor-parallel ranks, for the load-balancing loss; None where it needs no gradient."""
+    scores_E: Tensor | None = None
+    """Sums of this rank's scores, those of a token summing to 1, fp32: the other half of that loss."""
+
+    @property
+    def aux(self) -> Tensor | None:
+        """Of the load-balancing loss, before its coefficient, this rank's part; None where it needs no gradient.
+
+        Experts times the sum over experts of (share of the rows) times (mean score): over all ranks, 1 when it is even.
+        """
+        if self.total_E is None or self.scores_E is None:
+            return None
+        rows_E = self.total_E.get().float()
+        rows = rows_E.sum().clamp(min=1)
+        return (self.scores_E * rows_E).sum() * (len(rows_E) * self.top_k) / rows.square()
+
+    def settle(self) -> None:
+        """Have the current queue wait for `total_E`. The op that routed does so before it ends."""
+        if self.total_E is not None:
+            self.total_E.get()
 
     @property
     def load_E(self) -> Tensor:
@@ -78,45 +99,61 @@ def route(
     aux_scale: float = 1.0,
     kept: Routing | None = None,
     real_T: Tensor | None = None,
+    linears: Linears = WHOLE,
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
     Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
-    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. With `kept`, a
-    routing of the same tokens, nothing is chosen: the weights of its choices are computed once more; likewise where
-    `config.routing` is even, and the choice no score's. Tokens that are not in `real_T` are padding: they are routed,
-    and not counted.
+    `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. It is a loss of all
+    tokens of a microbatch, of which tensor-parallel ranks have a part each: `linears` begins the sum of their rows, and
+    the caller calls `Routing.settle` before its op ends. With `kept`, a routing of the same tokens, nothing is chosen:
+    the weights of its choices are computed once more; likewise where `config.routing` is even, and the choice no
+    score's. Tokens that are not in `real_T` are padding: they are routed, and not counted.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
     if config.routing == "even" and kept is None:
         kept = _even(len(logits_TE), config, logits_TE.device, real_T)
+    factor = config.aux_loss * aux_scale
+    balanced = factor > 0 and torch.is_grad_enabled()
     if usable(logits_TE) and len(logits_TE) and real_T is None:
-        from hocket.kernels.routing import choose, weigh
-
-        factor = config.aux_loss * aux_scale
-        if kept is not None:
-            assert kept.chosen_TK is not None
-            return weigh(logits_TE, kept.chosen_TK.int(), kept.counts_E, config, factor), kept
-        probs_TK, inverse_R, counts_E, chosen_TK, aux = choose(logits_TE, bias_E, config, factor)
-        aux = aux if config.aux_loss else None
-        return probs_TK, Routing(inverse_R, counts_E, len(logits_TE), config.top_k, aux, chosen_TK=chosen_TK)
+        return _by_kernels(logits_TE, config, bias_E, factor if balanced else 0.0, kept, linears)
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config, real_T)
+    total_E = linears.total(kept.load_E) if balanced else None
     assert kept.chosen_TK is not None
     probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
     if config.normalize_top_k:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
     if config.route_scale != 1.0:
         probs_TK = probs_TK * config.route_scale
-    if config.aux_loss:
-        aux = _balance_loss(scores_TE, kept.load_E, config, real_T)
-        probs_TK = _AttachLoss.apply(probs_TK, aux, config.aux_loss * aux_scale)
-        kept = replace(kept, aux=aux.detach())
+    if total_E is not None:
+        shares_TE = scores_TE if config.router == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True)
+        probs_TK = _AttachBalance.apply(probs_TK, shares_TE, total_E, real_T, factor * config.top_k)
+        counted_TE = shares_TE.detach() if real_T is None else shares_TE.detach() * real_T.unsqueeze(1)
+        kept = replace(kept, total_E=total_E, scores_E=counted_TE.sum(0))
     return probs_TK, kept
+
+
+def _by_kernels(
+    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None, factor: float, kept: Routing | None, linears: Linears
+) -> tuple[Tensor, Routing]:
+    """`route` on a GPU, where no token is padding."""
+    from hocket.kernels.routing import choose, weigh
+
+    begin = linears.total if factor else Arriving
+    if kept is not None:
+        assert kept.chosen_TK is not None
+        total_E = begin(kept.counts_E)
+        probs_TK = weigh(logits_TE, kept.chosen_TK.int(), total_E, config, factor, linears.size)
+        return probs_TK, replace(kept, total_E=total_E)
+    chosen = choose(logits_TE, bias_E, config, factor, begin, linears.size)
+    probs_TK, inverse_R, counts_E, chosen_TK, scores_E, total_E = chosen
+    routing = Routing(inverse_R, counts_E, len(logits_TE), config.top_k, chosen_TK=chosen_TK)
+    return probs_TK, replace(routing, total_E=total_E, scores_E=scores_E) if factor else routing
 
 
 def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor | None) -> Routing:
@@ -151,24 +188,6 @@ def _placed(chosen_TK: Tensor, config: ModelConfig, real_T: Tensor | None) -> Ro
     return Routing(inverse_R, counts_E, len(chosen_TK), config.top_k, chosen_TK=chosen_TK, counted_E=counted_E)
 
 
-def _balance_loss(scores_TE: Tensor, counts_E: Tensor, config: ModelConfig, real_T: Tensor | None) -> Tensor:
-    """Experts times the sum over experts of (share of the rows) times (mean score, scores summing to 1).
-
-    Of tokens that are no padding; 0 if all are.
-    """
-    if config.router == "sigmoid":
-        scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-    tokens, experts = scores_TE.shape
-    if not tokens:
-        return scores_TE.sum()  # 0, and no gradient, where a mean would be no number
-    if real_T is not None:
-        count = real_T.sum().clamp(min=1)
-        mean_E = (scores_TE * real_T.unsqueeze(1)).sum(0) / count
-        return (mean_E * (counts_E.float() / (count * config.top_k))).sum() * experts
-    share_E = counts_E.float() / (tokens * config.top_k)
-    return (scores_TE.mean(0) * share_E).sum() * experts
-
-
 def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     """The next bias: `rate` more for experts that got fewer rows than the mean, `rate` less for the others.
 
@@ -200,14 +219,22 @@ class _Select(torch.autograd.Function):
         return g_TK.new_zeros(g_TK.shape[0], ctx.experts).scatter_(1, expert_TK, g_TK), None
 
 
-class _AttachLoss(torch.autograd.Function):
-    """Identity on `x` whose backward also gives `loss` the gradient `factor`: `x` carries the loss along."""
+class _AttachBalance(torch.autograd.Function):
+    """Identity on weights whose backward also gives scores, summing to 1, the gradient of the load-balancing loss.
+
+    Rows of all ranks' tokens are read in backward, so forward need not wait for them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+    def forward(
+        ctx: Any, probs_TK: Tensor, shares_TE: Tensor, total_E: Arriving, real_T: Tensor | None, factor: float
+    ) -> Tensor:
+        ctx.tokens, ctx.total_E, ctx.real_T, ctx.factor = shares_TE.shape[0], total_E, real_T, factor
+        return probs_TK.view_as(probs_TK)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return g, torch.full((), ctx.factor, dtype=torch.float32, device=g.device), None
+    def backward(ctx: Any, g_TK: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        rows_E = ctx.total_E.get().float()
+        rows = rows_E.sum().clamp(min=1)
+        g_TE = (rows_E * (ctx.factor * len(rows_E)) / rows.square()).expand(ctx.tokens, -1)
+        return g_TK, g_TE if ctx.real_T is None else g_TE * ctx.real_T.unsqueeze(1), None, None, None

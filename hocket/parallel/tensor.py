@@ -157,6 +157,12 @@ class Tensors:
             pending = self.group.sum_parts(partial_TD, out_SD)
         return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
 
+    def begin_total(self, values: Tensor) -> Arriving:
+        """The sum over ranks, in place, on the side."""
+        with self.side.behind():
+            pending = self.group.all_reduce(values)
+        return Arriving(values, (pending.wait, self.side.mark()))
+
 
 def column_linear(x_SD: Tensor, params: Sequence[Tensor], tensors: Tensors, way: Way) -> tuple[Tensor, ...]:
     """`x @ p.T` for every weight [F, D], of all ranks' x: tensors of shape [T, F]."""

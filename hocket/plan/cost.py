@@ -298,13 +298,15 @@ def _add_units(
     per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
     What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
     too: then there are no slots. A tied embedding has both. AdamW reads weight, gradient and both averages and writes
-    weight and averages: 28 bytes; the norm reads the gradients once more. In the step, what is held whole is cast,
-    unless fp32 is what computes. Every rank's step waits for the slowest, through the norm's all-reduce.
+    weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads the
+    gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits
+    for the slowest, through the norm's all-reduce.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = 0
     slots: list[Mapping[Unit, tuple[int, int]]] = []
     state: list[int] = []
+    adamw = 28 if sharding.averages_bytes == 4 else 52
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = 0
@@ -326,13 +328,13 @@ def _add_units(
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
-            updated = price.local(28 * shard + (4 + b) * cast)
+            updated = price.local(adamw * shard + (4 + b) * cast)
             table["update", unit, kind] = replace(updated, output_bytes=4 * shard)  # gradients that it has read
             shards += count * shard
             copied += count * cast
         slots.append(largest)
-        state.append(12 * shards + b * copied)
-        traffic = max(traffic, 32 * shards + (4 + b) * copied)
+        state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied)
+        traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied)
         normed = max(normed, 4 * shards)
     wire = 8 if layout.pp * sharding.dense > 1 else 0
     table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic)

@@ -52,6 +52,8 @@ class Sharding:
     """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
     tensor: int = 1
     """Tensor-parallel ranks, which share every product."""
+    averages_bytes: int = 4
+    """Of an element of each of the optimizer's two averages."""
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense

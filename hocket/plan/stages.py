@@ -49,7 +49,9 @@ def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
     strategy = config.overlap.dp.strategy
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
-    return Sharding(config.mesh.dp, config.mesh.members("reduce_experts"), kept, config.wire_bytes, config.mesh.tp)
+    sizes = config.mesh.dp, config.mesh.members("reduce_experts")
+    averages = 2 if config.precision.averages == "bf16" else 4
+    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

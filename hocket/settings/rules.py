@@ -21,6 +21,9 @@ from hocket.settings.tensor_choice import no_pieces
 from hocket.settings.tensor_rules import TENSOR_RULES
 from hocket.settings.transport_rules import TRANSPORT_RULES
 
+LARGEST_BETA = 1 - 2**-6
+"""Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
+
 
 def has_experts(c: Config) -> bool:
     return "moe" in c.model.kinds()
@@ -142,6 +145,13 @@ RULES: tuple[Rule, ...] = (
         f"{MOST_RANKS} ranks at most",
     ),
     *NETWORK_RULES,
+    Rule(
+        ("precision.averages", "train.betas"),
+        lambda c, h: c.precision.averages == "bf16" and max(c.train.betas) > LARGEST_BETA,
+        "an average in bf16 does not follow gradients at a decay rate above "
+        f"{LARGEST_BETA:.3f}, and train.betas = {{train.betas}}: most steps would change less than its last digit",
+        "precision.averages = fp32, or lower train.betas",
+    ),
     Rule(
         ("train.device",),
         lambda c, h: c.train.device == "cuda" and h.gpus == 0,

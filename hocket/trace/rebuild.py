@@ -33,6 +33,7 @@ _LATER: dict[str, Any] = {
     "model.routing": "learnt",
     "plan.recompute": (),
     "data.packing": "off",
+    "precision.averages": "fp32",
     **{name: "auto" for name in types() if name.startswith("network.")},
     **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
 }

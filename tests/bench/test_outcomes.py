@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.gpu_tests import begin, merged
 from benchmarks.outcomes import counted
+from benchmarks.record import ROOT
 from benchmarks.tables import gpu_tests
 
 FIRST = """
@@ -69,6 +71,17 @@ def test_outcomes_stay_when_a_run_ends_early_and_the_next_one_continues(tmp_path
     shown = gpu_tests(found)
     assert "| `test_some.py` at `one` | 4 | 0 | 0 |" in shown
     assert "| `test_some.py` at `two` | 0 | 1 | 0 |" in shown
+
+
+def test_outcomes_outside_of_the_tree_leave_pytest_its_root(tmp_path: Path) -> None:
+    """Tests keep their names, and find what the settings of pytest let them import."""
+    (tmp_path / "pytest.ini").touch()  # where outcomes go may be another project
+    chosen = ["tests/gpu/test_grouped.py", "--collect-only"]
+    command = [sys.executable, "-m", "benchmarks.gpu_tests", "--out", str(tmp_path), "--commit", "one", *chosen]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "\ntests/gpu/test_grouped.py::test_" in "\n" + ended.stdout, ended.stdout
+    assert (tmp_path / "gpu_tests.json").exists()
 
 
 def test_a_file_of_one_commit_can_be_continued_at_another(tmp_path: Path) -> None:

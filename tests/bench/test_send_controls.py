@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -10,9 +11,21 @@ import torch
 
 from benchmarks.order_tables import orders, send_controls
 from benchmarks.orders import measure as measure_orders
+from benchmarks.orders import of_result as orders_of_result
 from benchmarks.orders import placements, programs_of, rows_of
 from benchmarks.pipelines import bench_of
-from benchmarks.send_controls import COUNTS, LANES, PARTS, measure, on_slow_link, plans, prepare, report, settings
+from benchmarks.send_controls import (
+    COUNTS,
+    LANES,
+    PARTS,
+    measure,
+    of_result,
+    on_slow_link,
+    plans,
+    prepare,
+    report,
+    settings,
+)
 from hocket.runtime.pretended import Link
 from tests.helpers.ranks import run_ranks
 
@@ -35,8 +48,9 @@ def test_the_matrix_is_whole() -> None:
 
 
 def controls_on(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    bench, links, slow = prepare(options, rank, torch.device("cpu"))
-    return report(bench, links, slow, measure(options, bench, slow, rank))  # fails where losses differ
+    chosen, links, slow = prepare(options)
+    bench = bench_of({name: (plan, 4) for name, plan in chosen.items()}, rank, torch.device("cpu"))
+    return report(bench, chosen, links["real"], slow, measure(options, bench, slow, rank))  # fails where losses differ
 
 
 def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
@@ -45,8 +59,10 @@ def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
     for link in ("real", "slow"):
         assert {row["plan"] for row in result["rows"] if row["link"] == link} == names
     assert len([row for row in result["rows"] if row["link"] == "signal"]) == 1
-    slow = {row["plan"]: row["predicted"] for row in result["rows"] if row["link"] == "slow"}
-    assert slow["lane off, 0 layers, attn"] > slow["lane on, 2 layers, all"]
+    predicted = of_result(result)
+    assert set(predicted) == {(link, name) for link in ("real", "slow") for name in names}
+    assert predicted["slow", "lane off, 0 layers, attn"] > predicted["slow", "lane on, 2 layers, all"]
+    assert ("real", "auto for the real link") not in of_result({**result, "picked": {}}), "nothing is guessed"
     assert send_controls(result).count("\n") == 1 + len(names)
 
 
@@ -61,6 +77,10 @@ def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 def test_every_order_runs_with_as_many_and_twice_as_many_microbatches() -> None:
     rows = run_ranks(orders_on, 2, OPTIONS)[0]
     assert len(rows) == 8
-    assert all(0 < few < many for few, many in (row["predicted"] for row in rows))
+    (config, *_), *_ = [list(found.values()) for found in placements(OPTIONS, 2)]
+    result = {"config": asdict(config), "rows": rows, "microbatches": 4}
+    predicted = orders_of_result(result)
+    assert all(0 < few < many for few, many in predicted.values())
+    assert set(predicted) == {row["order"] for row in rows}
     assert all(row["signal_seconds"] > 0 for row in rows)
-    assert orders({"rows": rows, "microbatches": 4}).count("\n") == 1 + len(rows)
+    assert orders(result).count("\n") == 1 + len(rows)

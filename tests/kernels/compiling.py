@@ -18,6 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hocket.config import ModelConfig
+from hocket.parallel.tensor import Arriving
 
 BF16 = torch.bfloat16
 LONG = ("_local_sum",)
@@ -80,7 +81,7 @@ def routing() -> None:
     sigmoid = ModelConfig(experts=100, top_k=3, router="sigmoid", normalize_top_k=False)
     for config, bias in ((ModelConfig(experts=128, top_k=8), None), (sigmoid, of(torch.float32, 100))):
         logits = of(torch.float32, 7, config.experts).requires_grad_()
-        choose(logits, bias, config, 0.1)[0].sum().backward()
+        choose(logits, bias, config, 0.1, Arriving)[0].sum().backward()
     for ranks in (1, 4):
         regroup(of(torch.int64, ranks, 32), 100)
 

@@ -13,6 +13,7 @@ from hocket.config import ModelConfig
 from hocket.kernels.routing import choose, regroup, weigh
 from hocket.parallel.dispatch import Splits
 from hocket.parallel.routing import route
+from hocket.parallel.tensor import Arriving
 from hocket.runtime.transports import RowTable
 
 CONFIGS = st.builds(
@@ -42,22 +43,46 @@ def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: flo
         logits = (torch.arange(experts) * 0.1).expand(tokens, experts) + logits * 1e-3
     bias_E = None if bias is None else torch.randn(experts) * bias
     given, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    probs, inverse, counts, chosen, balance = choose(given, bias_E, config, aux * 0.5)
+    probs, inverse, counts, chosen, scores, total = choose(given, bias_E, config, aux * 0.5, Arriving)
     expected, routing = route(exact, config, bias_E, aux_scale=0.5)
     assert torch.equal(inverse, routing.inverse_R)
     assert torch.equal(counts, routing.counts_E)
     torch.testing.assert_close(probs, expected)
     if routing.aux is not None:
-        torch.testing.assert_close(balance, routing.aux)
+        torch.testing.assert_close(replace(routing, total_E=total, scores_E=scores).aux, routing.aux)
     g = torch.randn_like(probs)
     probs.backward(g)
     expected.backward(g)
     torch.testing.assert_close(given.grad, exact.grad, rtol=1e-4, atol=1e-5)
     again = logits.clone().requires_grad_()
-    probs_again = weigh(again, chosen, counts, config, aux * 0.5)
+    probs_again = weigh(again, chosen, total, config, aux * 0.5)
     probs_again.backward(g)
     assert torch.equal(probs_again, probs), "weights of known choices"
     assert torch.equal(again.grad, given.grad), "gradient of the logits for known choices"  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_balance_loss_of_two_ranks_is_that_of_all_tokens(router: str) -> None:
+    """Kernels of a rank that has half of the tokens, told the rows of both, against the formula of the whole."""
+    config = ModelConfig(experts=8, top_k=2, router=router, aux_loss=0.3)  # pyrefly: ignore
+    logits = torch.randn(30, 8) + torch.arange(8) * 0.3
+    whole = logits.clone().requires_grad_()
+    probs, routing = route(whole, config)
+    g = torch.randn_like(probs)
+    probs.backward(g)
+    halves = [half.clone().requires_grad_() for half in logits.chunk(2)]
+    parts = []
+    for half, g_half in zip(halves, g.chunk(2), strict=True):
+        found, *_, chosen, scores, total = choose(half, None, config, 0.3, lambda _: Arriving(routing.counts_E), 2)
+        found.backward(g_half)
+        again = half.detach().clone().requires_grad_()
+        weigh(again, chosen, total, config, 0.3, 2).backward(g_half)
+        assert torch.equal(again.grad, half.grad)  # pyrefly: ignore
+        part = replace(routing, total_E=total, scores_E=scores).aux
+        assert part is not None
+        parts.append(part)
+    torch.testing.assert_close(torch.cat([half.grad for half in halves]), whole.grad, rtol=1e-4, atol=1e-5)  # pyrefly: ignore
+    torch.testing.assert_close(parts[0] + parts[1], routing.aux)
 
 
 def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
@@ -66,7 +91,7 @@ def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
     logits = torch.zeros(7, 5)
     logits[3], logits[4, 2], logits[5] = float("nan"), float("inf"), float("-inf")
     for bias in (None, torch.full((5,), float("-inf"))):
-        _, inverse, counts, *_ = choose(logits, bias, config, 0.0)
+        _, inverse, counts, *_ = choose(logits, bias, config, 0.0, Arriving)
         assert sorted(inverse.tolist()) == list(range(21))
         assert int(counts.sum()) == 21
         assert (counts <= 7).all()
@@ -98,7 +123,7 @@ def test_regroup(counts: list[list[int]]) -> None:
 def test_real_numbers_of_experts(experts: int) -> None:
     config = ModelConfig(experts=experts, top_k=8)
     logits = torch.randn(100, experts)
-    probs, inverse, counts, *_ = choose(logits, None, config, 0.0)
+    probs, inverse, counts, *_ = choose(logits, None, config, 0.0, Arriving)
     expected, routing = route(logits, replace(config))
     torch.testing.assert_close(probs, expected)
     assert torch.equal(inverse, routing.inverse_R)

@@ -1,5 +1,7 @@
 """AdamW on shards, on one to four gloo ranks, against plain AdamW on whole parameters: the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,8 +22,11 @@ def rank_grads(seed, name, ep):
     return torch.stack([tensors(seed + e)[name] for e in range(ep)]).sum(0)
 
 
-def reference_steps(mesh, steps):
-    """Plain AdamW on whole tensors. The gradient of rank r in step i is `tensors(10 * i + r)`."""
+def reference_steps(mesh, steps, averages=torch.float32):
+    """Plain AdamW on whole tensors. The gradient of rank r in step i is `tensors(10 * i + r)`.
+
+    Averages are rounded to `averages` behind every step.
+    """
     params = {name: value.clone().requires_grad_() for name, value in tensors(5).items()}
     decay = [p for p in params.values() if p.ndim >= 2]
     rest = [p for p in params.values() if p.ndim < 2]
@@ -43,21 +48,26 @@ def reference_steps(mesh, steps):
             param.grad *= (OPTIONS.clip / (norm + 1e-6)).clamp(max=1.0).float()
         adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = OPTIONS.lr * (i + 1)
         adamw.step()
+        for state in adamw.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(averages).float()
     return {name: p.detach() for name, p in params.items()}, norms
 
 
-def _train(rank, mesh, steps):
+def _train(rank, mesh, steps, averages=torch.float32, later=False):
     model, groups = build(rank, mesh)
     model.load(tensors(5))
-    optimizer = PlannedAdamW(model, groups.control, OPTIONS)
+    optimizer = PlannedAdamW(model, groups.control, replace(OPTIONS, averages=averages))
     norms = []
     for i in range(steps):
         grads = tensors(10 * i + rank)
         for name in (n for n in grads if ".experts." in n):
             grads[name] = rank_grads(10 * i + rank - rank % mesh.ep, name, mesh.ep)
         add_grads(model, grads)
-        norms.append(optimizer.step(OPTIONS.lr * (i + 1)).item())
+        norms.append(optimizer.step(OPTIONS.lr * (i + 1), later=later).item())
+        optimizer.catch_up()
     assert optimizer.steps == steps
+    assert {s.exp_avg.dtype for s in optimizer.state.values()} == {averages}
     assert not any(unit.group.grads.nbytes for unit in model.units.values())
     pieces = [(s.piece.name, s.piece.lo, s.piece.hi, s.piece.main.clone()) for s in optimizer.state.values()]
     dense = model.unit("dense", 0, 1)
@@ -79,10 +89,22 @@ def test_adamw_on_shards_equals_adamw_on_whole_parameters(mesh):
             assert torch.equal(value, expected[name]), name
 
 
-def _resume(rank, mesh):
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=4, ep=2)], ids=str)
+def test_averages_in_bf16_are_rounded_behind_every_update(mesh, later):
+    expected, _ = reference_steps(mesh, 3, torch.bfloat16)
+    exact, _ = reference_steps(mesh, 3)
+    for pieces, *_ in run_ranks(_train, mesh.world, mesh, 3, torch.bfloat16, later):
+        for name, lo, hi, value in pieces:
+            assert torch.equal(value, expected[name].flatten()[lo:hi]), name
+    assert not any(torch.equal(value, exact[name]) for name, value in expected.items() if value.numel() > 8)
+
+
+def _resume(rank, mesh, averages):
     model, groups = build(rank, mesh)
     model.load(tensors(5))
-    first = PlannedAdamW(model, groups.control, OPTIONS)
+    options = replace(OPTIONS, averages=averages)
+    first = PlannedAdamW(model, groups.control, options)
     add_grads(model, tensors(rank))
     first.step()
     weights = {name: state.piece.main.clone() for name, state in first.state.items()}
@@ -90,7 +112,7 @@ def _resume(rank, mesh):
     add_grads(model, tensors(10 + rank))
     first.step()
     expected = {name: state.piece.main.clone() for name, state in first.state.items()}
-    second = PlannedAdamW(model, groups.control, OPTIONS)
+    second = PlannedAdamW(model, groups.control, options)
     for name, state in second.state.items():
         state.piece.main.copy_(weights[name])
         state.exp_avg.copy_(moments[name][0])
@@ -102,8 +124,9 @@ def _resume(rank, mesh):
     return len(expected)
 
 
-def test_state_can_be_taken_and_put_back():
-    run_ranks(_resume, 2, Mesh(dp=2))
+@pytest.mark.parametrize("averages", [torch.float32, torch.bfloat16], ids=str)
+def test_state_can_be_taken_and_put_back(averages):
+    run_ranks(_resume, 2, Mesh(dp=2), averages)
 
 
 def _tiny(rank, world):

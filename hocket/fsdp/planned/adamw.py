@@ -3,6 +3,15 @@
 The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
 updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter. Gradients are there
 from the reduces of a step until the optimizer has read them.
+
+Note: [Averages in bf16]
+The two averages may be kept in bf16. A step makes those of one unit fp32, updates the unit, and rounds them to nearest,
+so an update is exact but for what was rounded before, the same on every run, and no random number is part of a
+checkpoint. bf16 has fp32's exponents, so squares of small gradients do not vanish. But it has 8 significant bits: a
+decay by `1 - beta` of a value is lost where that is less than half of its last digit, up to 2^-8 of the value. An
+average may so stay off by 2^-8 / (1 - beta) of itself: 4 % at 0.9, 8 % at 0.95, all of it at 0.996. Settings allow
+rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). DeepSeek-V3 was trained so, with rates of
+0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 """
 
 from __future__ import annotations
@@ -19,6 +28,8 @@ from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 def fastest(device: torch.device) -> Literal["foreach", "fused"]:
@@ -41,11 +52,13 @@ class AdamWOptions:
     """Applies to parameters with two or more dimensions."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 clips nothing."""
+    averages: torch.dtype = torch.float32
+    """What both averages are kept in between steps. See Note: [Averages in bf16]."""
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """What a checkpoint holds of one parameter on this rank; the tensors are live, 1-D and fp32."""
+    """What a checkpoint holds of one parameter on this rank; the tensors are live and 1-D, the weights fp32."""
 
     piece: Piece
     exp_avg: Tensor
@@ -93,8 +106,7 @@ class PlannedAdamW:
         for piece in self._pieces.values():  # now rather than in the first step: memory is fixed, loading is simple
             self._adamw.state[piece.shard] = {
                 "step": torch.tensor(0.0, device=model.device if how == "fused" else "cpu"),
-                "exp_avg": torch.zeros_like(piece.main),
-                "exp_avg_sq": torch.zeros_like(piece.main),
+                **{name: torch.zeros_like(piece.main, dtype=options.averages) for name in AVERAGES},
             }
 
     @property
@@ -152,10 +164,31 @@ class PlannedAdamW:
                 unit.rest_grads()
             return norm
         self._clip(self._grads())
-        self._adamw.step()
+        if self.options.averages is torch.float32:
+            self._adamw.step()
+        else:
+            for unit in self.model.units.values():
+                self._step(unit)
         self.model.refresh()
         self.model.forget_grads()
         return norm
+
+    def _step(self, unit: PlannedUnit) -> None:
+        """AdamW on one unit. See Note: [Averages in bf16]."""
+        shards = self._shards[unit]
+        with optimizer_holding(self._adamw, shards):
+            if self.options.averages is torch.float32:
+                self._adamw.step()
+                return
+            states = [self._adamw.state[shard] for of_decay in shards for shard in of_decay]
+            kept = [state[name] for state in states for name in AVERAGES]
+            for state in states:
+                state.update({name: state[name].float() for name in AVERAGES})
+            self._adamw.step()
+            if kept:
+                torch._foreach_copy_(kept, [state[name] for state in states for name in AVERAGES])
+            for i, state in enumerate(states):
+                state.update(zip(AVERAGES, kept[2 * i : 2 * i + 2], strict=True))
 
     def _clip(self, grads: list[Tensor]) -> None:
         if self._factor is not None:
@@ -170,8 +203,7 @@ class PlannedAdamW:
         if not unit.awaits_update:
             return ()
         self._clip([unit.group.main_grad])
-        with optimizer_holding(self._adamw, self._shards[unit]):
-            self._adamw.step()
+        self._step(unit)
         unit.refresh()
         return unit.take_grads()
 
