@@ -21,14 +21,14 @@ from hocket.commands.bench import Bench
 from hocket.commands.explain import Explain
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
-from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
 from hocket.plan.ops import LANES, UNITS, Part, Verb
 from hocket.recipes import RECIPES
 from hocket.settings.leaves import types
 from hocket.settings.sources import begin
-from hocket.trace import load, report
+from hocket_trace import load, report
+from hocket_trace.cli import parse as parse_trace
 from tests.helpers.ranks import run_ranks
 
 PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"})
