@@ -65,7 +65,7 @@ from hocket_trace import report as trace_report
 from hocket_trace.cli import trace_files
 from hocket_trace.picture import svg
 
-DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES = {
     "docs/pictures/tiny-plan.svg": "plan tiny",
     "docs/pictures/trace.svg": "trace tests/trace/fixtures",

@@ -25,10 +25,10 @@ COLORS = {
     "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
     "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#e3b341",
 }  # fmt: skip
-"""Colours by kind; compute of a named op that begins with fwd, bwd, wgrad or step has that of this word. `late` is a
+"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of this word. `late` is a
 host that has not launched yet. Mid tones, readable on light and on dark."""
 
-_VERBS = ("fwd", "bwd", "wgrad", "step")
+_VERBS = ("fwd", "bwd", "wgrad", "step", "gather", "reduce")
 
 ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
 """Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
