@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.calibration
 
 For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs and
-contention are measured on it (`hocket/trace/calibrate.py`). From these, steps of *other* plans of the same sizes are
+contention are measured on it (`hocket/measured/calibrate.py`). From these, steps of *other* plans of the same sizes are
 predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan
 and those of the plan that `hocket plan --search` finds with these costs. All of them are timed without a profiler:
 slowest rank, median over steps. Beside it stands what the cost model says without any measurement.
@@ -39,6 +39,8 @@ from hocket.best_plan import Task, search
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
+from hocket.measured.calibrate import calibrate
+from hocket.measured.predict import predict as beside
 from hocket.model.microbatch import Microbatch
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.mesh import Mesh
@@ -51,14 +53,12 @@ from hocket.resolve import Settings, resolve
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.trace.align import align
-from hocket.trace.calibrate import calibrate
-from hocket.trace.compare import compare
-from hocket.trace.data import RankTrace
-from hocket.trace.exposure import report
-from hocket.trace.predict import predict as beside
-from hocket.trace.read import read
 from hocket.train.recording import Recording
+from hocket_trace.align import align
+from hocket_trace.compare import compare
+from hocket_trace.data import RankTrace
+from hocket_trace.exposure import report
+from hocket_trace.read import read
 
 PATIENCE = 90.0
 """Seconds that a phase may take. After them, every rank says where it stands and ends."""

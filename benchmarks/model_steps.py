@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.contender_tables import tokens_of
 from benchmarks.markdown import Result
 from benchmarks.record import RESULTS
+from benchmarks.stored import config_of, put
 from hocket.config import COPIED
 from hocket.plan.cost import CostTable
 from hocket.plan.friction import friction_of
@@ -33,10 +34,8 @@ from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.stages import costs_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.former import put
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.trace.rebuild import stored_config
 
 OTHER_KERNELS = ("dense_peers", "fsdp_steps")
 """Results of a time when the layers were torch's operations."""
@@ -110,7 +109,7 @@ def settings_of(workload: Result, name: str) -> Settings:
             put(tree, f"{section}.{setting}", _value(value))
     put(tree, "train.transport", row["settings"]["transport"] if _plan(row) else "nccl")
     put(tree, "run.folder", f"runs/{tree['run']['name']}")
-    config = changed(stored_config(tree, name), SHARDED.get(name, {}))
+    config = changed(config_of(tree), SHARDED.get(name, {}))
     return resolve(config, Host(gpus=config.mesh.world))
 
 

@@ -6,7 +6,7 @@
 
 Of the recipe `moe_8gpu`, or of what a preset of `benchmarks/baselines.py` measures, at the first of its lengths; what
 is no option of its own goes to `hocket bench`. A step of each is profiled with every op under its name, and read with
-`hocket.trace`: per kind of communication how long it ran, waited for peers and was exposed; the tax against the same
+`hocket_trace`: per kind of communication how long it ran, waited for peers and was exposed; the tax against the same
 step without communication; and how much longer compute kernels take beside it. The profiler slows the host down, so
 both steps are also timed without it.
 
@@ -46,12 +46,12 @@ from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.trace import load, report
-from hocket.trace.as_json import to_json
-from hocket.trace.compare import compare
-from hocket.trace.data import RankTrace
-from hocket.trace.table import render
 from hocket.train.recording import Recording
+from hocket_trace import load, report
+from hocket_trace.as_json import to_json
+from hocket_trace.compare import compare
+from hocket_trace.data import RankTrace
+from hocket_trace.table import render
 
 WARM_UP = 3
 """Steps before anything is measured: the rehearsal, and two that overlap."""

@@ -19,9 +19,10 @@ from benchmarks.calibration import predictions
 from benchmarks.options import arguments
 from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
-from hocket.resolve import Settings
-from hocket.trace.align import load
-from hocket.trace.rebuild import settings_of
+from benchmarks.stored import config_of
+from hocket.resolve import Settings, resolve
+from hocket.settings.rule import Host
+from hocket_trace.align import load
 
 SIZES = ("model", "mesh", "data", "train")
 """Sections of a configuration that two runs must agree on, as far as both have a setting."""
@@ -45,7 +46,8 @@ def assert_same_sizes(settings: Settings, measured: dict[str, Any]) -> None:
 def predicted(folder: Path, results: Path = RESULTS) -> dict[str, Any]:
     """Predicted and measured steps, as `calibration.predictions` has them, and which runs they are of."""
     real, null = (load(sorted(folder.glob(f"{kind}_rank*.json.gz"))) for kind in ("real", "null"))
-    settings = settings_of(real[0])
+    config = config_of(real[0].run["settings"])
+    settings = resolve(config, Host(gpus=config.mesh.world))
     recorded, timed = (json.loads((results / f"{name}.json").read_text()) for name in ("overlap_trace", "step_time"))
     for found in (recorded, timed):
         assert_same_sizes(settings, found)

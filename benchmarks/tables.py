@@ -52,7 +52,6 @@ from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_ta
 from hocket import best_plan
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
-from hocket.commands.trace import trace_files
 from hocket.plan.hardware import HARDWARE
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
@@ -61,11 +60,12 @@ from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import predict, program_of, report
 from hocket.settings import reference
-from hocket.trace import load
-from hocket.trace import report as trace_report
-from hocket.trace.picture import svg
+from hocket_trace import load
+from hocket_trace import report as trace_report
+from hocket_trace.cli import trace_files
+from hocket_trace.picture import svg
 
-DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES = {
     "docs/pictures/tiny-plan.svg": "plan tiny",
     "docs/pictures/trace.svg": "trace tests/trace/fixtures",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, options, peak_mib
-from hocket.trace import load, report
+from hocket_trace import load, report
 
 SIZES = (10, 25, 50, 100, 200)
 """Megabytes of JSON."""
@@ -54,6 +54,14 @@ def unit(number: int, at: float) -> Iterator[dict[str, Any]]:
         yield from launched(10 * number + 9, NCCL, at + 75, at + 210, 120, 20, **about)
 
 
+PLAN = {
+    "lanes": ["compute"],
+    "computing": ["compute"],
+    "ops": {f"fwd attn m0 c0 l{layer}": ["compute", "compute", "", layer] for layer in range(LAYERS)},
+}
+"""What the trace tells about its ops."""
+
+
 def event(cat: str, name: str, ts: float, dur: float, tid: int, number: int) -> dict[str, Any]:
     args = {"External id": number, "Record function id": 0, "Ev Idx": number}
     return {"ph": "X", "cat": cat, "name": name, "pid": 100, "tid": tid, "ts": ts, "dur": dur, "args": args}
@@ -83,6 +91,7 @@ def write_trace(path: Path, megabytes: float) -> int:
     group = {"pg_name": "1", "pg_desc": "gather_dense", "ranks": list(range(8))}
     head = {
         "schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "baseTimeNanoseconds": 10**18,
+        "hocket": {"plan": PLAN},
         "distributedInfo": {"rank": 0, "world_size": 8, "pg_config": [group]},
     }  # fmt: skip
     length, count = 100.0 * units / STEPS, STEPS

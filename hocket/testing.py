@@ -39,10 +39,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hocket.trace.data import COMMUNICATION, Floats, Kind, RankTrace
-from hocket.trace.intervals import Spans, covered, intersect, length, union
-from hocket.trace.parse import parse
-from hocket.trace.read import understood
+from hocket_trace.data import COMMUNICATION, Floats, Kind, RankTrace
+from hocket_trace.intervals import Spans, covered, intersect, length, union
+from hocket_trace.parse import parse
+from hocket_trace.read import understood
 
 
 @dataclass(frozen=True)

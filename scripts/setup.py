@@ -114,7 +114,8 @@ def create(python: str) -> None:
     run(*pip, "--require-hashes", "-r", str(LOCK))
     # By itself and without hashes: which build of this version is installed depends on the machine.
     run(*pip, "-r", str(TORCH))
-    run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    for distribution in (ROOT / "hocket_trace", ROOT):
+        run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(distribution))
     write_launcher(str(ENV / "bin" / "python"), path=[])
 
 

@@ -19,8 +19,8 @@ from hocket.planning import predict, program_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.trace.align import load
-from tests.trace.simulated import QUICK, settings_for, traces_of
+from hocket_trace.align import load
+from tests.measured.simulated import QUICK, settings_for, traces_of
 
 
 @pytest.mark.parametrize("world", [4, 8])

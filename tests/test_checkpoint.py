@@ -16,7 +16,6 @@ from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.train import checkpoint
-from hocket.train.changes import changes
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
 
@@ -257,18 +256,6 @@ def test_another_text_is_noted(tmp_path):
         assert restored is not None
         assert [note for note in restored.notes if "the text was 3" in note] == list(restored.notes)
         assert len(restored.notes) == (text == "4 documents")
-
-
-def test_settings_that_were_stored_under_former_names_are_compared_under_todays(tmp_path):
-    save_steps(0, tmp_path, [1])
-    (path,) = tmp_path.rglob("meta.json")
-    meta = json.loads(path.read_text())
-    del meta["config"]["overlap"]
-    meta["config"]["plan"] |= {"strategy": "optim_grads", "prefetch": 2}
-    path.write_text(json.dumps(meta))
-    settings = settings_in(tmp_path)
-    assert changes(meta["config"], settings) == ["overlap.dp.strategy was optim_grads and is optim_grads_params"]
-    assert checkpoint.restore(settings, groups(None)) is not None
 
 
 def test_set_aside_never_overwrites(tmp_path):

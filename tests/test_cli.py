@@ -102,7 +102,7 @@ def test_gpus_sets_the_data_parallel_ranks():
 
 MISTAKES = [
     (["--plan.mege", "on"], "--plan.mege", "did you mean --overlap.ep.merge?"),
-    (["--plan.merge", "off"], "--plan.merge", "plan.merge is overlap.ep.merge now; fix: --overlap.ep.merge"),
+    (["--plan.merge", "off"], "--plan.merge", "there is no such setting; fix: did you mean --overlap.ep.merge?"),
     (["--plan.p2p_defer_laers", "1"], "--plan.p2p_defer_laers", "did you mean --overlap.pp.defer_layers?"),
     (["--hidden", "3"], "--hidden", "did you mean --model.hidden?"),
     (["--train.hidden", "3"], "--train.hidden", "did you mean --model.hidden?"),

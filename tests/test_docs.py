@@ -21,7 +21,6 @@ from hocket.cli import COMMANDS
 from hocket.commands.explain import Explain
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
-from hocket.commands.trace import parse as parse_trace
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
 from hocket.plan.ops import LANES, UNITS, Verb
@@ -29,8 +28,10 @@ from hocket.plan.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
 from hocket.settings.leaves import types
 from hocket.settings.sources import begin
-from hocket.trace import load, report
+from hocket_trace import load, report
+from hocket_trace.cli import parse as parse_trace
 from tests.helpers.ranks import run_ranks
+from tests.trace.build import Trace
 
 PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"})
 STALE = "run `make docs-tables`, and read again what the text around it says"
@@ -212,6 +213,25 @@ def test_the_page_about_reports_records_a_program(tmp_path: Path) -> None:
     assert found.ranks == (0, 1)
     assert len({step.step for step in found.steps}) == 2
     assert all(step.kinds["reduce"].count == 1 and step.compute > 0 for step in found.steps)
+
+
+def test_the_readme_of_hocket_trace_reads_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "without").mkdir()
+    for rank in (0, 1):
+        for folder, slow in ((tmp_path, 1.0), (tmp_path / "without", 0.8)):
+            made = Trace(rank, 2).group("mesh_dp_shard", (0, 1)).annotation("ProfilerStep#3", 0, 100)
+            made.kernel("nvjet_sm90", 0, 90 * slow, op="aten::mm")
+            if folder == tmp_path:
+                made.collective("_allgather_base", "mesh_dp_shard", 80, 100, sent=512, received=1024)
+            made.write(folder / f"rank{rank}.json.gz")
+    with contextlib.chdir(tmp_path):
+        exec(program("hocket_trace/README.md", "from hocket_trace"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "rank 0, step 3: 0.0000 of 0.0001 s exposed",
+        "  gather: 0.0000 s, 50% hidden, 0.0000 s waiting",
+    ]
+    assert lines[-2:] == ["the longest gather takes 0.000020 s", "a step takes 38.9% longer with communication"]
 
 
 def asserted(rank: int, text: str) -> None:

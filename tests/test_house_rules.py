@@ -13,9 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sorted((ROOT / "hocket").rglob("*.py"))
-SOURCES = [
-    path for folder in ("hocket", "tests", "benchmarks", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
-]
+TRACE = sorted((ROOT / "hocket_trace").rglob("*.py"))
+"""The other distribution of this repository."""
+SOURCES = [*PACKAGE, *TRACE]
+SOURCES += [path for folder in ("tests", "benchmarks", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 DOCS = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 FILE_LINES = 450
@@ -254,7 +255,7 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
 
 
 def test_modules_have_a_docstring() -> None:
-    assert not [name(path) for path in PACKAGE if tree(path).body and not ast.get_docstring(tree(path))]
+    assert not [name(path) for path in (*PACKAGE, *TRACE) if tree(path).body and not ast.get_docstring(tree(path))]
 
 
 def test_automatic_settings_are_switches() -> None:
@@ -266,7 +267,7 @@ def test_automatic_settings_are_switches() -> None:
 
 def test_named_notes_exist() -> None:
     """A note's title stands alone on its line; every other `Note: [Title]` points to one."""
-    text = "\n".join(path.read_text() for path in PACKAGE)
+    text = "\n".join(path.read_text() for path in (*PACKAGE, *TRACE))
     titles = re.findall(r"^[ #]*Note: \[(.+?)\]$", text, flags=re.MULTILINE)
     assert len(titles) == len(set(titles)), "two notes of one name"
     assert set(re.findall(r"Note: \[(.+?)\]", text)) <= set(titles)
@@ -275,7 +276,21 @@ def test_named_notes_exist() -> None:
 def test_run_time_dependencies_stay_few() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[<>=]", requirement)[0] for requirement in project["dependencies"]}
-    assert names == {"torch", "numpy", "tyro", "rich", "safetensors"}
+    assert names == {"hocket-trace", "torch", "numpy", "tyro", "rich", "safetensors"}
+    trace = tomllib.loads((ROOT / "hocket_trace" / "pyproject.toml").read_text())["project"]
+    assert trace["dependencies"] == ["numpy>=1.26"]
+
+
+def test_reading_traces_needs_numpy_alone() -> None:
+    """hocket_trace imports the standard library, numpy and itself; where a PNG is drawn, also pillow."""
+    found: set[str] = set()
+    for path in TRACE:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import):
+                found |= {item.name.partition(".")[0] for item in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    assert found - set(sys.stdlib_module_names) == {"numpy", "hocket_trace", "PIL"}
 
 
 def test_text_names_no_machine() -> None:

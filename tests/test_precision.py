@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stored import config_of
+from hocket.config import PrecisionConfig
 from hocket.foreign import read
 from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
 from hocket.foreign.translate import translate
@@ -19,7 +21,6 @@ from hocket.settings.leaves import changed, types
 from hocket.settings.overrides import given
 from hocket.settings.rule import Host
 from hocket.settings.sources import begin
-from hocket.trace.rebuild import _of_today
 
 TINY, MOE = recipe("tiny"), recipe("moe_8gpu")
 
@@ -108,7 +109,7 @@ def test_other_systems_reduce_in_fp32_by_themselves(system: Any, words: str, wir
 
 def test_runs_from_before_there_was_a_choice_sent_what_they_computed_in() -> None:
     stored = {"train": {"dtype": "bf16", "steps": 3}, "overlap": {"ep": {}, "dp": {}, "pp": {}, "tp": {}}}
-    assert _of_today(stored)["precision"] == {"compute": "bf16", "wire": "bf16", "averages": "fp32"}
+    assert config_of(stored).precision == PrecisionConfig(compute="bf16", wire="bf16")
 
 
 def test_averages_in_bf16_take_four_bytes_less_and_more_time() -> None:

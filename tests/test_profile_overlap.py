@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from hocket.testing import profile_overlap
-from hocket.trace.parse import TraceError
+from hocket_trace.parse import TraceError
 from tests.helpers.ranks import run_ranks
 
 LARGE = 1 << 21

@@ -20,12 +20,12 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.trace import load
 from hocket.train.metrics import Metrics
 from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe
 from hocket.train.signals import StopRequest
 from hocket.train.trace_reader import Reading, TraceReader
+from hocket_trace import load
 from tests.helpers.command import ALONE, SMALL, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
 from tests.ranks.test_lane_orders import microbatches_of

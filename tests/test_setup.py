@@ -20,7 +20,9 @@ def pinned() -> dict[str, str]:
 
 def test_lock_pins_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    assert "hocket-trace==0.1.0" in project["project"]["dependencies"], "of this repository"
+    others = [each for each in project["project"]["dependencies"] if not each.startswith("hocket-trace")]
+    wanted = [*others, *project["project"]["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=]", requirement)[0] for requirement in wanted}
     assert names - {"torch"} <= set(pinned())
     assert set(setup.TOOLS) <= set(pinned())

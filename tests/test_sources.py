@@ -117,7 +117,7 @@ def test_runs_of_two_files_on_one_recipe_have_two_folders(here: Path) -> None:
 MISTAKES: list[tuple[str, str]] = [
     ("[overlap.ep]\nmergee = 'on'", "overlap.ep.mergee (run.toml:2): UNKNOWN overlap.ep.merge?"),
     ("steps = 3", "steps (run.toml:1): UNKNOWN train.steps?"),
-    ("[plan]\nmerge = 'on'", "plan.merge (run.toml:2): is overlap.ep.merge now; fix: overlap.ep.merge"),
+    ("[plan]\nmerge = 'on'", "plan.merge (run.toml:2): there is no such setting; fix: did you mean overlap.ep.merge?"),
     ("[overlap.epp]\nmerge = 'on'", "overlap.epp.merge (run.toml:2): UNKNOWN overlap.ep.merge?"),
     ("[trian]", "trian (run.toml:1): UNKNOWN train?"),
     ("[overlap.ep]\nmerge = 'onn'", "overlap.ep.merge = onn (run.toml:2): not one of auto, on, off; fix: did you mean"),

@@ -24,8 +24,7 @@ from hocket.plan.stages import costs_of, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null, Signal
 from hocket.runtime.transports import Transport
-from hocket.settings.former import flat
-from hocket.settings.leaves import changed
+from hocket.settings.leaves import changed, flat
 
 _groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}
 """Groups of this process by mesh, transport, who knows splits, copies, and tokens of a microbatch, for which they have

@@ -13,7 +13,6 @@ import tyro
 from hocket.commands import translate
 from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work
-from hocket.commands.trace import trace_files
 from hocket.config import Config
 from hocket.environment import find_gpus, stopping
 from hocket.explain.beside import beside, hardware_for, in_traces, request
@@ -21,13 +20,14 @@ from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
 from hocket.explain.record import read
 from hocket.explain.text import to_text
+from hocket.measured.stored import other_ways
 from hocket.probing import start
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from hocket.settings.leaves import changed
-from hocket.trace import load, report
-from hocket.trace.rebuild import other_ways
 from hocket.variables import passed, survey
+from hocket_trace import load, report
+from hocket_trace.cli import trace_files
 
 
 @dataclass(frozen=True)

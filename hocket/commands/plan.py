@@ -24,7 +24,7 @@ from hocket.settings.overrides import split
 from hocket.settings.predicted import model_costs
 
 if TYPE_CHECKING:
-    from hocket.trace.data import RankTrace
+    from hocket_trace.data import RankTrace
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def costs_from(
                 "null_from (command line): there is no --from; fix: name the traces of the run with --from"
             )
         return None
-    from hocket.commands.trace import trace_files
-    from hocket.trace import load
-    from hocket.trace.calibrate import calibrate
-    from hocket.trace.rebuild import other_ways
+    from hocket.measured.calibrate import calibrate
+    from hocket.measured.stored import other_ways
+    from hocket_trace import load
+    from hocket_trace.cli import trace_files
 
     traces = load(trace_files(paths))
     same_work(settings, traces, origins)
@@ -137,9 +137,9 @@ def costs_from(
 
 def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:
     """Raise ValueError if the ops of a traced run have other work to do than those of the plan."""
-    from hocket.trace.rebuild import different_work, settings_of
+    from hocket.measured.stored import other_work
 
-    for name, here, there in different_work(settings, settings_of(traces[0])):
+    for name, here, there in other_work(settings, traces[0]):
         origin = origins.get(name) or origins.get("", "")
         raise ValueError(
             f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "

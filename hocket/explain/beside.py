@@ -14,10 +14,10 @@ from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
 from hocket.probing.request import Measured, Product, Request
 from hocket.resolve import Settings
-from hocket.trace.columns import listed, several
+from hocket_trace.columns import listed, several
 
 if TYPE_CHECKING:
-    from hocket.trace.data import Report
+    from hocket_trace.data import Report
 
 CPU_FLOPS, CPU_BYTES = 2e8, 1 << 20
 """Most work of one product, and most bytes of one transfer, that are measured on a CPU: it should take seconds."""

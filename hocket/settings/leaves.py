@@ -84,6 +84,14 @@ def leaf(config: Config, setting: str) -> Any:
     return reduce(getattr, setting.split("."), config)
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries of settings as one, by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
     """A configuration with other values for some settings, by dotted name."""
     for setting, value in changes.items():

@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
 from hocket.settings.absent import why_no, why_not
-from hocket.settings.former import FORMER
 from hocket.settings.leaves import describe, leaf, show, types
 from hocket.settings.suggest import meant_setting
 
@@ -67,8 +66,6 @@ def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list
 
 
 def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
-    if name in FORMER:
-        return f"{flag} (command line): {name} is {FORMER[name]} now; fix: --{FORMER[name]}"
     if inside := next((each for each in known if each.startswith(f"{name}.")), ""):
         return f"{flag} (command line): is a section; fix: one of its settings, such as --{inside}"
     close = meant_setting(name, known)

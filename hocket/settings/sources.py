@@ -15,7 +15,6 @@ from hocket.config import Config
 from hocket.presets import preset
 from hocket.recipes import recipe
 from hocket.settings.absent import why_no, why_not
-from hocket.settings.former import FORMER
 from hocket.settings.leaves import changed, describe, is_a, leaf, problem, types
 from hocket.settings.origins import BELOW, DEFAULTS, Implied
 from hocket.settings.suggest import meant, meant_setting
@@ -132,8 +131,6 @@ def as_setting(value: Any) -> Any:
 
 
 def _unknown(name: str, where: str) -> str:
-    if name in FORMER:
-        return f"{name} ({where}): is {FORMER[name]} now; fix: {FORMER[name]}"
     close = meant_setting(name, [*types(), *sections(), *BELOW])
     fix = f"did you mean {close}?" if close else "hocket train RECIPE --help lists all settings"
     return f"{name} ({where}): there is no such setting; fix: {fix}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from hocket.settings.former import FORMER
-
 
 def meant(name: str, known: Iterable[str]) -> str:
     """The likeliest of the known names; empty if none is like it."""
@@ -14,14 +12,15 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def meant_setting(name: str, known: Iterable[str]) -> str:
-    """The likeliest setting, under its present name; empty if none is like it.
+    """The likeliest setting; empty if none is like it.
 
-    A right name in the wrong section, or without one, is a likely slip.
+    A right name, or nearly so, in the wrong section, or without one, is a likely slip.
     """
     known = list(known)
     last = name.rsplit(".", 1)[-1]
-    same = [each for each in known if each.rsplit(".", 1)[-1] == last]
+    lasts = [each.rsplit(".", 1)[-1] for each in known]
+    close = difflib.get_close_matches(last, lasts, n=1, cutoff=0.8)
+    same = [each for each, its_last in zip(known, lasts, strict=True) if its_last in close]
     if same:
         return difflib.get_close_matches(name, same, n=1, cutoff=0.0)[0]
-    close = meant(name, [*known, *FORMER])
-    return FORMER.get(close, close)
+    return meant(name, known)

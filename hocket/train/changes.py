@@ -9,8 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.former import flat, renamed
-from hocket.settings.leaves import leaf, show
+from hocket.settings.leaves import flat, leaf, show
 
 TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "clip")
 TOLD = ("model.", "data.", "precision.", *(f"train.{name} " for name in TRAINED_BY))
@@ -28,7 +27,7 @@ def stored(config: Config) -> dict[str, Any]:
 
 def changes(saved: Stored, config: Config) -> list[str]:
     """Settings whose value is another than when they were stored."""
-    then, now = flat(renamed(saved)), flat(json.loads(json.dumps(stored(config))))
+    then, now = flat(saved), flat(json.loads(json.dumps(stored(config))))
     differ = (name for name, value in now.items() if name in then and then[name] != value)
     return [f"{name} was {_said(then[name])} and is {_said(now[name])}" for name in differ]
 
@@ -38,7 +37,7 @@ def told(saved: Stored, config: Config) -> Iterator[str]:
     found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
     if found:
         yield "; ".join(found)
-    then = flat(renamed(saved))
+    then = flat(saved)
     before, now = [then.get(name, 1) for name in BATCH], [leaf(config, name) for name in BATCH]
     if math.prod(before) != math.prod(now):  # how ranks and microbatches share them changes nothing
         was, is_ = (f"{math.prod(sizes)} ({' x '.join(map(str, sizes))})" for sizes in (before, now))

@@ -23,9 +23,9 @@ from hocket.explain.record import FILE
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.settings.leaves import problem
-from hocket.trace.columns import counted
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
+from hocket_trace.columns import counted
 
 PEAK: Mapping[str, float] = {
     "A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12,

@@ -1,4 +1,4 @@
-"""Steps recorded with the profiler, as traces that explain themselves: every op under its name, and the run's settings.
+"""Steps recorded with the profiler, as traces that explain themselves: every op under its name, and the run's program.
 
 A trace holds `hocket step 12` around an optimizer step, the ops of the plan under their names (`fwd attn m0 c1 l5`), on
 a CPU also `wait <op>` where the host stands still for a collective, and the top-level key `hocket` that `describe`
@@ -22,11 +22,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hocket.config import LABELS, Config
 from hocket.engine import Engine
+from hocket.measured.stored import describe as stored
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
-
-VERSION = 1
-"""Of what a trace says about its run. Changes whenever a part of it changes its meaning."""
 
 GZIP_LEVEL = 3
 """A trace shrinks to a tenth with this; the highest level takes five times as long for a few percent more."""
@@ -35,10 +33,7 @@ GZIP_LEVEL = 3
 def describe(config: Config, engine: Engine, rank: int) -> dict[str, Any]:
     """What a trace of this rank says about its run, as JSON values."""
     described: dict[str, Any] = {
-        "version": VERSION,
-        "settings": {
-            field.name: dataclasses.asdict(getattr(config, field.name)) for field in dataclasses.fields(Config)
-        },
+        **stored(config, engine.program, engine.where.pp),
         "transport": config.train.transport,
         "label": LABELS.get(config.train.transport, ""),
         "rank": rank,

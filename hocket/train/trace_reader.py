@@ -55,10 +55,10 @@ class TraceReader:
 def main(paths: Sequence[str]) -> None:
     """Print the reading of these traces as JSON."""
     os.nice(10)  # the ranks come first
-    from hocket.trace import TraceError, load, report
-    from hocket.trace.as_json import to_json
-    from hocket.trace.cpu import UNSEEN
-    from hocket.trace.table import headline, warnings
+    from hocket_trace import TraceError, load, report
+    from hocket_trace.as_json import to_json
+    from hocket_trace.cpu import UNSEEN
+    from hocket_trace.table import headline, warnings
 
     try:
         figures = to_json(report(load([Path(path) for path in paths])))

@@ -16,13 +16,40 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 MAIN = 100
 """The host thread that ops run on if no other is named."""
+PLANNED = re.compile(r"(fwd|bwd|wgrad|send|recv|gather|reduce|step|update|release) [a-z]+( [a-z]\d+)*$")
+"""Annotations that are taken for named ops. The trace tells what they are as a run of hocket would."""
+LANES = (
+    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back", "gather",
+    "reduce", "update",
+)  # fmt: skip
 BASE_NS = 1_700_000_000_000_000_000
+
+
+def plan(names: Iterable[str], tensors: bool = False) -> dict[str, Any]:
+    """What a run of hocket tells about ops of these names; with `tensors`, those that compute communicate inside."""
+    ops = {name: planned(name, tensors) for name in names}
+    return {"lanes": list(LANES), "computing": ["compute", "update"], "ops": ops}
+
+
+def planned(name: str, tensors: bool = False) -> list[Any]:
+    """Lane, kind, group and layer of an op such as `fwd attn m0 c1 l5`."""
+    verb, part = name.split()[:2]
+    layer = next((int(word[1:]) for word in name.split()[2:] if word[0] == "l"), -1)
+    if verb in ("gather", "reduce"):
+        return [verb, verb, f"{verb}_{'experts' if part == 'experts' else 'dense'}", layer]
+    if verb in ("send", "recv"):
+        return [f"{verb}_{part}", "pp", "pp_fwd" if part == "act" else "pp_bwd", layer]
+    if part in ("dispatch", "combine"):
+        return ["a2a", "a2a", "a2a", layer]
+    inside = ("tp", "tp") if tensors else ("compute", "")
+    return ["compute", *(("control", "") if verb == "step" else inside), layer]
 
 
 class Trace:
@@ -42,6 +69,8 @@ class Trace:
         }
         if host:
             self.top["host_name"] = host
+        self.tensors = False
+        """Whether ops that compute communicate inside."""
         self._external = 0
         self._correlation = 0
 
@@ -147,7 +176,10 @@ class Trace:
             for description, (number, ranks) in self.groups.items()
         ]
         about: Mapping[str, Any] = {"rank": self.rank, "world_size": self.world, "pg_config": groups}
-        return {**self.top, "distributedInfo": about, "traceEvents": self.events}
+        top, marks = self.top, [e["name"].removeprefix("wait ") for e in self.events if e["cat"] == "user_annotation"]
+        if names := [name for name in dict.fromkeys(marks) if PLANNED.match(name)]:
+            top = {**top, "hocket": {"plan": plan(names, self.tensors), **top.get("hocket", {})}}
+        return {**top, "distributedInfo": about, "traceEvents": self.events}
 
     def write(self, path: Path) -> Path:
         """Write the trace; a name that ends in .gz is compressed."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.trace.data import (
+from hocket_trace.data import (
     Kind,
     OpPrediction,
     OpRow,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hocket.trace import load, report
-from hocket.trace.data import RankTrace, Report, Share
+from hocket_trace import load, report
+from hocket_trace.data import RankTrace, Report, Share
 from tests.trace.build import BASE_NS, Trace
 
 US = 1e-6

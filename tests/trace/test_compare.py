@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.trace.align import load
-from hocket.trace.compare import compare, middle_steps
-from hocket.trace.data import RankTrace, Report, StepReport
-from hocket.trace.exposure import report
+from hocket_trace.align import load
+from hocket_trace.compare import compare, middle_steps
+from hocket_trace.data import RankTrace, Report, StepReport
+from hocket_trace.exposure import report
 from tests.trace.build import Trace
-from tests.trace.simulated import about, settings_for
 
 MICRO = 1e-6
+
+
+def about(transport: str) -> dict[str, Any]:
+    """What a program tells about itself."""
+    settings = {"model": {"hidden": 128}, "train": {"transport": transport}}
+    return {"transport": transport, "pp_rank": 0, "settings": settings, "work": ["model"]}
 
 
 def run(path: Path, *, null: bool = False, hocket: bool = True, world: int = 1, scale: float = 1.0) -> RankTrace:
@@ -28,7 +33,7 @@ def run(path: Path, *, null: bool = False, hocket: bool = True, world: int = 1, 
     """
     trace = Trace(0, world).group("gather_dense", range(world))
     if hocket:
-        trace.metadata(hocket=about(settings_for(), 0, "null" if null else "nccl"))
+        trace.metadata(hocket=about("null" if null else "nccl"))
     gemms, attention = (((0, 30), (80, 100)), (30, 80)) if null else (((0, 40), (140, 160)), (50, 110))
     names = ("fwd mlp m0 c0 l0", "bwd mlp m0 c0 l0")
     for n, (start, end) in enumerate(gemms):
@@ -161,7 +166,7 @@ def test_outside_hocket_the_same_ranks_are_compared(tmp_path: Path) -> None:
 
 def test_what_stands_in_for_arriving_rows_is_in_no_class(tmp_path: Path) -> None:
     def trace(null: bool) -> RankTrace:
-        made = Trace(0, 1).metadata(hocket=about(settings_for(), 0, "null" if null else "nccl"))
+        made = Trace(0, 1).metadata(hocket=about("null" if null else "nccl"))
         made.kernel("nvjet_sm90", 0, 40, op="aten::mm", plan_op="fwd mlp m0 c0 l0")
         made.kernel("elementwise_kernel", 40, 50, op="aten::copy_", plan_op="fwd attn m0 c0 l1")
         counts = {"cat": "gpu_memcpy", "op": "aten::copy_", "plan_op": "fwd dispatch m0 c0 l1"}

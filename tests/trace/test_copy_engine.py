@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.trace import load, report
+from hocket_trace import load, report
 
 BLOCK = 268_451_840
 """Bytes that a gather or a reduction of a block brings to a rank of two."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hocket.trace import load, report
-from hocket.trace.data import RankTrace
-from hocket.trace.read import read
+from hocket_trace import load, report
+from hocket_trace.data import RankTrace
+from hocket_trace.read import read
 from tests.trace.build import MAIN, Trace
 
 US = 1e-6

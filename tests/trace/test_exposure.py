@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.trace import load, report
-from hocket.trace.data import Kind, Report, StepReport
+from hocket_trace import load, report
+from hocket_trace.data import Kind, Report, StepReport
 from tests.trace.build import Trace
 
 US = 1e-6

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.trace.intervals import Spans, clip, covered, intersect, length, subtract, union
+from hocket_trace.intervals import Spans, clip, covered, intersect, length, subtract, union
 
 SIZE = 24
 intervals = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted), max_size=8)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from hocket.trace.as_json import to_json
-from hocket.trace.data import RankTrace, Step
-from hocket.trace.exposure import report
-from hocket.trace.page import html
-from hocket.trace.table import headline
+from hocket_trace.as_json import to_json
+from hocket_trace.data import RankTrace, Step
+from hocket_trace.exposure import report
+from hocket_trace.page import html
+from hocket_trace.table import headline
 from tests.trace.reports import Row, busy, op, prediction, step_of, tax, trace
 from tests.trace.reports import report as made
 

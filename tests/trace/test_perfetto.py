@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hocket.trace.exposure import report
-from hocket.trace.perfetto import filtered
+from hocket_trace.exposure import report
+from hocket_trace.perfetto import filtered
 from tests.trace.reports import busy
 from tests.trace.test_picture import STEPS, toy
 

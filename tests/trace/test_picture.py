@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hocket.plan.timeline import COLORS as PLAN_COLORS
-from hocket.trace.data import RankTrace, Step
-from hocket.trace.exposure import exposed, idle, late, report
-from hocket.trace.intervals import length
-from hocket.trace.picture import png, svg, typical
-from hocket.trace.scene import COLORS, GUTTER, Box, columns, draw, lanes
+from hocket_trace.data import RankTrace, Step
+from hocket_trace.exposure import exposed, idle, late, report
+from hocket_trace.intervals import length
+from hocket_trace.picture import png, svg, typical
+from hocket_trace.scene import COLORS, GUTTER, Box, columns, draw, lanes
 from tests.trace.reports import Row, busy, step_of, trace
 from tests.trace.reports import report as made
 
@@ -123,7 +123,7 @@ def test_png_and_svg_show_the_same() -> None:
 
 def test_png_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"needs pillow; fix: pip install 'hocket\[picture\]'"):
+    with pytest.raises(ValueError, match=r"needs pillow; fix: pip install 'hocket-trace\[picture\]'"):
         png(report([toy()]), [toy()])
 
 

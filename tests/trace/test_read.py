@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.trace import TraceError, load, report
-from hocket.trace.data import RankTrace
-from hocket.trace.read import read
+from hocket_trace import TraceError, load, report
+from hocket_trace.data import RankTrace
+from hocket_trace.read import read
 from tests.trace.build import MAIN, Trace
 
 US = 1e-6

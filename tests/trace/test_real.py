@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.trace import load, report
-from hocket.trace.data import RankTrace
-from hocket.trace.intervals import intersect, length, union
-from hocket.trace.label import lane_of
-from hocket.trace.predict import predict
+from hocket.measured.predict import predict
+from hocket_trace import load, report
+from hocket_trace.data import RankTrace
+from hocket_trace.intervals import intersect, length, union
 from tests.trace.build import Trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -122,7 +121,7 @@ def test_communication_is_what_its_op_and_group_say(traces: tuple[RankTrace, ...
             elif op.startswith("step"):  # the norm of gradients is summed, too, over the ranks that share an expert
                 assert kind == "control"
             else:
-                assert kind == KIND_OF_LANE.get(lane_of(op), "pp"), (kind, op)
+                assert kind == KIND_OF_LANE.get(trace.plan.ops[op].lane, "pp"), (kind, op)
                 assert group.startswith({"pp": "pp_", "a2a": "a2a"}.get(kind, f"{kind}_")), (kind, group)
                 seen.add(kind)
     assert seen == {"gather", "reduce", "a2a", "pp"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.fresh import in_fresh_process
 from benchmarks.trace_reading import STEPS, write_trace
-from hocket.trace import load, report
+from hocket_trace import load, report
 
 READING = "benchmarks.trace_reading"
 MEGABYTES = 10

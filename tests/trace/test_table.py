@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hocket.trace.as_json import by_launcher, to_json
-from hocket.trace.columns import bar, grid, milliseconds, plain, rate, short_kernel, shortened, size, wrapped
-from hocket.trace.table import headline, render, step_parts, table, warnings
+from hocket_trace.as_json import by_launcher, to_json
+from hocket_trace.columns import bar, grid, milliseconds, plain, rate, short_kernel, shortened, size, wrapped
+from hocket_trace.table import headline, render, step_parts, table, warnings
 from tests.helpers.golden import assert_golden
 from tests.trace.reports import NAN, OPS, prediction, report, share, step_of, tax
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hocket.commands.trace import only, parse, trace_files
-from hocket.trace import load, report
-from hocket.trace.as_json import to_json
-from hocket.trace.table import render
+from hocket_trace import load, report
+from hocket_trace.as_json import to_json
+from hocket_trace.cli import only, parse, trace_files
+from hocket_trace.table import render
 from tests.helpers.command import command, environment
 from tests.trace.build import Trace
 from tests.trace.reports import busy

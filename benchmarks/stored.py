@@ -1,0 +1,62 @@
+"""Settings as kept results have them, from hockets of several days, under today's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.config import Config
+from hocket.settings.leaves import changed, flat, leaf, types
+from hocket.settings.origins import DEFAULTS
+
+_FORMER = {
+    "plan.merge": "overlap.ep.merge",
+    "plan.merge_ends": "overlap.ep.merge_ends",
+    "plan.defer_wgrad": "overlap.defer_wgrad",
+    "plan.p2p_backward_lane": "overlap.pp.backward_lane",
+    "plan.p2p_defer_layers": "overlap.pp.defer_layers",
+    "plan.p2p_defer_parts": "overlap.pp.defer_parts",
+    "plan.strategy": "overlap.dp.strategy",
+    "plan.prefetch": "overlap.dp.prefetch",
+    "train.dtype": "precision.compute",
+    "overlap.ep.capacity": "overlap.ep.room",
+    "overlap.dp.gather_in_update": "overlap.dp.update",
+}
+"""Former name of a setting -> its name now."""
+
+_VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
+"""Former name of a setting -> what its values are called now, where that has changed too."""
+
+_LATER: dict[str, Any] = {
+    "overlap.pp.backward_lane": "on",
+    "overlap.ep.merge_ends": "off",
+    "overlap.ep.copies": "per_expert",
+    "overlap.ep.splits": "host",
+    "overlap.ep.room": 2.0,
+    "overlap.dp.update": "end",
+    "plan.graphs": "off",
+    "plan.recompute": (),
+    **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
+}
+"""Settings that came after the first results and are automatic now, and what runs did before there was a choice."""
+
+
+def config_of(tree: Mapping[str, Any]) -> Config:
+    """The configuration that nested dictionaries of some day stand for. Raises ValueError for a setting of no day."""
+    stored: dict[str, Any] = {}
+    for former, value in flat(tree).items():
+        name = _FORMER.get(former, former)
+        value = _VALUES[former].get(value, value) if former in _VALUES else value
+        stored[name] = tuple(value) if isinstance(value, list) else value
+    if strange := sorted(set(stored) - set(types())):
+        raise ValueError(f"{strange[0]}: there is no such setting; fix: a result of hocket")
+    wire = {"precision.wire": stored["precision.compute"]} if "precision.compute" in stored else {}
+    return changed(Config(), {**_LATER, **wire, **stored})
+
+
+def put(tree: dict[str, Any], setting: str, value: Any) -> None:
+    """Set one value in nested dictionaries, by dotted name."""
+    *sections, last = setting.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value

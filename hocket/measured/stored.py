@@ -1,0 +1,181 @@
+"""What a recorded run stores of its plan, and how it is read again: program, costs, and what its ops have to do.
+
+A trace holds it under the key `hocket`, as JSON:
+
+    version     of all this
+    plan        what the ops of this rank are, for whoever reads the trace (`hocket_trace/plan.py`)
+    program     the ops of all pipeline ranks: JSON of `plan/text.py`, packed by zlib, in base64
+    costs       what the ops were predicted to cost when they were recorded: hardware, seconds and friction
+    settings    all of them, nested
+    work        settings, or whole sections of them, by which an op has other work to do
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, cast
+
+from hocket.config import Config
+from hocket.plan.cost import CostTable, OpCost
+from hocket.plan.friction import friction_of
+from hocket.plan.network import hardware_of
+from hocket.plan.ops import COMPUTING, LANES, Op, Program
+from hocket.plan.schedule import KIND_OF, CostKey, Friction, Kind, cost_key
+from hocket.plan.stages import carried_by, costs_of
+from hocket.plan.text import from_json, to_json
+from hocket.settings.leaves import changed, flat, leaf, types
+from hocket_trace.data import RankTrace
+
+VERSION = 2
+"""Of what a trace says about its run. Changes whenever a part of it changes its meaning."""
+
+WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_length")
+"""Settings, or whole sections of them, that say what one op of a plan has to do."""
+
+WAYS = (
+    "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits", "overlap.ep.room", "overlap.tp",
+    "precision.wire", "train.transport", "network",
+)  # fmt: skip
+"""Settings, or whole sections of them, that say how an op of a plan does what it has to."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A run's plan, as its trace has it."""
+
+    program: Program
+    hardware: str
+    """For which the costs were predicted."""
+    costs: CostTable
+    """Seconds alone: no bytes."""
+    friction: Friction
+
+
+def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
+    """What a trace of this pipeline rank stores, as JSON values."""
+    text = json.dumps(to_json(program), separators=(",", ":"))
+    return {
+        "version": VERSION,
+        "plan": named(program, pp_rank, tensors=settings.mesh.tp > 1),
+        "program": base64.b64encode(zlib.compress(text.encode(), 9)).decode(),
+        "costs": _costs(settings),
+        "settings": json.loads(json.dumps({f.name: asdict(getattr(settings, f.name)) for f in fields(Config)})),
+        "work": list(WORK),
+    }
+
+
+def named(program: Program, pp_rank: int, tensors: bool) -> dict[str, Any]:
+    """The ops of a pipeline rank under their names, as `hocket_trace/plan.py` has them; `tensors`: tp is above 1."""
+    inside = ("tp", "tp") if tensors else ("compute", "")
+    ops = {}
+    for op in program.ranks[pp_rank]:
+        kind = KIND_OF.get(op.lane) or ("control" if op.verb == "step" else "")
+        group = carried_by(("recv", op.part, "") if op.verb == "send" else cost_key(op, program.layout.kinds)) or ""
+        ops[str(op)] = [op.lane, *((kind, group) if kind else inside), op.layer]
+    return {"lanes": list(LANES), "computing": list(COMPUTING), "ops": ops}
+
+
+def _costs(settings: Config) -> dict[str, Any]:
+    """What the recorded ops cost, which have names and so were issued one by one."""
+    hardware = hardware_of(settings)
+    table = costs_of(settings, hardware).table
+    friction = friction_of(changed(settings, {"plan.graphs": "off"}), hardware, table)
+    return {
+        "hardware": hardware.name,
+        "seconds": {" ".join(key).strip(): [float(c.seconds), float(c.inner_seconds)] for key, c in table.items()},
+        "contention": {kind: float(factor) for kind, factor in friction.contention.items()},
+        "issue": {" ".join(key).strip(): float(seconds) for key, seconds in friction.issue.items()},
+        "counts": None if friction.counts is None else float(friction.counts),
+    }
+
+
+def stored_in(trace: RankTrace) -> Stored:
+    """What a trace stores of its run's plan. Raises ValueError if it stores none, or as another hocket does."""
+    run = checked(trace)
+    try:
+        program = from_json(zlib.decompress(base64.b64decode(run["program"])).decode())
+        costs = run["costs"]
+        seconds = {_key(name): OpCost(seconds=s, inner_seconds=inner) for name, (s, inner) in costs["seconds"].items()}
+        issue = {_key(name): float(each) for name, each in costs["issue"].items()}
+        contention = {cast(Kind, kind): float(factor) for kind, factor in costs["contention"].items()}
+        found = Stored(
+            program=program,
+            hardware=str(costs["hardware"]),
+            costs=CostTable(program.layout.kinds, seconds),
+            friction=Friction(contention, issue, costs["counts"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+        raise ValueError(
+            f"{trace.source}: its program cannot be read ({type(error).__name__} {error}), so it was edited; fix: the "
+            "trace as hocket train --train.profile wrote it"
+        ) from None
+    pp_rank, pp = run.get("pp_rank", 0), program.layout.pp
+    if pp_rank not in range(pp):
+        raise ValueError(
+            f"{trace.source}: its metadata has pp_rank {pp_rank} of {pp}, so it was edited; "
+            "fix: the trace as hocket train --train.profile wrote it"
+        )
+    return found
+
+
+def checked(trace: RankTrace) -> Mapping[str, Any]:
+    """What a trace says about its run. Raises ValueError if it is not of a hocket run, or of another hocket's."""
+    if not trace.run:
+        raise ValueError(
+            f"{trace.source}: says nothing about settings, so it is not of a hocket run or was cut; "
+            "fix: a trace written by hocket train --train.profile"
+        )
+    version = trace.run.get("version")
+    if version != VERSION:
+        raise ValueError(
+            f"{trace.source}: its metadata has version {version}, this hocket reads version {VERSION}; "
+            "fix: read it with the hocket that wrote it"
+        )
+    return trace.run
+
+
+def _key(name: str) -> CostKey:
+    verb, part, *kind = name.split()
+    return verb, part, kind[0] if kind else ""
+
+
+def pipeline_rank(trace: RankTrace) -> int:
+    """Whose program it ran."""
+    return int(trace.run.get("pp_rank", 0))
+
+
+def ops_by_name(program: Program, rank: int) -> dict[str, Op]:
+    """The ops of a pipeline rank by the names that they have in a trace."""
+    return {str(op): op for op in program.ranks[rank]}
+
+
+def other_work(planned: Config, measured: RankTrace) -> list[tuple[str, Any, Any]]:
+    """Name and both values of every setting by which the ops of a plan have to do something else than a traced run's.
+
+    Raises ValueError if the trace does not tell.
+    """
+    return _different(WORK, planned, measured)
+
+
+def other_ways(planned: Config, measured: RankTrace) -> list[str]:
+    """Notes on settings by which the ops of a plan do in another way what those of a traced run did."""
+    return [
+        f"{name} = {here}, measured with {there}: ops that this changes take other times than in the traces"
+        for name, here, there in _different(WAYS, planned, measured)
+    ]
+
+
+def _different(settings: Sequence[str], planned: Config, measured: RankTrace) -> list[tuple[str, Any, Any]]:
+    stored = checked(measured).get("settings")
+    if not isinstance(stored, Mapping):
+        fix = "fix: a trace written by hocket train --train.profile"
+        raise ValueError(f"{measured.source}: its metadata has no settings; {fix}")
+    there = flat(stored)
+    names = [name for name in types() if any(f"{name}.".startswith(f"{setting}.") for setting in settings)]
+    here = {name: leaf(planned, name) for name in names}
+    here = {name: list(value) if isinstance(value, tuple) else value for name, value in here.items()}
+    return [(name, value, there.get(name)) for name, value in here.items() if there.get(name) != value]

@@ -1,0 +1,177 @@
+"""Several ranks of one run: one clock, and collectives matched across ranks.
+
+Note: [One clock]
+
+Ranks of one host share a clock, and their traces say when it stood at zero. Between hosts clocks differ, by
+milliseconds. What is known is that a collective ends on no rank before it started on all, and that it ends on all at
+nearly the same time; so does a send with its receive, though a small one may end before anybody receives it. So the
+clock of another host is moved by the median difference of the ends of all that two ranks share, no further than the
+first fact allows. A send of gloo says nothing: it is shown until its host waits for it. Ranks that share nothing with
+the first one are reached over others, those with most in common first. What is left, some microseconds, is error in
+`waiting` and in when sends of gloo end: no other figure compares two ranks' clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket_trace.columns import listed
+from hocket_trace.data import Ints, RankTrace
+from hocket_trace.match import MUTUAL, Matched, match
+from hocket_trace.parse import TraceError
+from hocket_trace.read import read
+
+SHARED = 50e-6
+"""Seconds up to which transfers end apart on one clock: ranks that differ by less are not moved."""
+
+
+def load(paths: Sequence[Path | str]) -> tuple[RankTrace, ...]:
+    """Read the traces of one run: by rank, on one clock, collectives matched. Raises TraceError."""
+    if not paths:
+        raise TraceError("no trace was given; fix: name at least one file")
+    return align([read(path) for path in paths])
+
+
+def align(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
+    """The traces by rank, on the clock of the first, collectives matched. Raises TraceError if they are of two runs."""
+    traces = sorted(traces, key=lambda trace: trace.rank)
+    for a, b in pairwise(traces):
+        _assert_one_run(a, b)
+    traces = [_moved(trace, (trace.origin - traces[0].origin) * 1e-9, traces[0].origin) for trace in traces]
+    found, notes = match(traces)
+    columns = [trace.match.copy() for trace in traces]
+    for number, matched in enumerate(found):
+        if len(matched.rows) == len(set(matched.series[2])):
+            for i, rows in matched.rows.items():
+                columns[i][rows] = number
+    traces = [replace(trace, match=column) for trace, column in zip(traces, columns, strict=True)]
+    if len(traces) > 1:
+        moves, clock = _clocks(traces, found)
+        notes += clock
+        traces = [_moved(trace, move, traces[0].origin) for trace, move in zip(traces, moves, strict=True)]
+        notes += _impossible(traces, np.array([matched.series[3] in MUTUAL for matched in found], bool))
+        traces = _sent(traces, found)
+    return (replace(traces[0], notes=(*traces[0].notes, *notes)), *traces[1:])
+
+
+def _assert_one_run(a: RankTrace, b: RankTrace) -> None:
+    """Raise TraceError if two traces cannot be of one run, or are of one rank."""
+    fix = "fix: one trace of each rank, all of one run"
+    if a.rank == b.rank:
+        raise TraceError(f"{b.source}: of rank {b.rank}, as is {a.source}; {fix}")
+    if a.world and b.world and a.world != b.world:
+        raise TraceError(f"{b.source}: of a run of {b.world} ranks, {a.source} of one of {a.world}; {fix}")
+    if a.run and b.run and any(a.run.get(told) != b.run.get(told) for told in ("transport", "settings")):
+        raise TraceError(f"{b.source}: of a run with other settings than {a.source}; {fix}")
+
+
+def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
+    """The same trace with `by` seconds added to all times."""
+    if not by:
+        return trace
+    return replace(
+        trace,
+        start=trace.start + by,
+        end=trace.end + by,
+        launched=trace.launched + by,
+        steps=tuple(replace(step, start=step.start + by, end=step.end + by) for step in trace.steps),
+        origin=origin,
+    )
+
+
+def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list[float], list[str]]:
+    """Seconds to add to each trace's times, and what the reader must know of it. See Note: [One clock]."""
+    shared = _shared(traces, found)
+    moves: dict[int, float] = {0: 0.0}
+    notes: list[str] = []
+    while len(moves) < len(traces):
+        for a in list(moves):
+            neighbours = [b for b in range(len(traces)) if b not in moves and _one_host(traces[a], traces[b])]
+            moves |= dict.fromkeys(neighbours, moves[a])
+        edges = [(len(transfers), a, b) for (a, b), transfers in shared.items() if a in moves and b not in moves]
+        if not edges:
+            break
+        count, a, b = max(edges)
+        by = _behind(traces[a], traces[b], a, b, shared[a, b])
+        moves[b] = moves[a]
+        if abs(by) > SHARED:
+            moves[b] += by
+            what = "one transfer that both took part in ends together"
+            if count > 1:
+                what = f"{count} transfers that both took part in end together (median)"
+            moved = f"rank {traces[b].rank}: its clock was moved by {1e3 * by:+.3f} ms to that of rank {traces[a].rank}"
+            notes.append(f"{moved}, so that the {what}")
+    if lost := [trace.rank for i, trace in enumerate(traces) if i not in moves]:
+        notes.append(
+            f"the clock of {listed('rank', lost)} could not be compared: no transfer is shared with the others"
+        )
+    return [moves.get(i, 0.0) for i in range(len(traces))], notes
+
+
+def _one_host(a: RankTrace, b: RankTrace) -> bool:
+    return bool(a.host) and a.host == b.host
+
+
+def _shared(traces: Sequence[RankTrace], found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
+    """Ordered pair of traces of two hosts -> the transfers of both that end on both at nearly the same time."""
+    shared: dict[tuple[int, int], list[Matched]] = {}
+    telling = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
+    for matched in found:
+        if matched.series[3] in telling:
+            for a in matched.rows:
+                for b in matched.rows:
+                    if a != b and not _one_host(traces[a], traces[b]):
+                        shared.setdefault((a, b), []).append(matched)
+    return shared
+
+
+def _behind(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[Matched]) -> float:
+    """How many seconds the clock of `other` is behind that of `one`."""
+
+    def times(trace: RankTrace, i: int) -> tuple[np.ndarray, np.ndarray]:
+        rows: list[Ints] = [matched.rows[i] for matched in found]
+        starts, ends = [trace.start[r].min() for r in rows], [trace.end[r].max() for r in rows]
+        return np.array(starts), np.array(ends)
+
+    (start_a, end_a), (start_b, end_b) = times(one, a), times(other, b)
+    mutual = np.array([matched.series[3] in MUTUAL for matched in found])
+    least = float((start_a - end_b)[mutual].max(initial=-np.inf))
+    most = float((end_a - start_b)[mutual].min(initial=np.inf))
+    behind = float(np.median(end_a - end_b))
+    return min(max(behind, least), most) if least <= most else behind
+
+
+def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[str]:
+    """A note if collectives end on a rank before they start on another. `mutual`: whether none can, by number."""
+    starts, ends = np.full(len(mutual), -np.inf), np.full(len(mutual), np.inf)
+    for trace in traces:
+        rows = np.flatnonzero(trace.match >= 0)
+        first, last = np.full(len(mutual), np.inf), np.full(len(mutual), -np.inf)
+        np.minimum.at(first, trace.match[rows], trace.start[rows])
+        np.maximum.at(last, trace.match[rows], trace.end[rows])
+        here = np.isfinite(first)
+        starts[here], ends[here] = np.maximum(starts, first)[here], np.minimum(ends, last)[here]
+    by = (starts - ends)[mutual]
+    wrong = by[np.isfinite(by) & (by > SHARED)]
+    if not len(wrong):
+        return []
+    said = f"{len(wrong)} of {int(mutual.sum())} collectives end on a rank before they start on another"
+    return [f"{said}, by up to {1e3 * wrong.max():.3f} ms: a clock drifts or jumped, so waiting for peers is rough"]
+
+
+def _sent(traces: Sequence[RankTrace], found: Sequence[Matched]) -> list[RankTrace]:
+    """The traces with sends of gloo, which are shown until their host waits for them, as far as their receives."""
+    ends = [trace.end.copy() for trace in traces]
+    place = {trace.rank: i for i, trace in enumerate(traces) if trace.device == "cpu"}
+    for matched in found:
+        if matched.series[3] == "send" and set(matched.rows) <= set(place.values()):
+            sender, receiver = (place[rank] for rank in matched.series[2])
+            rows, arrived = matched.rows[sender], traces[receiver].end[matched.rows[receiver]].max()
+            ends[sender][rows] = np.clip(arrived, traces[sender].start[rows], traces[sender].end[rows])
+    return [replace(trace, end=end) for trace, end in zip(traces, ends, strict=True)]

@@ -1,0 +1,267 @@
+"""The command line: what communication cost a run, from its profiler traces."""
+
+from __future__ import annotations
+
+import io
+import json as json_module
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from hocket_trace.align import load
+from hocket_trace.as_json import to_json
+from hocket_trace.columns import Line
+from hocket_trace.compare import compare
+from hocket_trace.data import Prediction, RankTrace, Report, Tax
+from hocket_trace.exposure import report
+from hocket_trace.page import html
+from hocket_trace.perfetto import filtered
+from hocket_trace.picture import png, svg
+from hocket_trace.scene import numbers
+from hocket_trace.table import Figures, table
+
+USAGE = """usage: {program} FILE... [--null FILE...] [options]
+
+Shows what communication cost a run: PyTorch profiler traces (.json, .json.gz) of any program, one file per rank. A
+folder stands for all traces in it, or in its folder `traces`.
+
+  --null FILE...    traces of the same run without communication: adds the tax
+  --step N          look at this step only
+  --json            print every figure as JSON
+  --html FILE       write a page with a timeline to zoom into, and the tables
+  --svg FILE        draw a step, the median one if --step names none
+  --png FILE        the same picture (needs pillow: pip install 'hocket-trace[picture]')
+  --perfetto FILE   write a small trace for ui.perfetto.dev (.json.gz)"""
+
+_FILES = ("html", "svg", "png", "perfetto")
+_ENDINGS = (".json", ".json.gz")
+_NO_TRACE = "explanation.json"
+"""What a run of hocket leaves beside its traces."""
+
+Predict = Callable[[Sequence[RankTrace], Report, Tax | None], Prediction | None]
+"""Predicts the run of some traces, of which there are a report and maybe a tax; None for a program that it does not
+know. Raises ValueError if it cannot."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the command line asks for."""
+
+    real: tuple[str, ...]
+    null: tuple[str, ...]
+    step: int | None
+    json: bool
+    files: dict[str, str]
+    """html, svg, png, perfetto -> where to."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 2 the command or its files make no sense."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()  # a pipe that was closed is noticed here, not when Python ends
+    except ValueError as error:
+        print(f"hocket-trace: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def run(words: Sequence[str], program: str = "hocket-trace", predict: Predict | None = None) -> int:
+    """Print a report, or write its pages and pictures. Returns the exit code.
+
+    `program` is how the command is called; `predict` is asked what was to be expected. Raises ValueError for
+    what the user can mend.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE.format(program=program))
+        return 0 if words else 2
+    asked = parse(words, program)
+    paths, null_paths = trace_files(asked.real), trace_files(asked.null)
+    if again := {path.resolve() for path in paths} & {path.resolve() for path in null_paths}:
+        raise _problem(str(min(again)), "is given as the run and with --null", "traces of two runs")
+    for name, target in asked.files.items():
+        if Path(target).resolve() in {path.resolve() for path in (*paths, *null_paths)}:
+            raise _problem(f"--{name} {target}", "would overwrite a trace that is read", "another name")
+    traces = load(paths)
+    if asked.step is not None:
+        traces = tuple(only(trace, asked.step) for trace in traces)
+    found = report(traces)
+    tax = _tax(found, traces, null_paths)
+    found, prediction = _prediction(found, traces, tax, predict)
+    makers: dict[str, Callable[[], str | bytes]] = {
+        "html": lambda: html(found, traces, tax, prediction),
+        "svg": lambda: svg(found, traces, asked.step),
+        "png": lambda: png(found, traces, asked.step),
+        "perfetto": lambda: filtered(traces),
+    }
+    for name, target in asked.files.items():
+        _write(target, makers[name]())
+    if asked.json:
+        print(json_module.dumps(to_json(found, tax, prediction), indent=1, allow_nan=False))
+    elif not asked.files:
+        _show(to_json(found, tax, prediction))
+    return 0
+
+
+def parse(words: Sequence[str], program: str = "hocket-trace") -> Words:
+    """What the words of the command line ask for. Raises ValueError for flags and values that make no sense."""
+    names: dict[str, list[str]] = {"real": [], "null": []}
+    values: dict[str, str] = {}
+    where = "real"
+    if worthless := next((word for word in words if word.startswith("--json=")), ""):
+        raise _problem(worthless, "--json takes no value", "leave out the value")
+    left = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            names[where].append(word)
+            continue
+        flag = word.lstrip("-")
+        if flag not in ("null", "json", "step", *_FILES):
+            raise _problem(word, "there is no such option", f"{program} --help lists them")
+        if flag in values:
+            raise _problem(word, "is given twice", "leave one out")
+        where = "null" if flag == "null" else "real"
+        if flag not in ("null", "json") and (not left or not left[0] or left[0].startswith("--")):
+            raise _problem(word, "says nothing", f"{word} {'12' if flag == 'step' else 'FILE'}")
+        values[flag] = "" if flag in ("null", "json") else left.pop(0)
+    if not names["real"]:
+        raise _problem(program, "the traces are missing", f"{program} FOLDER, or name files")
+    if "null" in values and not names["null"]:
+        raise _problem("--null", "says nothing", "--null FILE...")
+    files = {name: values[name] for name in _FILES if name in values}
+    targets = [Path(target).resolve() for target in files.values()]
+    for name, target in files.items():
+        if targets.count(Path(target).resolve()) > 1:
+            raise _problem(f"--{name} {target}", "another option names it too", "two names")
+    step = values.get("step")
+    if step is not None and not step.isdecimal():
+        raise _problem(f"--step {step}", "not the number of a step", "a whole number")
+    return Words(tuple(names["real"]), tuple(names["null"]), int(step) if step else None, "json" in values, files)
+
+
+def trace_files(names: Sequence[str]) -> list[Path]:
+    """The files that names of files and folders stand for. Raises ValueError if there are none, or one twice."""
+    found: list[Path] = []
+    for name in names:
+        try:
+            found += _files(name)
+        except OSError as error:
+            raise _problem(name, f"cannot be read ({error.strerror})", "another name, or its permissions") from None
+    seen: set[Path] = set()
+    for path in found:
+        if path.resolve() in seen:
+            raise _problem(str(path), "is given twice", "name every trace once")
+        seen.add(path.resolve())
+    return found
+
+
+def _files(name: str) -> list[Path]:
+    """The file of this name, or the traces in the folder of this name. Raises OSError, too."""
+    path = Path(name)
+    if not name:
+        raise _problem("''", "names no trace", "the name of a trace or of a folder of traces")
+    if path.is_dir():
+        if inside := _inside(path / "traces") or _inside(path):
+            return inside
+        fix = "a folder with the .json or .json.gz files of the PyTorch profiler (of hocket: hocket train --profile)"
+        raise _problem(name, "no traces in this folder", fix)
+    if not path.exists():
+        raise _problem(name, "no such file", "the name of a trace or of a folder of traces")
+    return [path]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The traces right in a folder, by name."""
+    if not folder.is_dir():
+        return []
+    found = (path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
+    return sorted(path for path in found if path.name != _NO_TRACE)
+
+
+def only(trace: RankTrace, number: int) -> RankTrace:
+    """A trace with one of its steps, and what ran then. Raises ValueError if it has no such step."""
+    index = next((n for n, step in enumerate(trace.steps) if step.number == number), None)
+    if index is None:
+        known = ", ".join(str(n) for n in numbers([trace])) or "none"
+        raise _problem(f"--step {number}", f"not in {trace.source}", f"one of its steps: {known}")
+    step = trace.steps[index]
+    mine = trace.step == index
+    rows = np.flatnonzero(mine | ((trace.end > step.start) & (trace.start < step.end)))
+    columns = ("start", "end", "lane", "kind", "name", "launcher", "op", "group", "kernel_class", "layer", "bytes")
+    cut = {name: getattr(trace, name)[rows] for name in (*columns, "calls", "match", "launched")}
+    return replace(trace, steps=(step,), step=np.where(mine[rows], 0, -1), **cut)
+
+
+def _tax(found: Report, traces: Sequence[RankTrace], null_paths: Sequence[Path]) -> Tax | None:
+    if not null_paths:
+        return None
+    nulls = load(null_paths)
+    return compare(found, report(nulls), traces, nulls)
+
+
+def _prediction(
+    found: Report, traces: Sequence[RankTrace], tax: Tax | None, predict: Predict | None
+) -> tuple[Report, Prediction | None]:
+    """What was to be expected. The report is noted why a run cannot be predicted."""
+    if predict is None or not found.steps:
+        return found, None
+    try:
+        return found, predict(traces, found, tax)
+    except ValueError as error:  # the measured figures are good all the same
+        return replace(found, notes=(*found.notes, f"no prediction: {error}")), None
+
+
+def _write(target: str, data: str | bytes) -> None:
+    """Write a file that the user named, and say so. Raises ValueError if that cannot be done."""
+    try:
+        Path(target).write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise _problem(target, f"cannot be written ({error.strerror})", "name a file in an existing folder") from None
+    print(f"wrote {target}", file=sys.stderr)  # the output proper may be JSON
+
+
+_CODES = {"bold": "1", "dim": "2", "bright_blue": "94", "blue": "34", "red": "31", "yellow": "33", "white": "97"}
+"""Words of a style as the numbers that terminals know."""
+
+
+def _show(figures: Figures) -> None:
+    """Print the table: in colours on a terminal, elsewhere as plain text."""
+    width = min(max(shutil.get_terminal_size((100, 40)).columns, 72), 140)
+    colours = not os.environ.get("NO_COLOR") and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
+    print("\n".join(_shown(line, colours) for line in table(figures, width)), flush=True)
+
+
+def _shown(line: Line, colours: bool) -> str:
+    """The text of a line, with the codes of its styles."""
+    pieces = list(line)
+    while pieces and not pieces[-1][0].strip():
+        pieces.pop()
+    if pieces:
+        pieces[-1] = (pieces[-1][0].rstrip(), pieces[-1][1])
+    return "".join(_styled(text, style) if colours else text for text, style in pieces)
+
+
+def _styled(text: str, style: str) -> str:
+    if not text or not style:
+        return text
+    front, _, back = style.partition(" on ")
+    codes = [_CODES[word] for word in front.split()] + ([str(10 + int(_CODES[back]))] if back else [])
+    return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
+
+
+def _problem(what: str, reason: str, fix: str) -> ValueError:
+    return ValueError(f"{what} (command line): {reason}; fix: {fix}")

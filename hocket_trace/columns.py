@@ -1,0 +1,138 @@
+"""Words and columns of the terminal table: numbers with units, short kernel names, rows that fit a width.
+
+A line is a tuple of pieces, each a text with a style (a name that rich knows, or empty), so that the same lines go to
+a terminal with colours and to a file without.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+Piece = tuple[str, str]
+Line = tuple[Piece, ...]
+
+UNKNOWN = "–"
+_NAME = 8
+"""A first column is not made narrower."""
+_FIRST = 8
+"""Numbers that a sentence lists."""
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def line(text: str = "", style: str = "") -> Line:
+    """A line of one piece."""
+    return ((text, style),)
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """The text of lines, without styles and without white space at their ends."""
+    return "\n".join("".join(text for text, _ in one).rstrip() for one in lines)
+
+
+def wrapped(text: str, width: int, style: str = "", hang: str = "") -> list[Line]:
+    """A paragraph; lines after the first begin with `hang`. A number stays with its unit."""
+    text = re.sub(r"(?<=\d) (?=(s|ms|µs|%)(\W|$))", "\N{NO-BREAK SPACE}", text)
+    parts = textwrap.wrap(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
+    return [line(part.replace("\N{NO-BREAK SPACE}", " "), style) for part in parts]
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, styles: Sequence[str] = ()) -> list[Line]:
+    """A head and rows below it: the first column to the left and as narrow as `width` asks, the others to the right.
+
+    Of columns that do not fit then, the last are left out. `styles` has one style per row.
+    """
+    widths = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
+    while len(widths) > 2 and min(widths[0], _NAME) + sum(widths[1:]) + 2 * len(widths) > width:
+        widths.pop()
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * len(widths)), min(widths[0], _NAME))
+    lines = []
+    for row, style in zip([heads, *rows], ["dim", *(styles or [""] * len(rows))], strict=True):
+        rest = (f"{cell:>{wide}}" for cell, wide in zip(row[1 : len(widths)], widths[1:], strict=True))
+        cells = [f"{shortened(row[0], widths[0]):{widths[0]}}", *rest]
+        lines.append(line("  " + "  ".join(cells), style))
+    return lines
+
+
+def shortened(text: str, width: int) -> str:
+    """A text of at most `width` characters: what is left out in its middle is an ellipsis."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 3
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `width` characters at share 1, to an eighth of a character; what is not nothing is seen."""
+    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
+    return "█" * (eighths // 8) + (_BLOCKS[eighths % 8] if eighths % 8 else "")
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def milliseconds(seconds: float | None, digits: int = 2) -> str:
+    """Milliseconds without their unit. What is not nothing does not look like it."""
+    if seconds is None:
+        return UNKNOWN
+    shown = f"{seconds * 1e3:,.{digits}f}"
+    return f"<{0.1**digits:.{digits}f}" if seconds > 0 and float(shown.replace(",", "")) == 0 else shown
+
+
+def percent(share: float | None) -> str:
+    """A share, in percent."""
+    return UNKNOWN if share is None else f"{share * 100:.1f} %"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit that fits, in powers of ten as bandwidths are."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f} B" if count else UNKNOWN
+
+
+def rate(bandwidth: float | None) -> str:
+    """Bytes per second as GB/s, without the unit."""
+    if bandwidth is None:
+        return UNKNOWN
+    value = bandwidth / 1e9
+    return "<0.1" if value < 0.1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def number(count: float) -> str:
+    """A count; a mean that is no whole number keeps a digit."""
+    return f"{count:,.0f}" if abs(count - round(count)) < 0.05 else f"{count:,.1f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, or `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1`; of many the first."""
+    shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def several(sources: Sequence[str]) -> str:
+    """The first of some files, and how many more there are."""
+    return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]
+
+
+def short_kernel(name: str) -> str:
+    """A kernel's name without types, arguments and namespaces; of a generic kernel also what it is made to do."""
+    if mangled := re.match(r"_ZN(?:\d+[a-z_]\w*?(?=\d))*?\d+(\w*?kernel\w*?)(?=[IE])", name):
+        made = re.search(r"Gemm[A-Z][a-z]+", name)
+        return f"{re.sub(r'^.*[0-9](?=[A-Za-z_])', '', mangled.group(1))}{' ' + made.group() if made else ''}"
+    inner = re.search(r"(\w*[Ff]unctor\w*|(?!gpu_)\b\w+_kernel_(?:cuda|impl))(?=[<({:,>]|$)", name.partition("<")[2])
+    outer = re.sub(r"\(anonymous namespace\)::|^void ", "", name)
+    outer = re.split(r"[<(]", outer, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or name
+    return f"{outer} {inner.group(1)}" if inner and inner.group(1) != outer else outer

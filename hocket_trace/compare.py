@@ -1,0 +1,253 @@
+"""What communication costs: a run against the same run with the null transport.
+
+    tax = step / step without communication - 1
+    slow-down of a class of kernels = their summed seconds / the same without communication - 1
+
+The difference of the two steps is told apart on the rank for which the others wait: where ranks end together, as after
+agreeing on something, the one that computes longest. There a step is compute + exposed + idle, all of them lengths of
+unions; so what each of them grew by adds up to the difference.
+
+Like is compared with like: where the two have traces of different ranks, only those of pipeline stages that both have,
+and outside hocket only the ranks that both have. Kernels with which the null transport writes what would have arrived
+are compute of its step, but of no class.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hocket_trace.columns import listed, several
+from hocket_trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, StepReport, Tax
+from hocket_trace.exposure import report as report_on
+
+TOGETHER = 0.01
+"""Share of a step by which ranks that end together may differ."""
+_STAND_IN: KernelClass = "stand-in"
+
+
+def compare(
+    real: Report, null: Report, real_traces: Sequence[RankTrace] = (), null_traces: Sequence[RankTrace] = ()
+) -> Tax:
+    """The tax of a run. With the traces of both, slow-downs are per named op, and what the two tell of their work is
+    compared.
+
+    Raises ValueError if the two do not belong together.
+    """
+    _assert_belong(real, null)
+    if real_traces and null_traces:
+        assert_same_work(real_traces[0], null_traces[0])
+    notes = _notes(real, null)
+    if real.ranks and null.ranks and real.ranks != null.ranks:
+        ranks, null_ranks = _alike(real, null)
+        real, real_traces = _of_ranks(real, real_traces, ranks)
+        null, null_traces = _of_ranks(null, null_traces, null_ranks)
+        notes.append(_compared(real, null))
+    mine, other = middle_steps(real), middle_steps(null)
+    parts = {name: _mean(mine, name) - _mean(other, name) for name in ("compute", "exposed", "host_bound", "idle")}
+    parts["idle"] -= parts["host_bound"]  # it is a part of idle
+    by_op = _by_plan_op(real_traces, real), _by_plan_op(null_traces, null)
+    if any(by_op) and not all(by_op):
+        notes.append(
+            "one of the two names its ops and the other not, as in a replay: of the two only one has late hosts"
+        )
+    ops = _slowdowns(*by_op) if all(by_op) else _slowdowns(_by_name(real.ops), _by_name(null.ops))
+    return Tax(
+        seconds=_mean(mine, "seconds"),
+        null=_mean(other, "seconds"),
+        parts=parts,
+        classes=_slowdowns(_by_class(real), _by_class(null)),
+        ops=ops,
+        notes=(*notes, *_doubts(real, null, mine, other)),
+    )
+
+
+def assert_same_work(real: RankTrace, null: RankTrace) -> None:
+    """Raise ValueError where the ops of two runs have other work to do, as far as their programs tell.
+
+    `run["settings"]` are those of the program, nested; `run["work"]` names those, and sections of them, that matter.
+    """
+    mine, other = (dict(_flat(trace.run.get("settings"), "")) for trace in (real, null))
+    work = tuple(f"{name}." for name in real.run.get("work") or ())
+    for name in {**mine, **other}:
+        if f"{name}.".startswith(work) and mine.get(name) != other.get(name):
+            raise ValueError(
+                f"{name} = {other.get(name)} ({null.source}): {real.source} has {mine.get(name)}; fix: two runs of the "
+                "same sizes"
+            )
+
+
+def _flat(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Values in nested dictionaries, by dotted names."""
+    if not isinstance(tree, Mapping):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _flat(value, f"{name}.{key}" if name else key)
+
+
+def middle_steps(report: Report) -> list[StepReport]:
+    """The part in the median step of the rank for which the others wait; of two steps if their number is even.
+
+    Each is as long as the step on its slowest rank; until that one ends, the rank is idle.
+    """
+    of_number: dict[int, list[StepReport]] = defaultdict(list)
+    for step in report.steps:
+        of_number[step.step].append(step)
+    decisive = [_decisive(steps) for steps in of_number.values()]
+    ordered = sorted(decisive, key=lambda step: step.seconds)
+    if not ordered:
+        raise ValueError(f"{several(report.sources)}: no whole step was recorded; fix: record at least one")
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
+def _decisive(steps: Sequence[StepReport]) -> StepReport:
+    """Of the ranks that end with the slowest one, that which computes longest."""
+    seconds = max(step.seconds for step in steps)
+    last = [step for step in steps if step.seconds >= (1 - TOGETHER) * seconds]
+    found = max(last, key=lambda step: step.compute)
+    return replace(found, seconds=seconds, idle=found.idle + seconds - found.seconds)
+
+
+def _assert_belong(real: Report, null: Report) -> None:
+    """Raise ValueError if `null` cannot be the same run without communication."""
+    where = ", ".join(null.sources[:1])
+    if null.transport not in ("null", ""):
+        raise ValueError(
+            f"{where}: its transport is {null.transport}, not null, so it is no run without communication; fix: a "
+            "trace of the same run with --train.transport null"
+        )
+    if real.transport == "null":
+        raise ValueError(
+            f"{', '.join(real.sources[:1])}: its transport is null, too; fix: give the run with communication first, "
+            "and this one with --null"
+        )
+    if bool(real.transport) != bool(null.transport):
+        raise ValueError(f"{where}: one of the two is of hocket and the other is not; fix: two runs of one program")
+    if not null.transport and sum(step.communication for step in null.steps) > 0.05 * sum(
+        s.seconds for s in null.steps
+    ):
+        raise ValueError(
+            f"{where}: its ranks communicate, so it is no run without communication; fix: the same run with "
+            "collectives that do nothing"
+        )
+    if real.world != null.world:
+        raise ValueError(f"{where}: {null.world} ranks, the run to compare with has {real.world}; fix: as many ranks")
+    if real.device != null.device:
+        raise ValueError(f"{where}: ran on {null.device}, the other on {real.device}; fix: two runs on one machine")
+
+
+def _alike(real: Report, null: Report) -> tuple[set[int], set[int]]:
+    """Ranks of either run that do the same work as some of the other. Raises ValueError if there are none."""
+    if real.stages and null.stages:
+        stages = {real.stages[rank] for rank in real.ranks} & {null.stages[rank] for rank in null.ranks}
+        found = ({rank for rank in one.ranks if one.stages[rank] in stages} for one in (real, null))
+        ranks, null_ranks = found
+    else:
+        ranks = null_ranks = set(real.ranks) & set(null.ranks)
+    if not ranks:
+        what = "another pipeline stage than" if real.stages else "not"
+        raise ValueError(
+            f"{', '.join(null.sources[:1])}: of {listed('rank', null.ranks)}, {what} {listed('rank', real.ranks)} of "
+            f"{', '.join(real.sources[:1])}; fix: traces of the same ranks"
+        )
+    return ranks, null_ranks
+
+
+def _of_ranks(whole: Report, traces: Sequence[RankTrace], ranks: set[int]) -> tuple[Report, tuple[RankTrace, ...]]:
+    """A report and its traces with these ranks alone. Without traces it tells nothing about kernels by name."""
+    kept = tuple(trace for trace in traces if trace.rank in ranks)
+    steps = tuple(step for step in whole.steps if step.rank in ranks)
+    return replace(whole, steps=steps, ops=report_on(kept).ops if kept else ()), kept
+
+
+def _mean(steps: Sequence[StepReport], name: str) -> float:
+    return float(np.mean([getattr(step, name) for step in steps]))
+
+
+def _by_class(report: Report) -> dict[str, float]:
+    """Summed kernel seconds by class, per rank and step."""
+    found: dict[str, float] = defaultdict(float)
+    for step in report.steps:
+        for name, seconds in step.classes.items():
+            found[name] += seconds / len(report.steps)
+    found.pop(_STAND_IN, None)
+    return found
+
+
+def _by_name(ops: Sequence[OpRow]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for row in ops:
+        if row.kind == "compute":
+            found[row.name] += row.seconds
+    return found
+
+
+def _by_plan_op(traces: Sequence[RankTrace], report: Report) -> dict[str, float]:
+    """Summed seconds of compute kernels by verb and part of their plan op, per rank and step."""
+    found: dict[str, float] = defaultdict(float)
+    for trace in traces:
+        known = np.array([word != _STAND_IN for word in trace.words])
+        rows = trace.of_kind("compute") & (trace.step >= 0) & known[trace.kernel_class]
+        sums = np.bincount(trace.op[rows], (trace.end - trace.start)[rows], minlength=len(trace.words))
+        for word, seconds in zip(trace.words, sums.tolist(), strict=True):
+            if seconds and word:
+                found[" ".join(word.split()[:2])] += seconds / len(report.steps)
+    return found
+
+
+def _slowdowns(real: Mapping[str, float], null: Mapping[str, float]) -> tuple[Slowdown, ...]:
+    rows = [Slowdown(name=name, seconds=real.get(name, 0.0), null=null.get(name, 0.0)) for name in {**real, **null}]
+    return tuple(sorted(rows, key=lambda row: (-max(row.seconds, row.null), row.name)))
+
+
+def _notes(real: Report, null: Report) -> list[str]:
+    notes = []
+    if real.emulated:
+        notes.append("the network is emulated, so is its tax")
+    if null.transport:
+        notes.append(
+            "without communication every rank's routing is even and rows are random: kernels that work on rows or move "
+            "them take other times for that, too"
+        )
+    return notes
+
+
+def _compared(real: Report, null: Report) -> str:
+    alike = "they are of the same pipeline stages" if real.stages else "these are given of both"
+    if real.ranks == null.ranks:
+        return f"only {listed('rank', real.ranks)} with and without communication: {alike}"
+    return f"{listed('rank', real.ranks)} with communication, {listed('rank', null.ranks)} without: {alike}"
+
+
+def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Sequence[StepReport]) -> list[str]:
+    """What makes the figures less sure."""
+    found = []
+    if len(null.ranks) < null.world:
+        found.append(
+            f"of the run without communication only {listed('rank', null.ranks)} of {null.world}: if another is "
+            "slower, the tax is smaller"
+        )
+    waiting = _mean(mine, "exposed_waiting")
+    if waiting > 0:
+        found.append(
+            f"{1e3 * waiting:.2f} ms of exposed communication only waits for late peers, as when load is uneven: a "
+            "faster link would not shorten them"
+        )
+    a, b = mine[0].rank, other[0].rank
+    if real.stages.get(a) != null.stages.get(b):
+        found.append(
+            f"the others wait for rank {a} with communication and for {b}, of another pipeline stage, without: their "
+            "compute and idle time differ for that, too"
+        )
+    stands_in = sum(step.classes.get(_STAND_IN, 0.0) for step in null.steps) / len(null.steps)
+    if stands_in:
+        found.append(
+            f"without communication {1e3 * stands_in:.2f} ms of kernels write what would have arrived: they are "
+            "compute of that step, but of no class and op here, and slow down what runs beside them"
+        )
+    return found

@@ -1,0 +1,149 @@
+"""Activities of a program that computes on the CPU: ops of torch, and transfers of gloo.
+
+Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
+rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
+Ops on gloo's own threads belong to its transfers. Where hocket starts transfers on threads that the profiler does not
+see (the `slow` transport), the host's waits stand for those of the ops that have no transfer in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket_trace.data import Floats, Ints, Plan
+from hocket_trace.gloo import calls_of, gloo_threads, told_of
+from hocket_trace.intervals import Spans, subtract, union
+from hocket_trace.launch import Activities, Opened, layer_of, opened_at
+from hocket_trace.nesting import nest
+from hocket_trace.parse import COLLECTIVE, Events, Rows
+
+_COMMUNICATION = ("c10d::", "_c10d_functional::", "symm_mem::", COLLECTIVE)
+_WRAPPERS = ("autograd::", "torch::autograd")
+
+
+def cpu_activities(events: Events) -> Activities:
+    """Compute and transfers of a CPU, by start."""
+    awaited = {name: op for name, word in enumerate(events.names) if (op := _awaited(word, events.plan))}
+    words = (*events.names, *awaited.values(), "")
+    place = {name: len(events.names) + i for i, name in enumerate(awaited)}
+    by_gloo = np.array([word.startswith("gloo:") for word in words], bool)[events.host.name]
+    host, transfers = events.host.take(~by_gloo), events.host.take(by_gloo)
+    at, sent = _calls(events, transfers, host, words)
+    moved = {words[op] for op in sent.op.tolist()}
+    unseen = {name: place[name] for name, op in awaited.items() if op not in moved}
+    waits = host.take(np.isin(host.name, list(unseen)))
+    rows = _compute(host, words, gloo_threads(events))
+    inside = opened_at(events, host, words, (rows.start + rows.end) / 2, rows.where)
+    name = np.where(rows.name >= 0, rows.name, inside.launcher)
+    inside = replace(inside, launcher=name, call=np.full(len(rows), -1))
+    order = np.argsort(np.concatenate([rows.start, transfers.start, waits.start]), kind="stable")
+
+    def together(*parts: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate(parts)[order]
+
+    sources = inside, sent, _waits(events, waits, unseen, words)
+    opened = Opened(**{f.name: together(*(getattr(source, f.name) for source in sources)) for f in fields(Opened)})
+    of_gloo = together(np.zeros(len(rows), bool), np.ones(len(transfers), bool), np.zeros(len(waits), bool))
+    transfer = of_gloo | together(np.zeros(len(rows) + len(transfers), bool), np.ones(len(waits), bool))
+    lane, words = _lanes(together(rows.where, transfers.where, waits.where), opened.op, transfer, words, events.plan)
+    return Activities(
+        words=words,
+        start=together(rows.start, transfers.start, waits.start),
+        end=together(rows.end, transfers.end, waits.end),
+        launched=together(rows.start, at, waits.start),
+        name=together(name, transfers.name, waits.name),
+        lane=lane,
+        opened=opened,
+        transfer=transfer,
+        args=told_of(events, words, opened.op, of_gloo),
+        notes=(UNSEEN,) if len(waits) else (),
+    )
+
+
+UNSEEN = "of some ops the transfers are not in the trace, only waits for them: what was hidden of these is not counted"
+
+
+def _awaited(word: str, plan: Plan) -> str:
+    """The communication op in a wait's annotation such as `wait gather dense t0 c0 l3 s1`, else empty."""
+    op = word.removeprefix("wait ")
+    return op if op != word and plan.communicates(op) else ""
+
+
+def _calls(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]) -> tuple[Floats, Opened]:
+    """When each transfer was called for, and what was open then."""
+    call = calls_of(events, transfers, host, words)
+    at = np.append(host.start, np.nan)[call]
+    opened = opened_at(events, host, words, at, np.append(host.where, -1)[call])
+    return at, replace(opened, launcher=transfers.name, call=call)
+
+
+def _waits(events: Events, waits: Rows, op: Mapping[int, int], words: tuple[str, ...]) -> Opened:
+    """The same for waits of the host, each for the plan op (given by the wait's name) that its name tells.
+
+    They have no group: that ranks stand still for one transfer at different times says nothing about late peers.
+    """
+    n, empty = len(waits), len(words) - 1
+    column = np.array([op[name] for name in waits.name.tolist()], np.int64)
+    nothing = np.full(n, empty)
+    layer = np.array([layer_of(words[i], events) for i in column.tolist()], np.int64)
+    return Opened(nothing, column, nothing, layer, np.zeros(n, bool), np.full(n, -1))
+
+
+def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
+    """Rows of compute; the name is -1 where only wrappers run."""
+
+    def rows(test: Callable[[str], bool]) -> NDArray[np.bool_]:
+        return np.array([test(word) for word in words], bool)[host.name]
+
+    annotation = host.link == 1
+    communication = rows(lambda word: word.startswith(_COMMUNICATION)) & ~annotation
+    waits = rows(lambda word: word.startswith("wait ")) & annotation
+    ops = ~annotation & ~communication & ~np.isin(host.where, list(foreign))
+    library = ops & rows(lambda word: "::" in word and not word.startswith(_WRAPPERS))
+    found = [_outermost(host, library)]
+    for thread in np.unique(host.where[ops]).tolist():
+        here = host.where == thread
+        rest = subtract(_spans(host, here & ops), _spans(host, here & (library | communication | waits)))
+        n = len(rest)
+        found.append(Rows(np.full(n, -1), rest[:, 0], rest[:, 1], np.full(n, thread), np.zeros(n, np.int64), {}))
+    return Rows(
+        name=np.concatenate([part.name for part in found]),
+        start=np.concatenate([part.start for part in found]),
+        end=np.concatenate([part.end for part in found]),
+        where=np.concatenate([part.where for part in found]),
+        link=np.concatenate([part.link for part in found]),
+        args={},
+    )
+
+
+def _outermost(host: Rows, library: NDArray[np.bool_]) -> Rows:
+    """The ops of a library that no other op of a library is around."""
+    chosen = host.take(library)
+    nesting = nest(chosen.start, chosen.end, chosen.where)
+    return chosen.take(nesting.order[nesting.parent < 0])
+
+
+def _spans(host: Rows, rows: NDArray[np.bool_]) -> Spans:
+    return union(host.start[rows], host.end[rows])
+
+
+def _lanes(
+    thread: Ints, op: Ints, transfer: NDArray[np.bool_], words: tuple[str, ...], plan: Plan
+) -> tuple[Ints, tuple[str, ...]]:
+    """A transfer's lane is that of its plan op; ops run on the lane `compute`, or on that of their thread."""
+    titles: dict[str, int] = {}
+    busiest = np.bincount(np.unique(thread[~transfer], return_inverse=True)[1]) if (~transfer).any() else [0]
+    main = int(np.unique(thread[~transfer])[int(np.argmax(busiest))]) if (~transfer).any() else -1
+    lane = []
+    for where, name, moves in zip(thread.tolist(), op.tolist(), transfer.tolist(), strict=True):
+        if moves:
+            title = plan.ops[words[name]].lane if words[name] else f"gloo thread {where}"
+        else:
+            title = "compute" if where == main else f"thread {where}"
+        lane.append(titles.setdefault(title, len(words) + len(titles)))
+    return np.array(lane, np.int64), (*words, *titles)

@@ -1,0 +1,184 @@
+"""GPU activities and what launched them: kernel -> correlation id -> launch on a host thread -> ops open there."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket_trace import label
+from hocket_trace.data import Floats, Ints, Plan
+from hocket_trace.nesting import nest
+from hocket_trace.parse import COLLECTIVE, Events, Rows
+
+TRANSPORTS = ("nccl:", "gloo:")
+"""Beginnings of the annotations that torch puts around the calls of a communication library."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the ops tell that were open when something was launched, one entry per launch; words as indices."""
+
+    launcher: Ints
+    """The innermost op of torch, or the annotation of a collective such as `nccl:_all_gather_base`."""
+    op: Ints
+    """The program's named op (`plan.py`)."""
+    around: Ints
+    """An annotation that says what a communication is for, such as `FSDP::all_gather (layers.5)`."""
+    layer: Ints
+    optimizer: NDArray[np.bool_]
+    """Launched by an optimizer's step."""
+    call: Ints
+    """The host row of the collective's op, -1 if there is none."""
+
+
+@dataclass(frozen=True)
+class Activities:
+    """Activities of one rank by start, with the host's side of them; words as indices into `words`."""
+
+    words: tuple[str, ...]
+    start: Floats
+    end: Floats
+    launched: Floats
+    name: Ints
+    lane: Ints
+    opened: Opened
+    transfer: NDArray[np.bool_]
+    """Communication for sure, whatever its name."""
+    args: Mapping[int, Mapping[str, Any]]
+    """Row -> what torch says about its collective or copy."""
+    notes: tuple[str, ...] = ()
+
+
+_PURPOSES = ("gather", "reduce", "all_to_all", "matmul", "dispatch", "combine")
+_SPIN = "spin_kernel"
+"""The kernel with which hocket's `slow` transport keeps a stream busy before a collective, as a slower link would."""
+
+
+def opened_at(events: Events, host: Rows, words: Sequence[str], at: Floats, thread: Ints) -> Opened:
+    """What was open on each thread at each time; nan times have nothing open.
+
+    `host` are the ops of `events` that count, and the last of `words` is the empty one.
+    """
+
+    def telling(test: Any) -> NDArray[np.bool_]:
+        return np.array([test(word) for word in words], bool)
+
+    nesting = nest(host.start, host.end, host.where)
+    name, annotation = host.name[nesting.order], host.link[nesting.order] == 1
+    inner = nesting.innermost(at, thread)
+    empty = len(words) - 1
+
+    def nearest(wanted: NDArray[np.bool_]) -> Ints:
+        index = nesting.climb(inner, wanted)
+        return np.append(name, empty)[index]
+
+    plan, layer = telling(events.plan.ops.__contains__), np.array([layer_of(word, events) for word in words], np.int64)
+    transport, collective = telling(lambda word: word.startswith(TRANSPORTS)), telling(lambda word: word == COLLECTIVE)
+    purpose = telling(lambda word: any(part in word for part in _PURPOSES)) & ~plan
+    optimizer = telling(lambda word: word.startswith("Optimizer.step#"))
+    agrees = telling(lambda word: word in events.plan.ops and events.plan.ops[word].kind == "control")
+    op = nearest(plan[name] & annotation)
+    op = np.where(op == empty, _open_anywhere(host, plan, at, empty), op)
+    call = nesting.climb(inner, collective[name])
+    return Opened(
+        launcher=nearest(np.where(annotation, transport[name], ~collective[name])),
+        op=op,
+        around=nearest(purpose[name] & (annotation | ~collective[name])),
+        layer=np.where(op == empty, layer[nearest(layer[name] >= 0)], layer[op]),
+        optimizer=(nearest(optimizer[name]) != empty) | agrees[op],
+        call=np.append(nesting.order, -1)[call],
+    )
+
+
+def layer_of(word: str, events: Events) -> int:
+    """The layer of a named op, or the one that a module's name tells; -1 if there is none."""
+    op = events.plan.ops.get(word)
+    return label.layer_of(word) if op is None else op.layer
+
+
+def _open_anywhere(host: Rows, plan: NDArray[np.bool_], at: Floats, empty: int) -> Ints:
+    """The plan op open on any thread: backward kernels are launched by threads of autograd, annotated or not."""
+    rows = np.flatnonzero(plan[host.name] & (host.link == 1))
+    if not len(rows):
+        return np.full(len(at), empty)
+    rows = rows[np.argsort(host.start[rows], kind="stable")]
+    last = np.searchsorted(host.start[rows], at, side="right") - 1
+    inside = (last >= 0) & (at <= host.end[rows][last])
+    return np.where(inside, host.name[rows][last], empty)
+
+
+def gpu_activities(events: Events) -> Activities:
+    """Kernels, copies and memsets of the GPU."""
+    order = np.argsort(events.device.start, kind="stable")
+    device, launches = events.device, events.launches
+    by_id = np.argsort(launches.link, kind="stable")
+    known = np.append(launches.link[by_id], np.iinfo(np.int64).max)
+    link = device.link[order]
+    found = np.searchsorted(known, link)
+    launched_by = np.where((known[found] == link) & (link >= 0), np.append(by_id, -1)[found], -1)
+    at = np.append(launches.start, np.nan)[launched_by]
+    words = (*events.names, "")
+    opened = opened_at(events, events.host, words, at, np.append(launches.where, -1)[launched_by])
+    args = {int(row): _told(events, int(original), int(opened.call[row])) for row, original in enumerate(order)
+            if original in device.args or opened.call[row] >= 0}  # fmt: skip
+    spin = np.array([_SPIN in word for word in words], bool)[device.name[order]]
+    emulated = _emulated(spin, device.where[order], opened)
+    args |= {row: {**args.get(after, {}), "bytes": 0} for row, after in emulated.items()}
+    opened.call[list(emulated)] = opened.call[list(emulated.values())]
+    lane, words = _lanes(device.where[order], opened.op, words, events.plan)
+    return Activities(
+        words=words,
+        start=device.start[order],
+        end=device.end[order],
+        launched=at,
+        name=device.name[order],
+        lane=lane,
+        opened=opened,
+        transfer=np.isin(np.arange(len(order)), list(emulated)),
+        args=args,
+    )
+
+
+def _emulated(spin: NDArray[np.bool_], stream: Ints, opened: Opened) -> dict[int, int]:
+    """Row of a spin that stands for a slower link -> the row of the collective that it holds back.
+
+    That is the next one on its stream, if the same plan op launched both.
+    """
+    found: dict[int, int] = {}
+    for where in np.unique(stream[spin]).tolist():
+        after = -1
+        for row in np.flatnonzero(stream == where)[::-1].tolist():
+            if opened.call[row] >= 0:
+                after = row
+            elif spin[row] and after >= 0 and opened.op[row] == opened.op[after]:
+                found[row] = after
+    return found
+
+
+def _told(events: Events, row: int, call: int) -> Mapping[str, Any]:
+    """What the kernel says about its collective, on top of what the collective's op on the host says."""
+    return {**events.host.args.get(call, {}), **events.device.args.get(row, {})}
+
+
+def _lanes(stream: Ints, op: Ints, words: tuple[str, ...], plan: Plan) -> tuple[Ints, tuple[str, ...]]:
+    """Each row's lane, and the words with those of the lanes.
+
+    A stream is the lane of the named ops that launched most of its kernels, and `stream 7` if none did.
+    """
+    votes: dict[int, Counter[str]] = defaultdict(Counter)
+    for where, name in zip(stream.tolist(), op.tolist(), strict=True):
+        if words[name]:
+            votes[where][words[name]] += 1
+    titles: dict[int, str] = {}
+    for where in np.unique(stream).tolist():
+        lanes: Counter[str] = Counter()
+        for name, count in votes[where].items():
+            lanes[plan.ops[name].lane] += count
+        titles[where] = lanes.most_common(1)[0][0] if lanes else f"stream {where}"
+    place = {where: len(words) + i for i, where in enumerate(titles)}
+    return np.array([place[where] for where in stream.tolist()], np.int64), (*words, *titles.values())

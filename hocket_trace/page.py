@@ -1,0 +1,194 @@
+"""A report as one page that needs no other file and no network: the timeline, and the tables beside it.
+
+The activities travel as columns of whole nanoseconds (gap to the one before, length) and an index into a table of what
+they are, because most kernels run many times: about 16 bytes for each. `assets/` has the page's style and scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from hocket_trace import table
+from hocket_trace.as_json import by_launcher, to_json
+from hocket_trace.columns import milliseconds, percent, short_kernel
+from hocket_trace.data import Prediction, RankTrace, Report, Tax
+from hocket_trace.exposure import late
+from hocket_trace.picture import typical
+from hocket_trace.scene import COLORS, colors, lanes
+
+_PART_COLORS = {
+    "alone": "#8db9f7", "beside": COLORS["compute"], "exposed": COLORS["exposed"], "host_bound": COLORS["late"],
+    "rest": "var(--line)",
+}  # fmt: skip
+
+
+def html(
+    report: Report, traces: Sequence[RankTrace], tax: Tax | None = None, prediction: Prediction | None = None
+) -> str:
+    """The page. It begins at the step whose length is the median."""
+    figures = to_json(report, tax, prediction)
+    headline, *about = table.title(figures, 10_000)[0][0][0].split(": ", 1)
+    parts = {
+        "title": escape(headline),
+        "about": escape(": ".join(about)),
+        "warnings": "".join(f'<p class="warning">{escape(text)}</p>' for text in table.warnings(figures)),
+        "headline": re.sub(r"(?<=\d) (?=s\b|ms|µs|%)", "&nbsp;", escape(table.headline(figures))),
+        "parts": _parts(figures),
+        "tables": "\n".join(_tables(figures)),
+        "data": json.dumps(_data(report, traces), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "style": _asset("page.css"),
+        "script": _asset("page.js") + _asset("control.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (files("hocket_trace") / "assets" / name).read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------- activities
+
+
+def _data(report: Report, traces: Sequence[RankTrace]) -> dict[str, Any]:
+    """What the script works on: see `page.js`."""
+    words: dict[str, int] = {"": 0}
+    what: dict[tuple[int | float, ...], int] = {}
+    steps = [step for trace in traces for step in trace.steps]
+    start = min((step.start for step in steps), default=0.0)
+    end = max((step.end for step in steps), default=0.0)
+    ranks = [_rank(trace, (start, end), words, what) for trace in traces]
+    names = ("lane", "kind", "name", "launcher", "op", "group", "class", "layer", "bytes", "color", "compute")
+    columns = list(zip(*what, strict=True)) or [()] * len(names)
+    return {
+        "from": 0,
+        "to": max(_ns(end - start), 1),
+        "step": typical(report) if report.steps else None,
+        "colors": COLORS,
+        "words": list(words),
+        "what": {name: list(column) for name, column in zip(names, columns, strict=True)},
+        "ranks": ranks,
+    }
+
+
+def _rank(
+    trace: RankTrace, span: tuple[float, float], words: dict[str, int], what: dict[tuple[int | float, ...], int]
+) -> dict[str, Any]:
+    """The activities of a rank between two times. Adds to `words` and to `what` kinds of activities there are."""
+    start, end = span
+    rows = np.flatnonzero((trace.end > start) & (trace.start < end))
+    began = np.rint((trace.start[rows] - start) * 1e9).astype(np.int64)
+    length = np.rint((trace.end[rows] - start) * 1e9).astype(np.int64) - began
+    theirs = np.array([words.setdefault(word, len(words)) for word in trace.words], dtype=np.int64)
+    shade = [list(COLORS).index(name) for name in colors(trace)]
+    computes = trace.of_kind("compute")
+    columns = [
+        *(theirs[column[rows]].tolist() for column in _worded(trace)),
+        trace.layer[rows].tolist(),
+        [round(count) for count in trace.bytes[rows].tolist()],
+        [shade[row] for row in rows],
+        computes[rows].astype(int).tolist(),
+    ]
+    kinds = [what.setdefault(row, len(what)) for row in zip(*columns, strict=True)]
+    absent = np.rint((late(trace, start, end) - start) * 1e9).astype(np.int64)
+    shown = [lane for lane in lanes(trace) if np.isin(lane.rows, rows).any()]
+    return {
+        "rank": trace.rank,
+        "lanes": [[words[lane.name], int(lane.compute)] for lane in shown],
+        "steps": [[step.number, _ns(step.start - start), _ns(step.end - start)] for step in trace.steps],
+        "gap": np.diff(began, prepend=0).tolist(),
+        "length": length.tolist(),
+        "what": kinds,
+        "late": absent.tolist(),
+    }
+
+
+def _worded(trace: RankTrace) -> tuple[np.ndarray, ...]:
+    return trace.lane, trace.kind, trace.name, trace.launcher, trace.op, trace.group, trace.kernel_class
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+
+def _parts(figures: table.Figures) -> str:
+    """What a step consists of, as one bar and its key."""
+    if not figures["step"]["rank_seconds"]:
+        return ""
+    bar, keys = [], []
+    for name, words, _, seconds, share, about in table.step_parts(figures["step"]):
+        color = _PART_COLORS[name]
+        bar.append(f'<i style="width:{share * 100:.3f}%;background:{color}" title="{escape(words)}"></i>')
+        keys.append(
+            f'<li title="{escape(about)}"><i class="swatch" style="background:{color}"></i>{escape(words)} '
+            f"<b>{milliseconds(seconds)} ms</b> {percent(share)}</li>"
+        )
+    return f'<div class="parts">{"".join(bar)}</div><ul class="keys">{"".join(keys)}</ul>'
+
+
+def _tables(figures: table.Figures) -> list[str]:
+    tax, prediction = figures["tax"], figures["prediction"]
+    out = [
+        _section("Ranks", "milliseconds a step", *table.rank_rows(figures), [table.imbalance_text(figures)]),
+        _section("Communication", "per step of one rank; milliseconds", *table.kind_rows(figures)),
+    ]
+    if any(row["exposed_seconds"] for row in figures["layers"]):
+        out.append(_section("Layers, the most exposed first", "milliseconds", *table.layer_rows(figures)))
+    if tax:
+        texts = [table.tax_text(tax), *tax["notes"]]
+        out.append(_section("Tax of communication", "milliseconds", *table.tax_rows(tax), texts))
+    if prediction:
+        heads, rows = table.predicted_rows(prediction)
+        texts = [table.prediction_text(prediction), *prediction["notes"]]
+        out.append(_section("Predicted and measured", "milliseconds of one op", heads, rows, texts))
+    out.append(_ops(figures))
+    if figures["notes"]:
+        notes = "".join(f"<li>{escape(note)}</li>" for note in figures["notes"])
+        out.append(f"<section><h2>Notes</h2><ul>{notes}</ul></section>")
+    return [one for one in out if one]
+
+
+def _section(
+    head: str, about: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[str] = ()
+) -> str:
+    if not rows:
+        return ""
+    said = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
+    first = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    lines = "".join(_line(row) for row in rows)
+    return f"<section><h2>{head} <small>{about}</small></h2>{said}<table><tr>{first}</tr>{lines}</table></section>"
+
+
+def _line(cells: Sequence[str], kind: str = "", title: str = "") -> str:
+    told = f' title="{escape(title)}"' if title else ""
+    name, *rest = (escape(cell) for cell in cells)
+    columns = f'<td class="name"{told}>{name}</td>' + "".join(f"<td>{cell}</td>" for cell in rest)
+    return f'<tr class="{kind}">{columns}</tr>' if kind else f"<tr>{columns}</tr>"
+
+
+def _ops(figures: Mapping[str, Any]) -> str:
+    """The costliest ops, and below each its kernels, whose whole names show when pointed at."""
+    lines = []
+    for total, kernels in by_launcher(figures["ops"])[:_OPS]:
+        lines.append(_line([total["launcher"] or "(launcher not known)", *table.op_cells(total)]))
+        lines += [
+            _line([short_kernel(row["kernel"]), *table.op_cells(row)], "part", row["kernel"])
+            for row in kernels[:_KERNELS]
+        ]
+    if not lines:
+        return ""
+    heads = "".join(f"<th>{name}</th>" for name in table.OP_HEADS)
+    head = "<h2>Costliest ops <small>summed, per step of one rank; milliseconds</small></h2>"
+    return f"<section>{head}<table><tr>{heads}</tr>{''.join(lines)}</table></section>"
+
+
+_OPS, _KERNELS = 20, 4

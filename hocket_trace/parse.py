@@ -1,0 +1,245 @@
+"""A trace file as columns: what the profiler wrote, not yet what it means.
+
+A trace of 100 MB holds some 600,000 events. `json` reads them as dicts, at about a kilobyte each; they become columns
+at once and are dropped one by one, with the garbage collector off meanwhile, since it would look at all of them again
+and again.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket_trace.data import Floats, Ints, Plan
+from hocket_trace.plan import plan_of
+
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = ("cpu_op", "user_annotation")
+LAUNCH = ("cuda_runtime", "cuda_driver")
+COLLECTIVE = "record_param_comms"
+"""The op that torch puts around every collective, with what is known of it in its args."""
+MOST_RANKS = 10**6
+"""Ranks that a run has at most: beyond them, numbers are broken."""
+LONGEST = 1e7
+"""Seconds that no trace takes: beyond them, times are broken."""
+_FIX = "fix: a trace of the PyTorch profiler"
+
+
+class TraceError(ValueError):
+    """A file that cannot be read as a trace; one line with the file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Events of one category: name (index into names), times in seconds, where (thread or stream), and more."""
+
+    name: Ints
+    start: Floats
+    end: Floats
+    where: Ints
+    link: Ints
+    """Correlation id of device rows and launches, -1 if there is none; 1 for annotations among host rows, else 0."""
+    args: Mapping[int, Mapping[str, Any]]
+    """Row -> args of rows that tell about a collective or a copy."""
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def take(self, rows: NDArray[Any]) -> Rows:
+        """Some of the rows, by mask or index, without their args."""
+        return Rows(self.name[rows], self.start[rows], self.end[rows], self.where[rows], self.link[rows], {})
+
+
+@dataclass(frozen=True)
+class Events:
+    """A file, read."""
+
+    source: str
+    about: Mapping[str, Any]
+    """The top level of the JSON without its events."""
+    names: tuple[str, ...]
+    origin: int
+    """Nanoseconds since the epoch at which time 0 lies."""
+    device: Rows
+    host: Rows
+    launches: Rows
+    threads: Mapping[int, str]
+    """Thread -> its name."""
+    plan: Plan
+    """What its named ops are."""
+
+
+class _Column:
+    """Rows while they are collected."""
+
+    def __init__(self) -> None:
+        self.name: list[int] = []
+        self.ts: list[float] = []
+        self.dur: list[float] = []
+        self.where: list[int] = []
+        self.link: list[int] = []
+        self.args: dict[int, Mapping[str, Any]] = {}
+
+    def rows(self, zero: float) -> Rows:
+        """The rows, with times in seconds after `zero` (µs). Raises ValueError for times that cannot be."""
+        start = (np.array(self.ts, np.float64) - zero) * 1e-6
+        end = start + np.maximum(np.array(self.dur, np.float64), 0.0) * 1e-6  # negative where the end was not recorded
+        if not np.all(end < LONGEST):  # nan is not less either
+            raise ValueError(f"its times reach over {np.max(end):g} s")
+        name, where, link = (np.array(column, np.int64) for column in (self.name, self.where, self.link))
+        return Rows(name, start, end, where, link, self.args)
+
+
+def parse(path: Path) -> Events:
+    """Read a trace. Raises TraceError."""
+    with _without_collector():
+        document = _document(path, _text(path))
+        events = document.pop("traceEvents")
+        return _columns(path, document, events)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the cyclic garbage collector."""
+    ran = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ran:
+            gc.enable()
+
+
+def _text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise TraceError(f"{path}: there is no such file; fix: the path of a trace") from None
+    except IsADirectoryError:
+        raise TraceError(f"{path}: this is a directory; fix: the trace files in it, such as {path}/*.json.gz") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror}); fix: another path, or its permissions") from None
+    if not data:
+        raise TraceError(f"{path}: the file is empty; fix: record the trace again")
+    packed = data[:2] == b"\x1f\x8b"
+    if path.suffix == ".gz" and not packed:
+        raise TraceError(f"{path}: named .gz, but it is not gzip; fix: rename it if it is JSON, else record it again")
+    try:
+        return (gzip.decompress(data) if packed else data).decode("utf-8-sig", errors="replace")
+    except (EOFError, OSError, zlib.error) as error:
+        raise TraceError(
+            f"{path}: the gzip data is cut off or broken ({error}); fix: copy or record it again"
+        ) from None
+
+
+def _document(path: Path, text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        in_a_text = error.msg.startswith("Unterminated string")  # names of kernels are long
+        if text.lstrip()[:1] == "{" and (in_a_text or error.pos > len(text.rstrip()) - 200):
+            raise TraceError(f"{path}: the JSON ends in the middle of an event; fix: copy or record it again") from None
+        raise TraceError(f"{path}: this is not JSON (line {error.lineno}: {error.msg}); {_FIX}") from None
+    except RecursionError:
+        raise TraceError(f"{path}: JSON nested too deeply for a trace; {_FIX}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise TraceError(f"{path}: JSON without traceEvents; {_FIX}")
+    _check_about(path, document)
+    return document
+
+
+def _columns(path: Path, about: dict[str, Any], events: list[Any]) -> Events:
+    names: dict[str, int] = {}
+    device, host, launches = _Column(), _Column(), _Column()
+    kinds = {**dict.fromkeys(DEVICE, device), **dict.fromkeys(HOST, host), **dict.fromkeys(LAUNCH, launches)}
+    threads: dict[int, str] = {}
+    try:
+        while events:
+            event = events.pop()
+            column = kinds.get(event.get("cat"))
+            if column is None or event["ph"] != "X":
+                if event.get("name") == "thread_name" and isinstance(event["tid"], int):
+                    threads[event["tid"]] = f"{threads.get(event['tid'], '')} {event['args']['name']}".strip()
+                continue
+            _take(column, event, column is host, names)
+        zero = min((min(column.ts) for column in (device, host, launches) if column.ts), default=0.0)
+        found = device.rows(zero), host.rows(zero), launches.rows(zero)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        said = _shown(str(error) or type(error).__name__)[:80]
+        raise TraceError(f"{path}: an event is not as the PyTorch profiler writes it ({said}); {_FIX}") from None
+    origin = int(about.get("baseTimeNanoseconds", 0)) + round(zero * 1000)
+    plan = _plan(path, about)
+    return Events(str(path), about, tuple(map(_shown, names)), origin, *found, threads, plan)
+
+
+def _plan(path: Path, about: Mapping[str, Any]) -> Plan:
+    try:
+        return plan_of((about.get("hocket") or {}).get("plan"))
+    except ValueError as error:
+        said = _shown(str(error))[:80]
+        raise TraceError(f"{path}: hocket is not as a profiled run writes it (plan: {said}); {_FIX}") from None
+
+
+def _shown(name: str) -> str:
+    """A name without what a terminal or a file cannot show."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in name)
+
+
+def _check_about(path: Path, about: Mapping[str, Any]) -> None:
+    """Raise TraceError for metadata that the PyTorch profiler does not write; any of it may be missing."""
+
+    def number(value: object, least: int) -> bool:
+        return isinstance(value, int) and value >= least
+
+    def all_of(kind: type, value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+    info = about.get("distributedInfo") or {}
+    groups = (info.get("pg_config") or []) if isinstance(info, dict) else []
+    base, run = about.get("baseTimeNanoseconds", 0), about.get("hocket") or {}
+    sound = {
+        "baseTimeNanoseconds": isinstance(base, (int, float)) and abs(base) < 2**63,
+        "deviceProperties": all_of(dict, about.get("deviceProperties") or []),
+        "distributedInfo": isinstance(info, dict)
+        and number(info.get("rank", 0), 0)
+        and number(info.get("world_size", 1), 1)
+        and info.get("rank", 0) < info.get("world_size", MOST_RANKS) <= MOST_RANKS
+        and all_of(dict, groups)
+        and all(all_of(int, group.get("ranks") or []) for group in groups),
+        "hocket": isinstance(run, dict)
+        and number(run.get("pp_rank", 0), 0)
+        and isinstance(run.get("transport", ""), str),
+    }
+    for name, good in sound.items():
+        if not good:
+            said = _shown(str(about[name]))[:80]
+            raise TraceError(f"{path}: {name} is not as a profiled run writes it ({said}); fix: the trace as it was")
+
+
+def _take(column: _Column, event: dict[str, Any], is_host: bool, names: dict[str, int]) -> None:
+    """Append one event to its column."""
+    name, args = event["name"], event.get("args", {})
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name}")
+    if is_host:
+        column.link.append(event["cat"] == "user_annotation")
+        if name == COLLECTIVE:
+            column.args[len(column.name)] = args
+    else:
+        column.link.append(int(args.get("correlation", -1)))
+        if "bytes" in args or "Collective name" in args:
+            column.args[len(column.name)] = args
+    column.name.append(names.setdefault(name, len(names)))
+    column.ts.append(float(event["ts"]))
+    column.dur.append(float(event.get("dur", 0.0)))
+    column.where.append(int(args.get("stream", event["tid"])))

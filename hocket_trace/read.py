@@ -1,0 +1,244 @@
+"""One trace file as a `RankTrace`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hocket_trace import label
+from hocket_trace.cpu import cpu_activities
+from hocket_trace.data import Ints, Plan, RankTrace
+from hocket_trace.launch import Activities, gpu_activities
+from hocket_trace.parse import Events, TraceError, parse
+from hocket_trace.steps import assign, step_number
+
+EARLY = 50e-6
+"""Seconds up to which an activity may start before its launch: clocks of device and host are that close."""
+
+
+@dataclass
+class _Words:
+    """Words as numbers."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, word: str) -> int:
+        return self.known.setdefault(word, len(self.known))
+
+    def column(self, words: Sequence[str], index: Ints) -> Ints:
+        """The numbers of `words[index]`."""
+        return np.array([self[word] for word in words], np.int64)[index] if len(index) else np.empty(0, np.int64)
+
+
+def read(path: Path | str) -> RankTrace:
+    """Read the trace of one rank, of hocket or any other PyTorch program, with a GPU or without.
+
+    Raises TraceError.
+    """
+    return understood(parse(Path(path)))
+
+
+def understood(events: Events) -> RankTrace:
+    """What a trace file means. Raises TraceError."""
+    gpu = len(events.device) > 0
+    if not gpu and _used_a_gpu(events):
+        raise TraceError(
+            f"{events.source}: no GPU activity, though it used a GPU; fix: record it with ProfilerActivity.CUDA"
+        )
+    found = gpu_activities(events) if gpu else cpu_activities(events)
+    if not len(found.start):
+        raise TraceError(f"{events.source}: no kernels and no torch ops; fix: record it while the program computes")
+    return _labelled(events, found, gpu)
+
+
+def _used_a_gpu(events: Events) -> bool:
+    return len(events.launches) > 0 or any(name.startswith("nccl:") for name in events.names)
+
+
+def _labelled(events: Events, found: Activities, gpu: bool) -> RankTrace:
+    about = events.about.get("distributedInfo") or {}
+    rank, world = _rank(events, about)
+    words = _Words()
+    groups = _Groups(about)
+    marks = _step_marks(events)
+    steps, step = assign(marks, found.start, found.end, found.launched)
+    if turned := next((one.number for one in steps if one.end < one.start), None):
+        raise TraceError(f"{events.source}: step {turned} ends before it starts: a clock jumped; fix: record it again")
+    run = events.about.get("hocket") or {}
+    labels = _labels(found, groups, words, events.plan, (rank, run.get("transport") == "null"))
+    if run.get("transport") == "null":
+        labels["kernel_class"] = _with_stand_ins(found, labels["kernel_class"], words, events.plan)
+    notes = (
+        [] if marks else ["no step is marked (`hocket step N`, `ProfilerStep#N`): the whole trace counts as one step"]
+    )
+    if missing := int(np.isnan(found.launched).sum()):
+        notes.append(
+            f"rank {rank}: the launches of {missing:,} of {len(found.start):,} activities are not in the trace"
+        )
+    early = found.launched - found.start
+    if np.nanmax(early, initial=0.0) > EARLY:
+        notes.append(
+            f"rank {rank}: activities start up to {1e3 * np.nanmax(early):.3f} ms before they are launched: the clocks "
+            "of device and host differ, so times of a late host are rough"
+        )
+    notes += found.notes
+    devices = events.about.get("deviceProperties") or [{}]
+    return RankTrace(
+        source=events.source,
+        rank=rank,
+        world=world,
+        device=str(devices[0].get("name") or "GPU") if gpu else "cpu",
+        start=found.start,
+        end=found.end,
+        launched=found.launched,
+        step=step,
+        steps=steps,
+        groups=groups.members,
+        run=run,
+        plan=events.plan,
+        match=np.full(len(found.start), -1, np.int64),
+        calls=found.opened.call,
+        origin=events.origin,
+        host=str(events.about.get("host_name") or run.get("hostname", "")),  # GPU traces do not name it
+        notes=tuple(notes),
+        **labels,
+        words=tuple(words.known),
+    )
+
+
+def _rank(events: Events, about: Mapping[str, Any]) -> tuple[int, int]:
+    """(rank, world): as the trace says. Else the rank is from a file name such as rank3.json.gz, and the world 0."""
+    if "rank" in about:
+        return int(about["rank"]), int(about.get("world_size", 0))
+    named = re.search(r"rank[-_]?(\d{1,6})(?!\d)", Path(events.source).name)
+    return int(named[1]) if named else 0, 0
+
+
+def _step_marks(events: Events) -> list[tuple[int, float, float]]:
+    host = events.host
+    numbers = np.array([step_number(name) for name in events.names], np.int64)
+    rows = np.flatnonzero(numbers[host.name] >= 0)
+    return [(int(numbers[host.name[i]]), float(host.start[i]), float(host.end[i])) for i in rows]
+
+
+class _Groups:
+    """Process groups by the number torch gives them, under names for people."""
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        made = [group for group in about.get("pg_config") or [] if isinstance(group, dict)]
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.title: dict[str, str] = {}
+        self.description: dict[str, str] = {}
+        for group in made:
+            self._add(str(group.get("pg_name", "")), str(group.get("pg_desc", "")), tuple(group.get("ranks") or ()))
+
+    def _add(self, number: str, description: str, ranks: tuple[int, ...]) -> None:
+        """A description is the title unless groups of different ranks share it."""
+        plain = description if description not in ("", "undefined") else f"group {number}"
+        title = plain if self.members.get(plain, ranks) == ranks else f"{plain} #{number}"
+        self.members[title], self.title[number], self.description[number] = ranks, title, description
+
+    def of(self, args: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+        """(title, description, ranks) of the group of a collective."""
+        number = str(args.get("Process Group Name", ""))
+        if not number:
+            return "", "", ()
+        if number not in self.title:
+            ranks = tuple(int(rank) for rank in re.findall(r"\d+", str(args.get("Process Group Ranks", ""))))
+            self._add(number, str(args.get("Process Group Description", "")), ranks)
+        title = self.title[number]
+        return title, self.description[number], self.members[title]
+
+
+def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: tuple[int, bool]) -> dict[str, Any]:
+    """The columns of words, and what comes from a collective's args. Distinct sets of words are looked at once.
+
+    `who` is the rank, and whether it only pretends to communicate.
+    """
+    rank, pretended = who
+    n = len(found.start)
+    communicates = _communicates(found, Plan() if pretended else plan)
+    kind, group = np.full(n, words["compute"]), np.full(n, words[""])
+    size = np.zeros(n)
+    counted: set[int] = set()
+    before: dict[int, int] = {}  # what the last communication of a lane was for
+    for row in np.flatnonzero(communicates).tolist():
+        told = found.args.get(row, {})
+        title, description, ranks = groups.of(told)
+        name, launcher, op, around = (
+            found.words[column[row]]
+            for column in (found.name, found.opened.launcher, found.opened.op, found.opened.around)
+        )
+        collective = label.collective_of(str(told.get("Collective name", "")), launcher, name, around)
+        call = int(found.opened.call[row])
+        moved = label.bus_bytes(told, collective, rank, ranks)
+        if "bytes" in told:
+            size[row] = 0.0 if name.startswith(("Memcpy D", "Memset")) else label.number(told, "bytes")
+        elif call not in counted:  # a call of several kernels moves its bytes once
+            size[row] = moved
+            counted |= {call} - {-1}
+        texts = f"{around} {launcher} {name}"
+        kind[row] = words[label.kind_of(plan.ops.get(op), description, collective, texts, moved)]
+        if not op and (label.is_barrier(name) or label.is_copy(name)) and not launcher:
+            kind[row] = before.get(int(found.lane[row]), kind[row])
+        elif plan.ops and not op and not description:  # all but agreement between ranks goes on in ops of a plan
+            kind[row] = words["control"]
+        before[int(found.lane[row])] = int(kind[row])
+        group[row] = words[title]
+    classes = _for_distinct(
+        lambda name, launcher, optimizer: words[
+            label.kernel_class(found.words[name], found.words[launcher], bool(optimizer))
+        ],
+        found.name,
+        found.opened.launcher,
+        found.opened.optimizer.astype(np.int64),
+    )
+    return {
+        "kind": kind,
+        "group": group,
+        "bytes": size,
+        "kernel_class": np.where(communicates, words[""], classes),
+        "name": words.column(found.words, found.name),
+        "launcher": words.column(found.words, found.opened.launcher),
+        "op": words.column(found.words, found.opened.op),
+        "lane": words.column(found.words, found.lane),
+        "layer": found.opened.layer,
+    }
+
+
+def _communicates(found: Activities, plan: Plan) -> NDArray[np.bool_]:
+    """Which activities are communication."""
+    by_words = _for_distinct(
+        lambda name, launcher, op: label.is_communication(
+            found.words[name], found.words[launcher], plan.ops.get(found.words[op])
+        ),
+        found.name,
+        found.opened.launcher,
+        found.opened.op,
+    )
+    return by_words.astype(bool) | found.transfer
+
+
+def _with_stand_ins(found: Activities, kernel_class: Ints, words: _Words, plan: Plan) -> Ints:
+    """The classes of kernels of a run with the null transport."""
+    stands_in = _for_distinct(
+        lambda name, launcher, op: label.is_stand_in(
+            found.words[name], found.words[launcher], plan.ops.get(found.words[op])
+        ),
+        found.name,
+        found.opened.launcher,
+        found.opened.op,
+    )
+    return np.where(stands_in, words["stand-in"], kernel_class)
+
+
+def _for_distinct(function: Any, *columns: Ints) -> NDArray[Any]:
+    """`function` of every row of the columns, called once per distinct row."""
+    rows, where = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return np.array([function(*row) for row in rows.tolist()])[where.reshape(-1)]

@@ -1,0 +1,258 @@
+"""What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
+
+For each rank there are its lanes, compute first, and below compute a strip that marks
+exposed time, and time in which the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes
+and colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import floor, log10
+from typing import NamedTuple
+
+import numpy as np
+
+from hocket_trace.columns import duration
+from hocket_trace.data import Floats, Ints, RankTrace
+from hocket_trace.exposure import exposed, late
+from hocket_trace.intervals import Spans
+
+COLORS = {
+    "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
+    "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
+    "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#e3b341",
+}  # fmt: skip
+"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of this word. `late` is a
+host that has not launched yet. Mid tones, readable on light and on dark."""
+
+_VERBS = ("fwd", "bwd", "wgrad", "step", "gather", "reduce")
+
+ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
+"""Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
+
+GUTTER, _TOP, _GAP = 148, 56, 12
+_MAIN, _STRIP, _LOW = 24, 5, 11
+_NARROW = 1.0
+"""What is narrower than this many pixels shares its pixels with others."""
+_SHADES = 8
+_GOOD_PART = 0.1
+
+
+class Box(NamedTuple):
+    """A filled rectangle. `color` is a name of `COLORS`, or `bg` or `lane`."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+    opacity: float = 1.0
+    title: str = ""
+
+
+class Word(NamedTuple):
+    """A text whose baseline lies at `y`; `anchor` says which end of it `x` is."""
+
+    x: float
+    y: float
+    text: str
+    dim: bool = False
+    bold: bool = False
+    anchor: str = "start"
+
+
+class Rule(NamedTuple):
+    """A vertical line."""
+
+    x: float
+    top: float
+    bottom: float
+
+
+@dataclass
+class Scene:
+    """A picture."""
+
+    width: int
+    height: int = 0
+    boxes: list[Box] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+
+
+class Lane(NamedTuple):
+    """A lane of a rank, and its rows in the trace."""
+
+    name: str
+    compute: bool
+    """Whether it computes for most of its busy time, and for a good part of the rank's."""
+    rows: Ints
+
+
+def lanes(trace: RankTrace) -> list[Lane]:
+    """The lanes of a rank as they are shown: those that compute, then those of its plan, then the others."""
+    seconds = trace.end - trace.start
+    computes = np.where(trace.of_kind("compute"), seconds, 0.0)
+    known: dict[str, int] = {name: n for n, name in enumerate(trace.plan.lanes)}
+    found = []
+    for index in np.unique(trace.lane):
+        name, rows = trace.words[index], np.flatnonzero(trace.lane == index)
+        busy = computes[rows].sum()
+        much = busy > seconds[rows].sum() / 2 and busy > computes.sum() * _GOOD_PART
+        found.append(Lane(name, name in trace.plan.computing if name in known else bool(much), rows))
+    return sorted(found, key=lambda lane: (not lane.compute, known.get(lane.name, len(known)), _natural(lane.name)))
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`stream 7` before `stream 23`."""
+    text, _, number = name.rpartition(" ")
+    return (text, int(number)) if number.isdigit() else (name, -1)
+
+
+def colors(trace: RankTrace) -> list[str]:
+    """The name of each row's colour."""
+    verbs = {n: word.partition(" ")[0] for n, word in enumerate(trace.words)}
+    names = [trace.words[kind] for kind in trace.kind]
+    return [
+        verbs[op] if kind == "compute" and verbs[op] in _VERBS else kind
+        for kind, op in zip(names, trace.op, strict=True)
+    ]
+
+
+def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:
+    """From the first start of a step on any rank to its last end."""
+    steps = [step for trace in traces for step in trace.steps if step.number == number]
+    return min(step.start for step in steps), max(step.end for step in steps)
+
+
+def numbers(traces: Sequence[RankTrace]) -> list[int]:
+    """The steps that the traces have."""
+    return sorted({step.number for trace in traces for step in trace.steps})
+
+
+def draw(traces: Sequence[RankTrace], number: int, head: str, width: int = 1200) -> Scene:
+    """The picture of a step, `width` pixels wide, under a line of text."""
+    start, end = window(traces, number)
+    scene = Scene(width)
+    chart = width - GUTTER - 12
+    scale = chart / ((end - start) or 1.0)
+    top, used = _TOP, {"exposed", "late"}
+    for trace in traces:
+        names = colors(trace)
+        for n, lane in enumerate(_shown(trace, start, end)):
+            height = _MAIN if lane.compute else _LOW
+            if n == 0:
+                scene.words.append(Word(8, top + height / 2 + 4, f"rank {trace.rank}", bold=True))
+            scene.words.append(Word(GUTTER - 8, top + height / 2 + 4, lane.name, dim=True, anchor="end"))
+            scene.boxes.append(Box(GUTTER, top, chart, height, "lane"))
+            for box in _bars(trace, lane, names, (start, end, scale)):
+                used.add(box.color)
+                scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=height))
+            top += height + 2
+            if n == 0:
+                scene.boxes.append(Box(GUTTER, top, chart, _STRIP, "lane"))
+                for color, spans in (("exposed", exposed(trace, start, end)), ("late", late(trace, start, end))):
+                    for box in _strip(spans, color, start, scale):
+                        scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=_STRIP))
+                top += _STRIP + 2
+        top += _GAP
+    _frame(scene, head, (end - start, chart, top - _GAP), used)
+    return scene
+
+
+def _shown(trace: RankTrace, start: float, end: float) -> Iterator[Lane]:
+    """The lanes of a rank on which something runs in a stretch of time, with the rows of that stretch."""
+    for lane in lanes(trace):
+        inside = (trace.end[lane.rows] > start) & (trace.start[lane.rows] < end)
+        if inside.any():
+            yield lane._replace(rows=lane.rows[inside])
+
+
+def _bars(trace: RankTrace, lane: Lane, names: Sequence[str], view: tuple[float, float, float]) -> Iterator[Box]:
+    """The bars of a lane, what is too narrow to be seen first. Only their x and width count."""
+    start, end, scale = view
+    left = (np.clip(trace.start[lane.rows], start, end) - start) * scale
+    right = (np.clip(trace.end[lane.rows], start, end) - start) * scale
+    narrow = right - left < _NARROW
+    here = np.array([names[row] for row in lane.rows])
+    masks = {name: (here == name) & narrow for name in dict.fromkeys(here[narrow].tolist())}
+    yield from columns({name: (left[mask], right[mask]) for name, mask in masks.items()}, "short activities")
+    for n in np.flatnonzero(~narrow):
+        width = right[n] - left[n]
+        row = int(lane.rows[n])
+        told = _title(trace, row) if width >= 2 else ""  # a narrower one cannot be pointed at
+        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told)
+
+
+def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box]:
+    """The bars of the strip below compute."""
+    left, right = (spans[:, 0] - start) * scale, (spans[:, 1] - start) * scale
+    narrow = right - left < _NARROW
+    if narrow.any():
+        yield from columns({color: (left[narrow], right[narrow])}, f"short stretches: {ABSENT[color]}")
+    for x, end in zip(left[~narrow].tolist(), right[~narrow].tolist(), strict=True):
+        yield Box(x, 0, end - x, 0, color, 1.0, f"{ABSENT[color]} for {duration((end - x) / scale)}")
+
+
+def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[Box]:
+    """Boxes for stretches too narrow to be seen, colour -> (left, right).
+
+    Every pixel has the colour that fills most of it, as opaque as all fill it; pixels that look alike are one box.
+    """
+    if not narrow:
+        return
+    width = int(max(right.max() for _, right in narrow.values())) + 2
+    filled = np.zeros((len(narrow), width))
+    count = np.zeros(width)
+    for n, (left, right) in enumerate(narrow.values()):
+        first, last = left.astype(int), right.astype(int)
+        cut = np.minimum(right, first + 1)
+        np.add.at(filled[n], first, cut - left)
+        np.add.at(filled[n], last, np.where(last > first, right - last, 0.0))
+        np.add.at(count, first, 1)
+    shade = np.ceil(np.clip(filled.sum(axis=0), 0.0, 1.0) * _SHADES).astype(int)
+    look = np.where(shade > 0, shade + (_SHADES + 1) * filled.argmax(axis=0), 0)
+    edges = np.flatnonzero(np.diff(look, prepend=0, append=0))
+    for first, last in pairwise(edges.tolist()):
+        if look[first]:
+            name = list(narrow)[look[first] // (_SHADES + 1)]
+            title = f"{int(count[first:last].sum())} {noun}"
+            yield Box(first, 0, last - first, 0, name, shade[first] / _SHADES, title)
+
+
+def _tick(length: float, width: float) -> float:
+    """The distance of grid lines on an axis of this length, a round number about 100 pixels wide."""
+    rough = length / max(1.0, width / 100)
+    power = 10.0 ** floor(log10(rough))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+
+
+def _title(trace: RankTrace, row: int) -> str:
+    """What an activity is, in one line."""
+    words = trace.words
+    names = [words[column[row]] for column in (trace.op, trace.launcher, trace.name)]
+    told = ", ".join(dict.fromkeys(name for name in names if name))
+    return f"{told if len(told) <= 160 else told[:159] + '…'}: {duration(trace.end[row] - trace.start[row])}"
+
+
+def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[str]) -> None:
+    """Head, axis and legend around the lanes. `size` is the length in seconds and pixels, and the lanes' bottom."""
+    length, chart, bottom = size
+    scene.words.append(Word(8, 18, head, bold=True))
+    step = _tick(length, chart) if length > 0 else 1.0
+    for n in range(int(length / step) + 1 if length > 0 else 0):
+        x = n * step / length * chart
+        scene.rules.append(Rule(GUTTER + x, _TOP - 6, bottom))
+        if x < chart - 36 or n == 0:
+            scene.words.append(Word(GUTTER + x, _TOP - 12, duration(n * step) if n else "0", dim=True))
+    x, y = float(GUTTER), bottom + 14
+    for name in (name for name in COLORS if name in used):
+        if x + 30 + 7 * len(name) > scene.width:
+            x, y = float(GUTTER), y + 18
+        scene.boxes.append(Box(x, y, 10, 10, name))
+        scene.words.append(Word(x + 14, y + 9, name))
+        x += 30 + 7 * len(name)
+    scene.height = round(y + 24)

@@ -1,0 +1,175 @@
+"""Costs measured on traces of simulated runs must be the costs that were simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hocket.measured.calibrate import calibrate
+from hocket.measured.predict import predict as predict_trace
+from hocket.measured.stored import stored_in
+from hocket.plan.cost import Measurement
+from hocket.plan.network import hardware_of
+from hocket.plan.ops import Program
+from hocket.plan.schedule import Friction, Kind, Time, cost_key
+from hocket.plan.simulate import Timeline, simulate
+from hocket.planning import predict, program_of
+from hocket.resolve import Settings
+from hocket.settings.leaves import changed
+from hocket_trace.align import load
+from hocket_trace.data import RankTrace
+from hocket_trace.exposure import report
+from tests.measured.simulated import settings_for, traces_of
+
+FIXTURES = Path(__file__).parents[1] / "trace" / "fixtures"
+
+PLANS: list[dict[str, Any]] = [
+    {"merge": "on", "defer_wgrad": "on", "chunks": 2, "defer_layers": 1, "defer_parts": "attn"},
+    {"merge": "off", "defer_wgrad": "off", "chunks": 2},
+    {"order": "sequential", "merge": "off", "defer_wgrad": "on", "chunks": 2},
+]
+
+
+def simulated(settings: Settings, friction: Friction) -> tuple[Program, Timeline]:
+    """A step whose costs are the hardware's, changed a little so that a fall-back to the hardware would show."""
+    program = program_of(settings)
+    return program, predict(settings, program, hardware_of(settings), true_costs(settings, friction))
+
+
+def true_costs(settings: Settings, friction: Friction) -> Measurement:
+    program = program_of(settings)
+    seconds = {}
+    plain = predict(settings, program, hardware_of(settings))
+    for ops, spans in zip(program.ranks, plain.spans, strict=True):
+        for op, span in zip(ops, spans, strict=True):
+            if span.end > span.start:
+                key = cost_key(op, program.layout.kinds)
+                seconds[key] = float(span.end - span.start) * (1.3 if op.lane == "compute" else 1.7)
+    return Measurement(source="truth", seconds=seconds, friction=friction)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.get("order", plan["merge"]))
+def test_costs_come_back_and_predict_the_same_step(plan: dict[str, Any], tmp_path: Path) -> None:
+    settings = settings_for(**plan)
+    program, timeline = simulated(settings, Friction())
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, steps=2)))
+    truth = true_costs(settings, Friction()).seconds
+    assert measured.seconds.keys() == truth.keys()
+    for key, seconds in measured.seconds.items():
+        assert seconds == pytest.approx(truth[key], rel=0.01, abs=1e-8), key
+    again = predict(settings, program, hardware_of(settings), measured)
+    assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.01)
+
+
+def test_costs_of_one_plan_predict_another(tmp_path: Path) -> None:
+    one, other = settings_for(**PLANS[0]), settings_for(microbatches=6, **PLANS[1])
+    friction = Friction({"a2a": 0.3, "gather": 0.2})
+    _, timeline = simulated(one, friction)
+    measured = calibrate(load(traces_of(one, timeline, tmp_path)))
+    program, truth = simulated(other, friction)
+    guess = predict(other, program, hardware_of(other), measured)
+    assert float(guess.makespan) == pytest.approx(float(truth.makespan), rel=0.01)
+
+
+def test_the_rank_that_computes_longest_decides(tmp_path: Path) -> None:
+    """Two data-parallel ranks per pipeline rank: the second has more rows for its experts, and fewer for attention."""
+    settings = settings_for(**PLANS[0])
+    program = program_of(settings)
+    truth = true_costs(settings, Friction())
+    more = {key: 2.0 if key[1] == "experts" else 0.99 for key in truth.seconds if key[0] in ("fwd", "bwd", "wgrad")}
+    slow = replace(truth, seconds={key: value * more.get(key, 1.0) for key, value in truth.seconds.items()})
+    ranks: list[RankTrace] = []
+    for dp_rank, costs in enumerate((truth, slow)):
+        timeline = predict(settings, program, hardware_of(settings), costs)
+        folder = tmp_path / str(dp_rank)
+        folder.mkdir()
+        ranks += [replace(trace, rank=trace.rank + dp_rank) for trace in load(traces_of(settings, timeline, folder))]
+    for traces in (ranks, ranks[::-1]):
+        found = calibrate([replace(trace, match=np.full_like(trace.match, -1)) for trace in traces]).seconds
+        for key in more:
+            if key[1] not in ("dispatch", "combine"):
+                assert found[key] == pytest.approx(slow.seconds[key], rel=0.01), key
+
+
+@pytest.mark.parametrize("with_null", [True, False], ids=["null", "alone"])
+def test_contention_comes_back(with_null: bool, tmp_path: Path) -> None:
+    factors: dict[Kind, Time] = {"a2a": 0.25, "pp": 0.1, "gather": 0.15, "reduce": 0.4}
+    settings = settings_for(microbatches=6, **PLANS[0])
+    _, timeline = simulated(settings, Friction(factors))
+    null: tuple[RankTrace, ...] = ()
+    if with_null:
+        _, free = simulated(settings, Friction())
+        null = load(traces_of(settings, free, tmp_path, transport="null"))
+    found = calibrate(load(traces_of(settings, timeline, tmp_path)), null).friction.contention
+    assert found == pytest.approx(factors, abs=0.01)
+
+
+def test_the_host_comes_back(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0], splits="host")
+    truth = true_costs(settings, Friction())
+    issue = {key: seconds * 1.35 for key, seconds in truth.seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
+    friction = Friction(issue=issue, counts=truth.seconds["fwd", "dispatch", "moe"] / 2)
+    program, timeline = simulated(settings, friction)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
+    again = predict(settings, program, hardware_of(settings), measured)
+    bound = predict(settings, program, hardware_of(settings), replace(measured, friction=Friction()))
+    assert float(bound.makespan) < 0.9 * float(timeline.makespan)
+    assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0], splits="device", graphs="off")
+    friction = Friction(issue={("fwd", "attn", "moe"): 20e-6})
+    program, timeline = simulated(settings, friction)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
+    assert measured.friction.counts is None
+    stops = replace(measured, friction=replace(measured.friction, counts=1.0))  # of a run whose hosts do
+    for costs in (measured, stops):
+        again = predict(settings, program, hardware_of(settings), costs)
+        assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
+
+
+def test_a_replay_does_not_wait_for_the_host_that_was_recorded(tmp_path: Path) -> None:
+    replayed = settings_for(**PLANS[0], splits="device", graphs="on")
+    op_by_op = changed(replayed, {"plan.graphs": "off"})
+    seconds = true_costs(replayed, Friction()).seconds
+    issue = {key: 1.5 * time for key, time in seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
+    late = Friction({"a2a": 0.2}, issue)
+    program, timeline = simulated(op_by_op, late)
+    traces = load(traces_of(replayed, timeline, tmp_path, late))
+    measured = calibrate(traces)
+    of_replay, of_ops = (predict(one, program, hardware_of(one), measured) for one in (replayed, op_by_op))
+    alone = replace(measured, friction=Friction(measured.friction.contention))
+    assert of_replay == predict(op_by_op, program, hardware_of(op_by_op), alone)
+    assert float(of_replay.makespan) < 0.95 * float(of_ops.makespan)
+    assert predict_trace(traces, report(traces), measured).ratio == pytest.approx(1, abs=0.02)  # which ran op by op
+
+
+def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Path) -> None:
+    settings = settings_for(**PLANS[0])
+    truth = true_costs(settings, Friction())
+    slow = replace(truth, seconds={key: 2 * seconds for key, seconds in truth.seconds.items()})
+    traces: list[RankTrace] = []
+    for dp_rank, costs in enumerate((truth, slow)):
+        (folder := tmp_path / str(dp_rank)).mkdir()
+        timeline = predict(settings, program_of(settings), hardware_of(settings), costs)
+        for trace in load(traces_of(settings, timeline, folder)):
+            lost = np.array([dp_rank == 1 and word.startswith(("fwd embed", "fwd attn")) for word in trace.words])
+            op = np.where(lost[trace.op], trace.words.index(""), trace.op)
+            traces.append(replace(trace, rank=trace.rank + dp_rank, op=op, match=np.full_like(trace.match, -1)))
+    found = calibrate(traces).seconds
+    lost = {key for key in truth.seconds if key[0] == "fwd" and key[1] in ("embed", "attn")}
+    assert found.keys() == {key for key in truth.seconds if key not in lost and key[0] != "recv"}
+    assert min(found.values()) > 0
+
+
+def test_costs_of_a_real_run_predict_its_step() -> None:
+    """Of a small model on four GPUs, whose host is late: what nobody simulated is not far from what is simulated."""
+    traces = load(sorted(FIXTURES.glob("rank*.json.gz")))
+    stored, measured = stored_in(traces[0]), calibrate(traces)
+    found = simulate(stored.program, stored.costs.measured(measured.seconds), measured.friction)
+    assert report(traces).step_seconds == pytest.approx(float(found.makespan), rel=0.15)
