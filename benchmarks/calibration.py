@@ -35,7 +35,6 @@ import torch.distributed as dist
 from benchmarks.options import arguments
 from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
-from hocket.best_plan import Task, search
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
@@ -59,6 +58,7 @@ from hocket.trace.exposure import report
 from hocket.trace.predict import predict as beside
 from hocket.trace.read import read
 from hocket.train.recording import Recording
+from hocket.tune.best_plan import Task, search
 
 PATIENCE = 90.0
 """Seconds that a phase may take. After them, every rank says where it stands and ends."""

@@ -48,7 +48,6 @@ from benchmarks.sharding_tables import (
     weight_grads,
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
-from hocket import best_plan
 from hocket.bench.record import origins
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
@@ -64,6 +63,7 @@ from hocket.settings import reference
 from hocket.trace import load
 from hocket.trace import report as trace_report
 from hocket.trace.picture import svg
+from hocket.tune import best_plan
 
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES = {

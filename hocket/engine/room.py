@@ -21,7 +21,7 @@ from hocket.plan.stages import layout_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import Groups
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, fits
+from hocket.tune.trials import Trials, fits
 
 T = TypeVar("T")
 
