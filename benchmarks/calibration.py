@@ -35,7 +35,6 @@ import torch.distributed as dist
 from benchmarks.options import arguments
 from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
-from hocket.best_plan import Task, search
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
@@ -54,6 +53,7 @@ from hocket.runtime.comm import Groups, everyone, join_world, leave_world
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
 from hocket.train.recording import Recording
+from hocket.tune.best_plan import Task, search
 from hocket_trace.align import align
 from hocket_trace.compare import compare
 from hocket_trace.data import RankTrace

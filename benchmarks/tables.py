@@ -49,7 +49,6 @@ from benchmarks.sharding_tables import (
     weight_grads,
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
-from hocket import best_plan
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.plan.hardware import HARDWARE
@@ -60,6 +59,7 @@ from hocket.plan.text import to_text
 from hocket.plan.timeline import svg_timeline
 from hocket.planning import predict, program_of, report
 from hocket.settings import reference
+from hocket.tune import best_plan
 from hocket_trace import load
 from hocket_trace import report as trace_report
 from hocket_trace.cli import trace_files

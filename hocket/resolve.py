@@ -20,25 +20,24 @@ from typing import Any
 from hocket.config import Config
 from hocket.plan.without_collector import without_collector
 from hocket.problems import stop_if
-from hocket.settings.copies_choice import choose_copies
 from hocket.settings.decision import Choice, Decision
-from hocket.settings.deferral_choice import DEFERRAL, choose_deferral
 from hocket.settings.effects import effect_of
-from hocket.settings.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
-from hocket.settings.hop_choice import choose_lane, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
-from hocket.settings.network_choice import choose_network
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
-from hocket.settings.predicted import Price, Trials, model_costs
-from hocket.settings.recompute_choice import choose_recompute
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
-from hocket.settings.stages_choice import choose_stages
-from hocket.settings.strategy_choice import choose_strategy
-from hocket.settings.tensor_choice import choose_tensor
-from hocket.settings.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
-from hocket.settings.update_choice import choose_update
+from hocket.tune.copies_choice import choose_copies
+from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
+from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
+from hocket.tune.hop_choice import choose_lane, stride_remark
+from hocket.tune.recompute_choice import choose_recompute
+from hocket.tune.stages_choice import choose_stages
+from hocket.tune.strategy_choice import choose_strategy
+from hocket.tune.tensor_choice import choose_network, choose_tensor
+from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
+from hocket.tune.trials import Price, Trials, model_costs
+from hocket.tune.update_choice import choose_update
 
 
 @dataclass(frozen=True, kw_only=True)

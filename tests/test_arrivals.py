@@ -16,8 +16,8 @@ from hocket.planning import predict, program_of, report
 from hocket.resolve import resolve
 from hocket.settings.arrivals import arrival_bytes, parts_bytes
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
+from hocket.tune.trials import Trials
 
 GPUS = Host(gpus=8)
 TOKENS = 2 * 64 * 128 * 2

@@ -14,8 +14,8 @@ from hocket.config import Config
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, fits
 from hocket.settings.rule import Host
+from hocket.tune.trials import Trials, fits
 
 GPU = Host(gpus=4)
 MEASURED = [

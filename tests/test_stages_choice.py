@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.hardware import H200
 from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings import stages_choice
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
+from hocket.tune import stages_choice
+from hocket.tune.balance import longest_rank, towards_balance
+from hocket.tune.trials import Trials
 
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
 NAME = "plan.layers_per_stage"

@@ -20,9 +20,9 @@ from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
-from hocket.settings.transport_choice import lost_copies
+from hocket.tune.transport_choice import lost_copies
+from hocket.tune.trials import Trials
 from hocket.variables import survey
 
 BASE: dict[str, Any] = {"model.layers": 8, "train.microbatches": 8, "plan.graphs": "off"}

@@ -8,16 +8,16 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings import predicted
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials
+from hocket.tune import trials as predicted
+from hocket.tune.held import at_least, at_most, forwards_at_most
+from hocket.tune.trials import Trials
 
 SUMS = {"overlap.dp.strategy": "optim", "data.sequence_length": 256}
 """Gradients of experts are held twice for a while: a microbatch's own, and their sum."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from hocket import best_plan, planning
+from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.machine import host_for_plan
@@ -21,7 +21,8 @@ from hocket.plan.stages import costs_of
 from hocket.plan.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.overrides import split
-from hocket.settings.predicted import model_costs
+from hocket.tune import best_plan
+from hocket.tune.trials import model_costs
 
 if TYPE_CHECKING:
     from hocket_trace.data import RankTrace

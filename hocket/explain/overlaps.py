@@ -11,7 +11,7 @@ from hocket.settings.leaves import leaf
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
-from hocket.settings.tensor_choice import setting_of
+from hocket.settings.tensor_rules import setting_of
 
 ALWAYS = "always"
 """The source of what no setting decides."""

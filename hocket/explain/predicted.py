@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hocket.best_plan import steady
 from hocket.explain.explanation import Predicted, Times
 from hocket.plan.cost import CostTable
 from hocket.plan.hardware import Hardware
@@ -23,6 +22,7 @@ from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
 from hocket.planning import adapter_seconds, network, predict, program_of
 from hocket.resolve import Settings
+from hocket.tune.best_plan import steady
 
 MOST_OPS = 40_000
 """Ops of a program that is built and simulated in less than a second."""

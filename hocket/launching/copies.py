@@ -11,7 +11,7 @@ from hocket.explain.record import record
 from hocket.plan.mesh import Purpose
 from hocket.resolve import Settings, without_copies
 from hocket.runtime.trial import LIMIT, why_no_copies
-from hocket.settings.transport_choice import TRANSPORT, chose_copies
+from hocket.tune.transport_choice import TRANSPORT, chose_copies
 
 
 def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] = why_no_copies) -> Settings:

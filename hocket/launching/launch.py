@@ -15,8 +15,8 @@ from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job, end_now, outcome
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import problem
-from hocket.settings.predicted import gib
-from hocket.settings.transport_choice import lost_copies
+from hocket.tune.transport_choice import lost_copies
+from hocket.tune.trials import gib
 from hocket.variables import passed, survey
 
 BYTES_OF_A_PARAMETER = 8

@@ -1,6 +1,6 @@
 """How the layers of a run can communicate: their products, into how many pieces, and whether the host keeps up.
 
-Times are those of the model in `tensor_times.py`. `settings/tensor_choice.py` chooses among the ways.
+Times are those of the model in `tensor_times.py`. `tune/tensor_choice.py` chooses among the ways.
 """
 
 from __future__ import annotations

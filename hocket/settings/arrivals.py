@@ -16,7 +16,7 @@ from hocket.plan.stages import layout_of, mesh_of, sharding_of
 from hocket.plan.tensor_costs import model_of_rank
 from hocket.plan.tensor_times import DIRECTIONS, ROLES
 from hocket.settings.leaves import leaf
-from hocket.settings.tensor_choice import setting_of
+from hocket.settings.tensor_rules import setting_of
 
 _HOP = 64 << 20
 """Most bytes that wait at an edge of a pipeline for their receiver."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hocket.config import ExpertOverlap
-from hocket.settings.network_choice import leaves_host
+from hocket.settings.network_rules import leaves_host
 from hocket.settings.plan_rules import (
     fills_bubble,
     has_pairs,

@@ -5,11 +5,28 @@ from __future__ import annotations
 from hocket.config import Config
 from hocket.plan.tensor_times import DIRECTIONS, ROLES
 from hocket.plan.tensor_ways import possible
-from hocket.settings.rule import Rule
-from hocket.settings.tensor_choice import no_pieces
+from hocket.settings.network_rules import leaves_host, ranks_of_a_host
+from hocket.settings.rule import Host, Rule
 
 _METHODS = ("method", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
 """The settings of `overlap.tp` that name a method."""
+
+
+def no_pieces(c: Config, h: Host) -> str:
+    """Why tokens cannot be moved piece by piece; empty if they can."""
+    if c.train.device == "cpu" or c.train.transport == "null":
+        return ""
+    if c.train.transport == "slow":
+        return "the slow transport imitates whole collectives on GPUs"
+    if leaves_host(c, h, "tp"):
+        return f"pieces are copied between the GPUs of one host, and {ranks_of_a_host(c, h)} ranks are on each"
+    if h.no_peer_memory:
+        return f"{h.no_peer_memory}, and pieces are copied there"
+    return ""
+
+
+def setting_of(role: str, direction: str) -> str:
+    return f"overlap.tp.{role}_{direction}"
 
 
 def _asked(c: Config, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from hocket.config import COPIED, Purpose
-from hocket.settings.network_choice import leaves_host
+from hocket.settings.network_rules import leaves_host
 from hocket.settings.rule import Rule
 
 TRANSPORT_RULES: tuple[Rule, ...] = (

@@ -17,7 +17,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches
-from hocket.settings.predicted import Trials
+from hocket.tune.trials import Trials
 
 ENDS, LAYERS, PARTS, HEADS = (
     "overlap.ep.merge_ends",

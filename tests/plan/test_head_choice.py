@@ -15,11 +15,11 @@ from hocket.plan.simulate import times as simulated_times
 from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.planning import program_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.deferral_choice import _fewest
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches
-from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
+from hocket.tune.deferral_choice import _fewest
+from hocket.tune.trials import Trials
 
 MODEL = ModelConfig(vocab=128256, hidden=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ffn=14336)
 BASE = Config(

@@ -12,10 +12,8 @@ import pytest
 
 from benchmarks.search_tables import errors_of_gains
 from benchmarks.tables import RESULTS
-from hocket import best_plan
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
-from hocket.plan.balance import balanced
 from hocket.plan.check import check
 from hocket.plan.cost import CostTable, Measurement, OpCost
 from hocket.plan.hardware import HARDWARE
@@ -23,14 +21,16 @@ from hocket.plan.layer import FULL, MERGED, merged_order, order_problem, spelt, 
 from hocket.plan.lower import build_program
 from hocket.plan.ops import Layout, Program
 from hocket.plan.schedule import CostKey, Friction
-from hocket.plan.search_layer import all_orders, better_orders, layer_seconds, step_seconds
 from hocket.plan.shard import Sharding
 from hocket.plan.simulate import simulate
 from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
-from hocket.search import GROUPS, Changes, Known, Search, Trial, changed
+from hocket.tune import best_plan
+from hocket.tune.balance import balanced
+from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds, step_seconds
+from hocket.tune.search import GROUPS, Changes, Known, Search, Trial, changed
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
 

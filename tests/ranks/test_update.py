@@ -24,8 +24,8 @@ from hocket.plan.values import unit_moved, unit_read
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import model_costs
 from hocket.settings.rule import Host
+from hocket.tune.trials import model_costs
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.parity import config
 from tests.helpers.plans import known_of, planned

@@ -10,32 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hocket.config import Config
-from hocket.plan.network import hardware_of
+from hocket.plan.network import BANDWIDTH, LATENCY, hardware_of
 from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
 from hocket.plan.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
 from hocket.settings.decision import Choice
-from hocket.settings.network_choice import leaves_host, ranks_of_a_host
+from hocket.settings.network_rules import ranks_of_a_host
 from hocket.settings.rule import Host
+from hocket.settings.tensor_rules import no_pieces, setting_of
 
 WORTH = 1.03
 """By how much pieces must be faster than what can be done without them to be taken."""
-
-
-def no_pieces(c: Config, h: Host) -> str:
-    """Why tokens cannot be moved piece by piece; empty if they can."""
-    if c.train.device == "cpu" or c.train.transport == "null":
-        return ""
-    if c.train.transport == "slow":
-        return "the slow transport imitates whole collectives on GPUs"
-    if leaves_host(c, h, "tp"):
-        return f"pieces are copied between the GPUs of one host, and {ranks_of_a_host(c, h)} ranks are on each"
-    if h.no_peer_memory:
-        return f"{h.no_peer_memory}, and pieces are copied there"
-    return ""
-
-
-def setting_of(role: str, direction: str) -> str:
-    return f"overlap.tp.{role}_{direction}"
 
 
 def choose_tensor(c: Config, h: Host) -> Iterator[Choice]:
@@ -76,3 +60,12 @@ def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[str, 
 
 def _or(values: Iterable[str]) -> str:
     return " or ".join(values)
+
+
+def choose_network(c: Config, h: Host) -> Iterator[Choice]:
+    """What is taken for granted of several hosts; of one there is nothing to say."""
+    each = ranks_of_a_host(c, h)
+    if each < c.mesh.world:
+        yield "network.ranks_per_host", each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
+        yield "network.bandwidth", BANDWIDTH, "nobody said: one adapter of 400 Gb/s for each rank is taken for granted"
+        yield "network.latency", LATENCY, "nobody said: what NCCL reckons with on InfiniBand is taken for granted"

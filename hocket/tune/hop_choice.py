@@ -11,8 +11,8 @@ from hocket.plan.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches, group_of, lane_matters, nothing_to_put_behind
-from hocket.settings.predicted import Trials, memory_of
 from hocket.settings.rule import Host
+from hocket.tune.trials import Trials, memory_of
 
 
 def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:

@@ -21,9 +21,9 @@ from hocket.plan.network import hardware_of
 from hocket.plan.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.leaves import changed, leaf
-from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
+from hocket.tune.trials import Trials, fits, gib, memory_of
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
 _LATE = 0.75

@@ -14,8 +14,8 @@ from hocket.config import Config
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Recomputable, recomputable
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, fits, gib, memory_of
 from hocket.settings.rule import Host
+from hocket.tune.trials import Trials, fits, gib, memory_of
 
 
 def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recomputable, ...], str]:

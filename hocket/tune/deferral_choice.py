@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 
 from hocket.config import Config, Switch
 from hocket.plan.cost import CostTable
-from hocket.plan.held import at_most
 from hocket.plan.hops import Cover, Parts, smallest_cover
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Op
@@ -41,9 +40,10 @@ from hocket.plan.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, has_pairs, nothing_to_put_behind, separate_wgrads
-from hocket.settings.predicted import Predicted, Trials, gib, memory_of, room
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
+from hocket.tune.held import at_most
+from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
 
 DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head"
 _ENDS, _LAYERS, _PARTS, _HEADS = DEFERRAL

@@ -1,12 +1,9 @@
-"""How hosts and what lies between them are filled in where they are `auto`, and what may be said of them."""
+"""What may be said of hosts and of what lies between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hocket.config import Config, Purpose
-from hocket.plan.network import BANDWIDTH, LATENCY, hosts_of, spread_of
-from hocket.settings.decision import Choice
+from hocket.plan.network import hosts_of, spread_of
 from hocket.settings.leaves import MOST_RANKS
 from hocket.settings.rule import Host, Rule
 
@@ -22,15 +19,6 @@ def ranks_of_a_host(c: Config, h: Host) -> int:
 def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
     """Whether the groups for a purpose have ranks on several hosts."""
     return c.mesh.world <= MOST_RANKS and spread_of(c.mesh, purpose, ranks_of_a_host(c, h)).hosts > 1
-
-
-def choose_network(c: Config, h: Host) -> Iterator[Choice]:
-    """What is taken for granted of several hosts; of one there is nothing to say."""
-    each = ranks_of_a_host(c, h)
-    if each < c.mesh.world:
-        yield _RANKS, each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
-        yield _BANDWIDTH, BANDWIDTH, "nobody said: one adapter of 400 Gb/s for each rank is taken for granted"
-        yield _LATENCY, LATENCY, "nobody said: what NCCL reckons with on InfiniBand is taken for granted"
 
 
 def _given(c: Config) -> int:

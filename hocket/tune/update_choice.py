@@ -19,8 +19,8 @@ from hocket.plan.schedule import Time
 from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials, enough_microbatches
 from hocket.settings.rule import Host
+from hocket.tune.trials import Trials, enough_microbatches
 
 _SETTING = "overlap.dp.update"
 _WORTH = 0.02

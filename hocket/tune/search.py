@@ -24,12 +24,12 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol, get_args
 
 from hocket.config import Config, Strategy
-from hocket.plan.balance import balanced
 from hocket.plan.layer import MERGED
 from hocket.plan.ops import Layout, Recomputable, recomputable
 from hocket.plan.schedule import Kind
 from hocket.plan.simulate import Costs
 from hocket.settings.leaves import changed, leaf
+from hocket.tune.balance import balanced
 
 Changes = Mapping[str, Any]
 """Settings, by dotted names, that a plan has otherwise than the one that the search began with."""

@@ -2,7 +2,7 @@
 
 Note: [The rank with the head]
 A head over a large vocabulary takes as long as several layers. With even stages the rank that has it takes longest for
-every microbatch, and all others wait. So layers go from there to ranks that have time, one by one: `plan/balance.py`.
+every microbatch, and all others wait. So layers go from there to ranks that have time, one by one: `balance.py`.
 Ranks that take more layers hold more weights and activations, also the first rank, which holds most. Where the
 last split of that way does not fit into memory, the one before it is tried, and so on; even stages are its first.
 In merged steps uneven stages leave layers without a partner, whose all-to-alls nothing hides. So a small gain is asked
@@ -12,12 +12,12 @@ of the simulator.
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.plan.balance import longest_rank, towards_balance
 from hocket.plan.stages import layout_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed, show
-from hocket.settings.predicted import Predicted, Trials, gib, memory_of
 from hocket.settings.rule import Host
+from hocket.tune.balance import longest_rank, towards_balance
+from hocket.tune.trials import Predicted, Trials, gib, memory_of
 
 Split = tuple[int, ...]
 """Layers of every virtual stage."""

@@ -15,8 +15,8 @@ from hocket.plan.network import hardware_of
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import shares_units
-from hocket.settings.predicted import Predicted, Trials, gib, memory_of
 from hocket.settings.rule import Host
+from hocket.tune.trials import Predicted, Trials, gib, memory_of
 
 _SETTING = "overlap.dp.strategy"
 _LEAST: Strategy = "optim_grads_params"

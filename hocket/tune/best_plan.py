@@ -13,18 +13,18 @@ from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.hardware import Hardware
 from hocket.plan.pipeline import smallest_group, warmup
-from hocket.plan.search_layer import all_orders, better_orders, layer_seconds
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
 from hocket.planning import network, predict, program_of
 from hocket.resolve import Settings
-from hocket.search import WORTH, Changes, Found, Known, Search, Trial
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
-from hocket.settings.predicted import model_costs
-from hocket.settings.transport_choice import TRANSPORT, chose_copies
 from hocket.sizes import parse_bytes
+from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds
+from hocket.tune.search import WORTH, Changes, Found, Known, Search, Trial
+from hocket.tune.transport_choice import TRANSPORT, chose_copies
+from hocket.tune.trials import model_costs
 
 DOUBT = 0.07
 """Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""

@@ -11,9 +11,9 @@ from hocket.plan.copies import copies_of, elements_sent
 from hocket.plan.cost import CostTable
 from hocket.plan.timeline import duration
 from hocket.settings.leaves import changed
-from hocket.settings.predicted import Trials
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
+from hocket.tune.trials import Trials
 
 _FEWER = 0.97
 """Share of the bytes to which one copy per rank must bring them to be worth its kernels."""

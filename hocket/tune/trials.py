@@ -15,7 +15,6 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.plan.cost import CostTable
-from hocket.plan.held import at_least, at_most, forwards_at_most
 from hocket.plan.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Layout, Program
@@ -28,6 +27,7 @@ from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
+from hocket.tune.held import at_least, at_most, forwards_at_most
 
 Price = Callable[[Config], CostTable]
 """What ops cost in a configuration."""
