@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 
+Values = Callable[[str], Tensor]
+"""The first value of a parameter or buffer by its name in the model, in the shape of the whole model."""
+
 ELSE = "hocket.fully_shard shards any module as it is"
 """What can be done with a model that does not fit into a plan."""
 
@@ -143,10 +146,23 @@ class Cut:
         """A copy of a layer, as the protocol sees it."""
         return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo))
 
-    def buffers(self, device: torch.device) -> dict[int, Any]:
-        """What takes the place of the model's buffers, and of its configuration: the same values."""
-        memo: dict[int, Any] = {id(b): b if b.is_meta else b.detach().to(device) for b in self.adapter.model.buffers()}
-        config = getattr(self.adapter.model, "config", None)
+    def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
+        """What takes the place of the model's buffers, and of its configuration: the same values.
+
+        `values` has those that are saved with a model on the meta device; the adapter fills in the others.
+        """
+        model, memo = self.adapter.model, dict[int, Any]()
+        saved = {id(b): name for name, b in model.state_dict(keep_vars=True).items()}
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                memo[id(buffer)] = buffer.detach().to(device)
+            elif id(buffer) not in saved:
+                memo[id(buffer)] = torch.empty_like(buffer, device=device)
+            elif values is None:
+                raise refuse(model, f"{name} is on the meta device and has no value", "plan_model(..., values=...)")
+            else:
+                memo[id(buffer)] = values(name).to(device, buffer.dtype)
+        config = getattr(model, "config", None)
         if config is not None:
             memo[id(config)] = config
         return memo

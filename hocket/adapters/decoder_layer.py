@@ -7,6 +7,7 @@ this is taken on trust: `verify.py` compares the pieces with the layer's own for
     input, post_attention                           x += attn(norm(x)); x += mlp(norm(x))               Llama
     post_attention, post_feedforward                x += norm(attn(x)); x += norm(mlp(x))               OLMo 2
     input, post_attention, pre_ and post_feedforward    x += norm(attn(norm(x))); x += norm(mlp(norm(x)))   Gemma 2
+    input, post_self_attn, post_attention, post_mlp     likewise                                            GLM-4
 
 Granite multiplies what is added to the stream by `residual_multiplier`.
 
@@ -29,7 +30,11 @@ FORWARDS: Mapping[frozenset[str], tuple[str, str, str, str]] = {
     frozenset({_INPUT, _ATTENTION}): (_INPUT, "", _ATTENTION, ""),
     frozenset({_ATTENTION, _AFTER}): ("", _ATTENTION, "", _AFTER),
     frozenset({_INPUT, _ATTENTION, _BEFORE, _AFTER}): (_INPUT, _ATTENTION, _BEFORE, _AFTER),
-}
+    frozenset({_INPUT, "post_self_attn_layernorm", _ATTENTION, "post_mlp_layernorm"}): (
+        _INPUT, "post_self_attn_layernorm", _ATTENTION, "post_mlp_layernorm",
+    ),
+    frozenset({"attention_layernorm", "feedforward_layernorm"}): ("attention_layernorm", "", "feedforward_layernorm", ""),
+}  # fmt: skip
 """Norms that a layer has -> those before and behind attention, before and behind the MLP."""
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
 """What layers call their MLP."""
@@ -68,7 +73,7 @@ class PlainLayer:
         """Takes the layer over. Raises Unfit."""
         self.module, self._parameters = layer, dict(layer.named_parameters())
         self._block = block_of(layer)
-        children = {name: child for name, child in layer.named_children()}
+        children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
         norms = {name for name in children if name.endswith("norm")}
         if frozenset(norms) not in FORWARDS:
             raise Unfit(f"its norms are {', '.join(sorted(norms)) or 'none'}")
@@ -135,12 +140,14 @@ class RoutedLayer(PlainLayer):
         experts = self._mlp.get_submodule("experts")
         if set(dict(experts.named_children())) - {"act_fn", "post_expert_norm"}:
             raise Unfit(f"{type(experts).__name__} has modules of its own")
+        if self._norms[3] is not None:
+            raise Unfit("it has a norm behind its experts, and a plan has no weights there")
         self._experts: Any = experts
         routers = {"experts", "gate", "router"}
         more = any(name not in routers for name, child in self._mlp.named_children() if [*child.parameters()])
         self._seam = _Seam(more)
         self._mlp.experts = self._seam
-        self.plain_merge = self._norms[3] is None and self._factor == 1.0
+        self.plain_merge = self._factor == 1.0
 
     def route(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Keep]:
         """Norm, router and shared expert."""
@@ -169,7 +176,7 @@ class RoutedLayer(PlainLayer):
         x_BSD, more = keep
         y_BSD = rows_TD.view_as(x_BSD)
         y_BSD = y_BSD if more is None else y_BSD + more
-        return self._added(x_BSD, _apply(self._norms[3], y_BSD))
+        return self._added(x_BSD, y_BSD)
 
 
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.adapters.chunk import AdaptedChunk, Contexts, DenseParts, ExpertParts
-from hocket.adapters.cut import Cut, Ends
+from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.runtime.standin import StandIn
-
-Values = Callable[[str], Tensor]
-"""The first value of a parameter by its name in the model, in the shape of the whole model."""
-
 
 class AdaptedModel:
     """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
@@ -31,7 +27,7 @@ class AdaptedModel:
         wanted |= {"embed."} if place.first else set()
         wanted |= {"head."} if place.last else set()
         parameters: dict[str, nn.Parameter] = {}
-        memo = cut.buffers(place.device)
+        memo = cut.buffers(place.device, self._values)
         for name, param in cut.params.items():
             shape = param.shape
             if ".experts." in name:

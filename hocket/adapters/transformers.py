@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.adapters.cut import ELSE, Ends, refuse
+from hocket.adapters.cut import Ends, refuse
 from hocket.adapters.decoder_layer import PlainLayer, RoutedLayer, Unfit, expert_weights
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 
@@ -50,7 +50,8 @@ class Pretrained:
         self.embed_modules = {names[id(parts["embed_tokens"])]: parts["embed_tokens"]}
         self.head_modules = {names[id(parts["norm"])]: parts["norm"], self._head: head}
         self.vocab, self.hidden = head.out_features, head.in_features
-        self._embeds = self._projects = False
+        self.direct = False, False
+        """Whether the embedding alone makes what the first layer is given, and norm and projection alone the logits."""
 
     def _check(self, model: Any) -> None:
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
@@ -89,8 +90,23 @@ class Pretrained:
         probes = [_Probe(layer) for layer in self.layers]
         memo[id(self.model.get_submodule(self._list))] = nn.ModuleList(probes)
         copied: Any = copy.deepcopy(self.model, memo)
-        _fill(copied)
-        return _Around(copied, copied.get_submodule(self._base), probes, self.hidden).ends()
+        _fill(copied, self.model)
+        around = _Around(self.model, copied, copied.get_submodule(self._base), probes)
+        embed, *behind = (copied.get_submodule(name) for name in (*self.embed_modules, *self.head_modules))
+        norm, head = behind
+        return Ends(
+            embed if self.direct[0] else around.embed,
+            (lambda x_BSD: head(norm(x_BSD))) if self.direct[1] else around.logits,
+            around.contexts,
+        )
+
+    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
+        """Find out whether embedding and head are more than their modules, by what is computed with some parameters."""
+        slow = self.ends(dict(memo))
+        self.direct = True, True
+        fast = self.ends(dict(memo))
+        same = torch.equal(slow.embed(ids_BS), fast.embed(ids_BS)), torch.equal(slow.logits(x_BSD), fast.logits(x_BSD))
+        self.direct = same
 
 
 class _Passed(Exception):
@@ -121,11 +137,8 @@ class _Probe(nn.Module):
 class _Around:
     """Runs a copy of a model whose layers are probes."""
 
-    def __init__(self, model: Any, base: Any, probes: list[_Probe], hidden: int) -> None:
-        self._model, self._base, self._probes, self._hidden = model, base, probes, hidden
-
-    def ends(self) -> Ends:
-        return Ends(self.embed, self.logits, self.contexts)
+    def __init__(self, original: nn.Module, model: Any, base: Any, probes: list[_Probe]) -> None:
+        self._original, self._model, self._base, self._probes = original, model, base, probes
 
     def embed(self, ids_BS: Tensor) -> Tensor:
         """What the first layer is given."""
@@ -141,12 +154,16 @@ class _Around:
     def contexts(self, x_BSD: Tensor) -> list[dict[str, Any]]:
         """What all layers are told."""
         seen: list[dict[str, Any]] = []
+        passed: list[Tensor] = []
 
         def meet(x_BSD: Tensor, told: Mapping[str, Any]) -> Tensor:
+            if passed and x_BSD is not passed[-1]:
+                raise refuse(self._original, "it computes between its layers, and no part of a plan does that")
             seen.append(dict(told))
             if len(seen) == len(self._probes):
                 raise _Passed
-            return x_BSD
+            passed.append(x_BSD.clone())
+            return passed[-1]
 
         self._meeting(dict.fromkeys(range(len(self._probes)), meet), self._base, inputs_embeds=torch.zeros_like(x_BSD))
         return seen
@@ -170,8 +187,11 @@ class _Around:
                 self._probes[i].meet = meet
 
 
-def _fill(model: Any) -> None:
-    """Give rotary tables of a model that was made on the meta device their values: the model's own first values."""
-    for module in model.modules():
-        if any(b.is_meta for b in module.buffers(recurse=False)) and not [*module.parameters(recurse=False)]:
-            raise refuse(model, f"{type(module).__name__} has a buffer on the meta device", ELSE)
+def _fill(model: Any, original: nn.Module) -> None:
+    """Where the original is on the meta device, fill in buffers that are not saved, such as rotary tables.
+
+    They are the model's own first values.
+    """
+    for name, module in original.named_modules():
+        if any(b.is_meta and key in module._non_persistent_buffers_set for key, b in module._buffers.items() if b is not None):
+            model._init_weights(model.get_submodule(name))
