@@ -162,10 +162,11 @@ class _Around:
             seen.append(dict(told))
             if len(seen) == len(self._probes):
                 raise _Passed
-            passed.append(x_BSD.clone())
+            passed.append(x_BSD.view_as(x_BSD))
             return passed[-1]
 
-        self._meeting(dict.fromkeys(range(len(self._probes)), meet), self._base, inputs_embeds=torch.zeros_like(x_BSD))
+        meets = dict.fromkeys(range(len(self._probes)), meet)
+        self._meeting(meets, self._base, inputs_embeds=x_BSD.new_zeros(()).expand(x_BSD.shape))
         return seen
 
     def logits(self, x_BSD: Tensor) -> Tensor:
