@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hocket.fsdp.saving.state import load_model_state, model_state
     from hocket.fsdp.shard_groups import Placement
     from hocket.fsdp.update import step_and_gather
+    from hocket.adapters.step import plan_model
 
 __all__ = [
     "Placement",
@@ -31,35 +32,37 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "param_groups",
+    "plan_model",
     "save_checkpoint",
     "step_and_gather",
     "unit_of",
 ]
 
 _HOMES = {
-    "Placement": "shard_groups:Placement",
-    "Precision": "precision:Precision",
-    "ShardOptions": "options:ShardOptions",
-    "clip_grad_norm_": "api:clip_grad_norm_",
-    "fully_shard": "api:fully_shard",
-    "load_checkpoint": "saving.checkpoint:load",
-    "load_model_state": "saving.state:load_model_state",
-    "load_optimizer_state": "saving.optimizer_state:load_optimizer_state",
-    "model_state": "saving.state:model_state",
-    "optimizer_state": "saving.optimizer_state:optimizer_state",
-    "param_groups": "api:param_groups",
-    "save_checkpoint": "saving.checkpoint:save",
-    "step_and_gather": "update:step_and_gather",
-    "unit_of": "api:unit_of",
+    "Placement": "fsdp.shard_groups:Placement",
+    "Precision": "fsdp.precision:Precision",
+    "ShardOptions": "fsdp.options:ShardOptions",
+    "clip_grad_norm_": "fsdp.api:clip_grad_norm_",
+    "fully_shard": "fsdp.api:fully_shard",
+    "load_checkpoint": "fsdp.saving.checkpoint:load",
+    "load_model_state": "fsdp.saving.state:load_model_state",
+    "load_optimizer_state": "fsdp.saving.optimizer_state:load_optimizer_state",
+    "model_state": "fsdp.saving.state:model_state",
+    "optimizer_state": "fsdp.saving.optimizer_state:optimizer_state",
+    "param_groups": "fsdp.api:param_groups",
+    "plan_model": "adapters.step:plan_model",
+    "save_checkpoint": "fsdp.saving.checkpoint:save",
+    "step_and_gather": "fsdp.update:step_and_gather",
+    "unit_of": "fsdp.api:unit_of",
 }
-"""Name -> the file of hocket/fsdp that has it, and its name there."""
+"""Name -> the file that has it, and its name there."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
     file, there = _HOMES[name].split(":")
-    return getattr(import_module(f"hocket.fsdp.{file}"), there)
+    return getattr(import_module(f"hocket.{file}"), there)
 
 
 def __dir__() -> list[str]:

@@ -23,10 +23,9 @@ from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.kernels import IGNORED
-from hocket.model.init import init_biases, init_tensor
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
-from hocket.model.transformer import Chunk
+from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
 from hocket.parallel.linears import WHOLE, Linears, SplitLinears
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
@@ -62,7 +61,8 @@ class Engine:
     """One rank of a planned run. `config` must be resolved: no setting is `auto`.
 
     `groups` may be shared by engines of the same mesh that take turns; without it the engine makes its own. Without
-    `update` a step ends with reduced gradients, which are dropped: there is no optimizer, and weights stay.
+    `update` a step ends with reduced gradients, which are dropped: there is no optimizer, and weights stay. `source`
+    is where the model comes from, by default hocket's own transformer.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class Engine:
         *,
         groups: Groups | None = None,
         update: bool = True,
+        source: ModelSource | None = None,
     ) -> None:
         self.config, self.device = config, device
+        self.source: ModelSource = source or OwnTransformer(config)
         on_gpu = device.type == "cuda"
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
@@ -117,17 +119,11 @@ class Engine:
             record = from_turn_one(record, tokens, lambda: tp.all_reduce(one).wait())
         return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
 
-    def _chunk(self, chunk: int) -> Chunk:
+    def _chunk(self, chunk: int) -> ChunkLike:
         pp, layout = self.where.pp, self.layout
-        return Chunk(
-            self.config.model,
-            layout.layers(pp, chunk),
-            layout.is_first(pp, chunk),
-            layout.is_last(pp, chunk),
-            ep=ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank),
-            aux_scale=1.0 / self.config.train.microbatches,
-            linears=self._linears,
-        )
+        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank)
+        first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
+        return self.source.chunk(ChunkPlace(layout.layers(pp, chunk), first, last, place, self.device, self._linears))
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""
@@ -178,14 +174,12 @@ class Engine:
         """Give every weight its first value; the same on any mesh."""
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
-        model, seed, tensors = self.config.model, self.config.train.seed, self.sharded.tensors
+        tensors = self.sharded.tensors
         self.sharded.load(
-            lambda name: init_tensor(
-                name, whole_shape(name, shapes[name], tensors), model, seed, first_expert=first, device=str(self.device)
-            )
+            lambda name: self.source.value(name, whole_shape(name, shapes[name], tensors), first, self.device)
         )
         for chunk in self.chunks:
-            init_biases(chunk, self.device)
+            self.source.begin(chunk, self.device)
 
     def train_step(self, microbatches: Sequence[Microbatch], lr: float) -> StepResult:
         """One optimizer step over this rank's microbatches. Without communication `lr` is 0: nothing is learnt.

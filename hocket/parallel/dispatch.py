@@ -154,9 +154,9 @@ def from_experts(rows_RD: Tensor, weights: tuple[Tensor, Tensor] | None, splits:
 
 
 def unpermute(
-    rows_ND: Tensor, probs_TK: Tensor | None, residual: Tensor, shared: Tensor | None, routing: Routing
+    rows_ND: Tensor, probs_TK: Tensor | None, residual: Tensor | None, shared: Tensor | None, routing: Routing
 ) -> Tensor:
-    """`(sum over a token's rows [times weights]) [+ shared] + residual`, in the residual's shape, [T, D] or [B, S, D].
+    """`(sum over a token's rows [times weights]) [+ shared] [+ residual]`, [T, D] or in the residual's shape.
 
     The rows are in sent order; all sums are in fp32, in the order of choices, and rounded once.
     """

@@ -122,7 +122,7 @@ def route(
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-        kept = _placed(choice_TE.topk(config.top_k, dim=-1).indices, config, real_T)
+        kept = placed(choice_TE.topk(config.top_k, dim=-1).indices, config.experts, real_T)
     total_E = linears.total(kept.load_E) if balanced else None
     assert kept.chosen_TK is not None
     probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
@@ -160,13 +160,13 @@ def _even(tokens: int, config: ModelConfig, device: torch.device, real_T: Tensor
     """The routing that gives every expert as many rows, and a token's to experts that are far apart."""
     if real_T is None:
         return _even_once(tokens, config, device)
-    return _placed(_spread(tokens, config, device), config, real_T)
+    return placed(_spread(tokens, config, device), config.experts, real_T)
 
 
 @cache
 def _even_once(tokens: int, config: ModelConfig, device: torch.device) -> Routing:
     """Kept for good: recorded steps read it again in each replay."""
-    return _placed(_spread(tokens, config, device), config, None)
+    return placed(_spread(tokens, config, device), config.experts)
 
 
 def _spread(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
@@ -176,16 +176,16 @@ def _spread(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
     return (first_T1 + apart_K) % config.experts
 
 
-def _placed(chosen_TK: Tensor, config: ModelConfig, real_T: Tensor | None) -> Routing:
-    """The routing that sends every token to the experts chosen for it."""
+def placed(chosen_TK: Tensor, experts: int, real_T: Tensor | None = None) -> Routing:
+    """The routing that sends every token to the experts chosen for it, of so many."""
     sorted_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
-    experts = torch.arange(config.experts + 1, device=chosen_TK.device)
-    counts_E, counted_E = torch.searchsorted(sorted_R, experts).diff(), None
+    bounds = torch.arange(experts + 1, device=chosen_TK.device)
+    counts_E, counted_E = torch.searchsorted(sorted_R, bounds).diff(), None
     if real_T is not None:
-        counted_R = chosen_TK.masked_fill(~real_T.unsqueeze(1), config.experts).flatten().sort().values
-        counted_E = torch.searchsorted(counted_R, experts).diff()
+        counted_R = chosen_TK.masked_fill(~real_T.unsqueeze(1), experts).flatten().sort().values
+        counted_E = torch.searchsorted(counted_R, bounds).diff()
     inverse_R = inverse_of(order_R)
-    return Routing(inverse_R, counts_E, len(chosen_TK), config.top_k, chosen_TK=chosen_TK, counted_E=counted_E)
+    return Routing(inverse_R, counts_E, *chosen_TK.shape, chosen_TK=chosen_TK, counted_E=counted_E)
 
 
 def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:

@@ -1,0 +1,5 @@
+"""Models that others wrote, in hocket's planned step: see docs/any-model.md."""
+
+from hocket.runtime.standin import grouped_linear
+
+__all__ = ["grouped_linear"]

@@ -1,0 +1,101 @@
+"""Layers of the protocol as the chunks that an engine runs.
+
+Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, K experts per token, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.model.moe import ExpertPlace
+from hocket.parallel.dispatch import Splits, from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.linears import cross_entropy
+from hocket.parallel.placed import PlacedSplits
+from hocket.parallel.routing import Routing, placed
+
+Contexts = Callable[[Tensor], Any]
+"""What a layer's first piece is told beside hidden states, from the states."""
+
+
+class DenseParts:
+    """A dense layer's part functions."""
+
+    def __init__(self, layer: DenseLayer, context: Contexts) -> None:
+        self.layer, self._context = layer, context
+
+    def forward_attn(self, x_BSD: Tensor, documents: None = None) -> Tensor:
+        """The first piece."""
+        assert documents is None
+        return self.layer.attention(x_BSD, self._context(x_BSD))
+
+    def forward_mlp(self, x_BSD: Tensor) -> Tensor:
+        """The second."""
+        return self.layer.mlp(x_BSD)
+
+
+class ExpertParts:
+    """The part functions of a layer with `experts` experts, in the whole model."""
+
+    def __init__(self, layer: ExpertLayer, context: Contexts, experts: int, ep: ExpertPlace) -> None:
+        self.layer, self._context, self._experts, self._ep = layer, context, experts, ep
+        self._plain = getattr(layer, "plain_merge", False)
+        """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
+
+    def forward_attn(
+        self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+        """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
+        assert documents is None
+        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(
+            self.layer.attention(x_BSD, self._context(x_BSD))
+        )
+        routing = kept
+        if routing is None:
+            routing = placed(ids_TK.detach(), self._experts)
+            routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
+        rows, probs = send_rows(rows_TD, weights_TK.float(), routing)
+        return rows, residual, other, probs, routing
+
+    def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
+        """The experts of this rank, on rows in received order."""
+        grouped_RD, weights = to_experts(rows_RD, splits)
+        return from_experts(self.layer.experts(grouped_RD, splits.offsets_L), weights, splits)
+
+    def forward_unpermute(
+        self, rows_RD: Tensor, residual: Tensor, other: Tensor | None, probs_TK: Tensor | None, routing: Routing
+    ) -> Tensor:
+        """The last piece, behind the weighted sum of the rows that came back."""
+        if self._plain:
+            return unpermute(rows_RD, probs_TK, residual, other, routing)
+        return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual, other))
+
+
+class AdaptedChunk:
+    """One virtual stage of a model that hocket did not write."""
+
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Tensor] | None,
+        layers: Mapping[int, DenseParts | ExpertParts],
+        logits: Callable[[Tensor], Tensor] | None,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.embed, self._logits, self._parameters = embed, logits, dict(parameters)
+        self.layers = {str(number): layer for number, layer in layers.items()}
+
+    def layer(self, number: int) -> DenseParts | ExpertParts:
+        """The layer of a global number."""
+        return self.layers[str(number)]
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy over the targets that are not `IGNORED`, fp32."""
+        assert self._logits is not None
+        return cross_entropy(self._logits(x_BSD).flatten(0, 1), targets_BS.flatten())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Stand-ins by name."""
+        return iter(self._parameters.items())

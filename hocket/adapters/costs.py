@@ -1,0 +1,153 @@
+"""What the ops of an adapted model cost: FLOPs from torch's counter on the meta device, bytes from shapes.
+
+Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
+forward, and what it saves for backward. The seconds of its ops are those that the cost model gives to a part of hocket's
+transformer with as many weights, times the ratio of the two counts of FLOPs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from hocket.adapters.cut import Cut
+from hocket.adapters.layer import ExpertLayer
+from hocket.config import Config, ModelConfig
+from hocket.plan.cost import CostTable
+from hocket.plan.network import hardware_of
+from hocket.plan.stages import costs_of
+from hocket.runtime.dtypes import DTYPES
+from hocket.settings.predicted import Price
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one part's forward over one microbatch."""
+
+    flops: int
+    saved_bytes: int
+    """Of activations; 0: not counted."""
+
+
+def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
+    """The sizes by which settings are checked and chosen: hocket's transformer with as many weights in each part."""
+    d, kinds = cut.adapter.hidden, cut.kinds()
+    numbers = {kind: kinds.index(kind) for kind in set(kinds)}
+
+    def count(number: int, wanted: Callable[[str], bool]) -> int:
+        prefix = f"layers.{number}."
+        names = (name for name in cut.params if name.startswith(prefix))
+        return sum(cut.params[name].numel() for name in names if wanted(name.removeprefix(prefix)))
+
+    def multiple(number: float) -> int:
+        return max(8, 8 * round(number / 8))
+
+    block = ("mlp.", "block_sparse_moe.", "feed_forward.")
+    ffn = expert_ffn = 8
+    if "dense" in numbers:
+        ffn = multiple(count(numbers["dense"], lambda name: name.startswith(block)) / (3 * d))
+        attention = count(numbers["dense"], lambda name: not name.startswith(block))
+    if "moe" in numbers:
+        expert_ffn = multiple(count(numbers["moe"], lambda name: name.startswith("experts.")) / (3 * d * cut.experts))
+        attention = count(numbers["moe"], lambda name: not name.startswith("experts.")) - d * cut.experts
+    return ModelConfig(
+        vocab=cut.adapter.vocab,
+        hidden=d,
+        layers=len(kinds),
+        heads=1,
+        kv_heads=1,
+        head_dim=multiple(attention / (4 * d)),
+        ffn=ffn,
+        dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense") if cut.experts else (),
+        experts=cut.experts,
+        top_k=max(1, top_k),
+        expert_ffn=expert_ffn,
+        tied=cut.tied,
+    )
+
+
+def price_of(cut: Cut) -> Price:
+    """What ops cost in a configuration with this model."""
+    known: dict[tuple[int, int, str], Mapping[tuple[str, str], Counted]] = {}
+
+    def price(config: Config) -> CostTable:
+        key = config.train.sequences, config.data.sequence_length, config.precision.compute
+        if key not in known:
+            known[key] = count_parts(cut, config)
+        costs = costs_of(config, hardware_of(config))
+        table = dict(costs.table)
+        for (part, kind), counted in known[key].items():
+            modelled = table["fwd", part, kind].flops
+            for verb in ("fwd", "recompute", "bwd", "wgrad"):
+                if counted.flops and modelled and (cost := table.get((verb, part, kind))):
+                    ratio = counted.flops / modelled
+                    saved = counted.saved_bytes if verb == "fwd" and cost.saved_bytes else cost.saved_bytes
+                    changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)
+                    table[verb, part, kind] = replace(changed, saved_bytes=saved or cost.saved_bytes)
+        return replace(costs, table=table)
+
+    return price
+
+
+def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
+    """FLOPs and saved bytes of the forward of every part of each kind of layer; of experts and head, FLOPs by shapes."""
+    adapter, dtype = cut.adapter, DTYPES[config.precision.compute]
+    shape = config.train.sequences, config.data.sequence_length
+    x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)
+    memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(adapter.model.get_buffer(name).shape))
+    whole: Any = getattr(adapter.model, "config", None)
+    if whole is not None:
+        memo[id(whole)] = here = copy.deepcopy(whole)
+        if getattr(here, "_attn_implementation", None) not in (None, "sdpa", "eager"):
+            here._attn_implementation = "sdpa"
+    memo |= {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.requires_grad)
+        for p in cut.params.values()
+    }
+    # What layers are told is made on the CPU: transformers looks at values to see which mask is needed.
+    told = adapter.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
+    contexts = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, told)
+    memo |= {id(b): memo[id(b)].to("meta") for b in adapter.model.buffers()}
+    found: dict[tuple[str, str], Counted] = {}
+    kinds = cut.kinds()
+    for kind in sorted(set(kinds)):
+        number = kinds.index(kind)
+        layer: Any = cut.copied(number, dict(memo))
+        if isinstance(layer, ExpertLayer):
+            found["attn", kind] = _counted(
+                lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD
+            )
+            rows = shape[0] * shape[1] * config.model.top_k
+            prefix = f"layers.{number}.experts."
+            weights = sum(p.numel() for name, p in cut.params.items() if name.startswith(prefix) and p.dim() > 2)
+            found["experts", kind] = Counted(2 * rows * weights // cut.experts, 0)
+        else:
+            found["attn", kind] = _counted(lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD)
+            found["mlp", kind] = _counted(layer.mlp, x_BSD)
+    weights = sum(p.numel() for name, p in cut.params.items() if name.startswith("head.") and p.dim() > 1)
+    found["head", ""] = Counted(2 * shape[0] * shape[1] * (weights or adapter.vocab * adapter.hidden), 0)
+    return found
+
+
+def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Counted:
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            storage = x.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+            held.append(storage)
+        return x
+
+    held: list[Any] = []
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, lambda x: x):
+        forward(x_BSD)
+    return Counted(counter.get_total_flops(), sum(saved.values()))

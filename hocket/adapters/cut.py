@@ -1,0 +1,168 @@
+"""A model as an adapter has cut it: which module is a layer, what comes before and behind, and which name lies where."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hocket.adapters.layer import DenseLayer, ExpertLayer
+
+Values = Callable[[str], Tensor]
+"""The first value of a parameter or buffer by its name in the model, in the shape of the whole model."""
+
+ELSE = "hocket.fully_shard shards any module as it is"
+"""What can be done with a model that does not fit into a plan."""
+
+
+def refuse(model: nn.Module, reason: str, fix: str = ELSE) -> ValueError:
+    """The error of a model that cannot be planned."""
+    return ValueError(f"model = {type(model).__name__}: {reason}; fix: {fix}")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is before and behind the layers, in a copy of the model with parameters of its own."""
+
+    embed: Callable[[Tensor], Tensor]
+    """Token ids [B, S] to hidden states [B, S, D]."""
+    logits: Callable[[Tensor], Tensor]
+    """Hidden states to logits [B, S, V]."""
+    contexts: Callable[[Tensor], Sequence[Any]]
+    """Of hidden states, of which only the shape, dtype and device count, what each layer is told."""
+
+
+class Adapter(Protocol):
+    """What makes a model of some kind fit the protocol."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    """The model's own layers, in order."""
+    embed_modules: Mapping[str, nn.Module]
+    """By name in the model, what has the parameters before the layers."""
+    head_modules: Mapping[str, nn.Module]
+    """And behind them."""
+    vocab: int
+    hidden: int
+
+    def layer(self, copied: nn.Module) -> DenseLayer | ExpertLayer:
+        """The protocol's view of a copy of a layer. Raises ValueError if it has none."""
+        ...
+
+    def ends(self, memo: dict[int, Any]) -> Ends:
+        """What is around the layers, in a copy for which `memo` says what takes the place of which tensor."""
+        ...
+
+    def expert_weights(self, layer: nn.Module) -> str:
+        """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
+        ...
+
+
+class Cut:
+    """The parameters of a model by hocket's names and its own, and copies of its parts."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        """Raises ValueError if some parameter has no place, or more than one."""
+        self.adapter = adapter
+        self.experts_in = [adapter.expert_weights(layer) for layer in adapter.layers]
+        self.theirs: dict[str, str] = {}
+        """hocket's name of a parameter -> the model's."""
+        self.params: dict[str, nn.Parameter] = {}
+        """By hocket's name."""
+        names = {id(p): name for name, p in adapter.model.named_parameters()}
+        for unit, modules in (("embed", adapter.embed_modules), ("head", adapter.head_modules)):
+            for path, module in modules.items():
+                for name, param in module.named_parameters():
+                    self._claim(f"{unit}.{path}.{name}", param, names)
+        for number, layer in enumerate(adapter.layers):
+            prefix = f"{self.experts_in[number]}."
+            for name, param in layer.named_parameters():
+                inside = name.removeprefix(prefix) if self.experts_in[number] else name
+                kind = "experts." if inside != name else ""
+                self._claim(f"layers.{number}.{kind}{inside}", param, names)
+        self._complain(names)
+        self.experts = self._experts()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the embedding's parameters."""
+        both = [{id(p) for m in some.values() for p in m.parameters()} for some in self._ends]
+        return bool(both[0] & both[1])
+
+    @property
+    def _ends(self) -> tuple[Mapping[str, nn.Module], Mapping[str, nn.Module]]:
+        return self.adapter.embed_modules, self.adapter.head_modules
+
+    def _claim(self, name: str, param: nn.Parameter, names: Mapping[int, str]) -> None:
+        owner = next((ours for ours, known in self.params.items() if known is param), None)
+        if owner is not None:
+            if owner.startswith("embed.") and name.startswith("head."):
+                return  # tied
+            raise refuse(
+                self.adapter.model,
+                f"{names[id(param)]} is shared: it is {owner} and {name}, and a plan gathers each parameter in one unit",
+                f"give each layer its own parameters; {ELSE}",
+            )
+        self.params[name], self.theirs[name] = param, names[id(param)]
+
+    def _complain(self, names: Mapping[int, str]) -> None:
+        model, layers = self.adapter.model, self.adapter.layers
+        shared = [m for m, count in Counter(id(m) for layer in layers for m in set(layer.modules())).items() if count > 1]
+        if shared:
+            found = next(m for layer in layers for m in layer.modules() if id(m) == shared[0])
+            raise refuse(
+                model,
+                f"layers share a module, {type(found).__name__}",
+                f"give each layer its own; {ELSE}",
+            )
+        claimed = {id(param) for param in self.params.values()}
+        if left := [name for known, name in names.items() if known not in claimed]:
+            raise refuse(model, f"no part claims the parameters {', '.join(left[:4])}{' and more' * (len(left) > 4)}")
+        if frozen := [self.theirs[name] for name, param in self.params.items() if not param.requires_grad]:
+            raise refuse(
+                model,
+                f"{frozen[0]} does not require a gradient, and a plan trains all parameters",
+                f"{frozen[0].rsplit('.', 1)[-1]}.requires_grad_(True) for all; {ELSE}",
+            )
+
+    def _experts(self) -> int:
+        stacked = {name: param for name, param in self.params.items() if ".experts." in name}
+        sizes = {param.shape[0] if param.dim() else 0 for param in stacked.values()}
+        if len(sizes) > 1:
+            listed = ", ".join(f"{self.theirs[name]} {tuple(param.shape)}" for name, param in list(stacked.items())[:4])
+            raise refuse(self.adapter.model, f"experts' parameters are not stacked by the same number: {listed}")
+        return sizes.pop() if sizes else 0
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer."""
+        return tuple("moe" if name else "dense" for name in self.experts_in)
+
+    def copied(self, number: int, memo: dict[int, Any]) -> DenseLayer | ExpertLayer:
+        """A copy of a layer, as the protocol sees it."""
+        return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo))
+
+    def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
+        """What takes the place of the model's buffers, and of its configuration: the same values.
+
+        `values` has those that are saved with a model on the meta device; the adapter fills in the others.
+        """
+        model, memo = self.adapter.model, dict[int, Any]()
+        saved = {id(b): name for name, b in model.state_dict(keep_vars=True).items()}
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                memo[id(buffer)] = buffer.detach().to(device)
+            elif id(buffer) not in saved:
+                memo[id(buffer)] = torch.empty_like(buffer, device=device)
+            elif values is None:
+                raise refuse(model, f"{name} is on the meta device and has no value", "plan_model(..., values=...)")
+            else:
+                memo[id(buffer)] = values(name).to(device, buffer.dtype)
+        config = getattr(model, "config", None)
+        if config is not None:
+            memo[id(config)] = config
+        return memo

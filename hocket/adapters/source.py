@@ -1,0 +1,81 @@
+"""An adapted model as the source of an engine's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.adapters.chunk import AdaptedChunk, Contexts, DenseParts, ExpertParts
+from hocket.adapters.cut import Cut, Ends, Values
+from hocket.adapters.layer import ExpertLayer
+from hocket.model.source import ChunkLike, ChunkPlace
+from hocket.runtime.standin import StandIn
+
+class AdaptedModel:
+    """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
+
+    def __init__(self, cut: Cut, values: Values | None = None) -> None:
+        """`values` for a model on the meta device; otherwise first values are the model's own."""
+        self.cut, self._values = cut, values
+
+    def chunk(self, place: ChunkPlace) -> ChunkLike:
+        cut, ep = self.cut, place.ep
+        wanted = {f"layers.{number}." for number in place.layers}
+        wanted |= {"embed."} if place.first else set()
+        wanted |= {"head."} if place.last else set()
+        parameters: dict[str, nn.Parameter] = {}
+        memo = cut.buffers(place.device, self._values)
+        for name, param in cut.params.items():
+            shape = param.shape
+            if ".experts." in name:
+                shape = torch.Size((shape[0] // ep.size, *shape[1:]))
+            stand_in = StandIn(shape, torch.float32)
+            memo[id(param)] = stand_in
+            if any(name.startswith(prefix) for prefix in wanted):
+                parameters[name] = stand_in
+        ends = cut.adapter.ends(dict(memo))
+        contexts = _remembered(ends)
+        layers: dict[int, DenseParts | ExpertParts] = {}
+        for number in place.layers:
+            layer, context = cut.copied(number, dict(memo)), _of_layer(contexts, number)
+            if isinstance(layer, ExpertLayer):
+                layers[number] = ExpertParts(layer, context, cut.experts, ep)
+            else:
+                layers[number] = DenseParts(layer, context)
+        return AdaptedChunk(ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters)
+
+    def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
+        theirs, param = self.cut.theirs[name], self.cut.params[name]
+        if self._values is None:
+            return param.detach()
+        value = self._values(theirs)
+        if value.shape != param.shape:
+            raise ValueError(
+                f"values({theirs!r}) has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}; "
+                "fix: return the whole parameter"
+            )
+        return value.detach()
+
+    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
+        """Buffers have their values already."""
+
+
+def _remembered(ends: Ends) -> Callable[[Tensor], Any]:
+    """What layers are told depends on the shape of hidden states alone, so it is made once for each."""
+    known: dict[Any, Any] = {}
+
+    def contexts(x_BSD: Tensor) -> Any:
+        key = x_BSD.shape, x_BSD.dtype, x_BSD.device
+        if key not in known:
+            with torch.inference_mode(False), torch.no_grad():
+                known[key] = ends.contexts(x_BSD.detach())
+        return known[key]
+
+    return contexts
+
+
+def _of_layer(contexts: Callable[[Tensor], Any], number: int) -> Contexts:
+    return lambda x_BSD: contexts(x_BSD)[number]

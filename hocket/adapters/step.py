@@ -1,0 +1,240 @@
+"""`plan_model`: a model that hocket did not write, trained by a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hocket.adapters import transformers
+from hocket.adapters.costs import price_of, sizes_of
+from hocket.adapters.cut import Adapter, Cut, Values, refuse
+from hocket.adapters.own import OwnModel
+from hocket.adapters.source import AdaptedModel
+from hocket.adapters.verify import verify
+from hocket.config import Config
+from hocket.engine import Engine
+from hocket.model.microbatch import Microbatch
+from hocket.plan.ops import Program
+from hocket.plan.simulate import Timeline, simulate
+from hocket.plan.timeline import text_timeline
+from hocket.problems import stop_if
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed, problem, types
+from hocket.settings.origins import DEFAULTS
+from hocket.settings.predicted import Price
+from hocket.settings.rule import Host
+from hocket.settings.suggest import meant_setting
+
+_PIECE = 1 << 26
+"""Elements that ranks put together at a time."""
+
+
+class Outcome(NamedTuple):
+    """What a step says of itself, the same on all ranks."""
+
+    loss: float
+    """Mean cross-entropy over the microbatches of all ranks."""
+    grad_norm: float
+    """Norm of the whole gradient, before it is clipped."""
+
+
+class PlannedStep:
+    """One rank's part of a planned step over somebody's model. Made by `plan_model`; all ranks call the same methods."""
+
+    def __init__(self, engine: Engine, cut: Cut, settings: Settings, price: Price) -> None:
+        self.engine, self.settings = engine, settings
+        self._cut, self._price = cut, price
+
+    def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
+        """Train on this data-parallel rank's part of a batch: one optimizer step.
+
+        `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
+        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it is
+        `train.lr`.
+        """
+        result = self.engine.train_step(self._microbatches(batch), self.settings.train.lr if lr is None else lr)
+        loss, _, _ = self.engine.agree(result.loss)
+        return Outcome(loss, float(result.grad_norm))
+
+    def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
+        """The mean cross-entropy without training."""
+        return self.engine.agree(self.engine.evaluate(self._microbatches(batch)))[0]
+
+    @property
+    def program(self) -> Program:
+        """The plan."""
+        return self.engine.program
+
+    def simulate(self) -> Timeline:
+        """When each op is expected to run."""
+        return simulate(self.program, self._price(self.settings))
+
+    def draw(self, width: int = 120) -> str:
+        """The expected step as text."""
+        return text_timeline(self.simulate(), self.program, width)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the model by its own name, whole, fp32, on the CPU: put together one after the other."""
+        self.engine.catch_up()
+        control, device = self.engine.groups.control, self.engine.device
+        pieces: dict[str, list[Any]] = {}
+        for unit in self.engine.sharded.units.values():
+            for piece in unit.pieces():
+                pieces.setdefault(piece.name, []).append(piece)
+        for name, param in self._cut.params.items():
+            whole = torch.empty(param.numel())
+            for lo in range(0, param.numel(), _PIECE):
+                hi = min(lo + _PIECE, param.numel())
+                # What several ranks have is alike, so the largest is what it is.
+                part = torch.full((hi - lo,), -torch.inf, device=device)
+                for piece in pieces.get(name, ()):
+                    first, last = max(lo, piece.lo), min(hi, piece.hi)
+                    if first < last:
+                        part[first - lo : last - lo] = piece.main[first - piece.lo : last - piece.lo]
+                control.all_reduce(part, "max").wait()
+                whole[lo:hi] = part.cpu()
+            yield self._cut.theirs[name], whole.view(param.shape)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of `named_weights`. A whole model in fp32 on each rank."""
+        return dict(self.named_weights())
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the weights into a model of the same shape, such as the one that was planned."""
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in self.named_weights():
+                params[name].copy_(value)
+
+    def close(self) -> None:
+        """Give back memory and process groups."""
+        self.engine.close()
+
+    def _microbatches(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> list[Microbatch]:
+        c, device = self.settings, self.engine.device
+        found = [one for one in batch if isinstance(one, Microbatch)]
+        if not found:
+            ids, targets = batch
+            assert isinstance(ids, Tensor)
+            assert isinstance(targets, Tensor)
+            parts = zip(ids.chunk(c.train.microbatches), targets.chunk(c.train.microbatches), strict=True)
+            found = [Microbatch(*pair) for pair in parts]
+        shape = c.train.sequences, c.data.sequence_length
+        shapes = {tuple(tensor.shape) for one in found for tensor in (one.ids, one.targets)}
+        if shapes != {shape} or len(found) != c.train.microbatches:
+            raise ValueError(
+                f"batch: {len(found)} microbatches of {sorted(shapes)}, and the step was planned for "
+                f"train.microbatches = {c.train.microbatches} of {shape}; fix: ids and targets of "
+                f"{c.train.microbatches * shape[0]} sequences of {shape[1]} tokens"
+            )
+        return [Microbatch(one.ids.to(device).contiguous(), one.targets.to(device).contiguous()) for one in found]
+
+
+def plan_model(
+    model: nn.Module, settings: Config | Mapping[str, Any] | None = None, *, values: Values | None = None
+) -> PlannedStep:
+    """Plan the training of a model: full sharding, expert parallelism, pipeline, as `settings` say.
+
+    `model` is an unmodified `...ForCausalLM` of transformers 5, or a module with `embed`, `layers` and `head` whose
+    layers go by `hocket.adapters.layer`. It is read and not changed: each rank takes its part of the weights, and
+    `PlannedStep.load_into` brings them back. One on the meta device needs `values`, a function from a parameter's name
+    to its first value. `settings` are a `Config`, or values by dotted name, `{"mesh.dp": 8}`; what they say of the
+    model's sizes is the model's to say. With several ranks the default process group must exist.
+
+    Raises ValueError, before anything is allocated, if the model or the settings cannot be planned.
+    """
+    config, given = _configured(settings)
+    cut = Cut(_adapter(model))
+    device = _check(cut, config, values)
+    top_k = verify(cut)
+    config = replace(config, model=sizes_of(cut, top_k))
+    price = price_of(cut)
+    if config.plan.graphs == "auto":
+        config = changed(config, {"plan.graphs": "off"})  # nobody knows what a foreign forward does while it is recorded
+    resolved = resolve(config, _host(), given, price)
+    if resolved.train.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    _check_device(cut, device)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
+    engine.init_weights()
+    return PlannedStep(engine, cut, resolved, price)
+
+
+def _adapter(model: nn.Module) -> Adapter:
+    if transformers.is_one(model):
+        return transformers.Pretrained(model)
+    if all(hasattr(model, name) for name in ("embed", "layers", "head")):
+        return OwnModel(model)
+    raise refuse(model, "it is no model of transformers, and has no embed, layers and head")
+
+
+def _configured(settings: Config | Mapping[str, Any] | None) -> tuple[Config, dict[str, str]]:
+    if isinstance(settings, Config):
+        return settings, {}
+    where, problems = "plan_model", []
+    for name, value in (settings or {}).items():
+        origins = {name: where}
+        if name not in types():
+            guess = meant_setting(name, types())
+            problems.append(f"{name} = {value} ({where}): no such setting; fix: {guess or 'see docs/settings.md'}")
+        elif name.startswith("model."):
+            problems.append(problem(name, value, origins, "the model itself says that", "leave it out"))
+    stop_if(problems)
+    return changed(DEFAULTS, settings or {}), dict.fromkeys(settings or {}, where)
+
+
+def _check(cut: Cut, config: Config, values: Values | None) -> torch.device:
+    model = cut.adapter.model
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    problems = []
+    if config.mesh.world != ranks:
+        problems.append(
+            f"mesh.pp * mesh.dp * mesh.tp = {config.mesh.world}: there are {ranks} ranks"
+            f"{'' if dist.is_initialized() else ' (no process group)'}; fix: mesh.dp = {ranks // config.mesh.pp}, "
+            "or start as many"
+        )
+    if config.mesh.tp > 1:
+        problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
+    if config.data.packing == "on":
+        problems.append("data.packing = on: a model of others is told of no documents; fix: data.packing = off")
+    if cut.tied and config.mesh.pp * config.plan.chunks > 1:
+        problems.append(
+            f"model = {type(model).__name__}: embedding and head are tied, and {config.mesh.pp * config.plan.chunks} "
+            "virtual stages put them apart; fix: mesh.pp = 1 and plan.chunks = 1, or tie_word_embeddings = False"
+        )
+    if values is None and any(param.is_meta for param in cut.params.values()):
+        problems.append(
+            f"model = {type(model).__name__}: its parameters are on the meta device; fix: plan_model(..., values=...)"
+        )
+    stop_if(problems)
+    return torch.device("cpu")
+
+
+def _check_device(cut: Cut, device: torch.device) -> None:
+    for name, param in cut.params.items():
+        if param.device.type not in ("cpu", "meta") and param.device != device:
+            raise ValueError(
+                f"model = {type(cut.adapter.model).__name__}: {cut.theirs[name]} is on {param.device}, and this rank "
+                f"computes on {device}; fix: keep the model on the CPU or the meta device, or move it to {device}"
+            )
+
+
+def _host() -> Host:
+    """What a rank that runs already has."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return Host(workers=ranks, local_workers=ranks)
+    first = torch.cuda.get_device_properties(torch.cuda.current_device())
+    local = ranks if ranks <= gpus else gpus
+    unknown = "nobody has looked: plan_model takes what the ranks that run have"
+    return Host(
+        gpus=gpus, gpu=first.name, memory=first.total_memory, workers=ranks, local_workers=local,
+        no_copy_engine=unknown, no_peer_memory=unknown,
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""Whether the pieces of a layer compute what the layer computes, found out before anything starts.
+
+Each kind of layer is compared once, on the CPU in fp32, with parameters at random and a few tokens: output, and the
+gradients of input and parameters. A family of models is recognised by structure, and structure can lie: a forward that
+does one thing more fails here, by name, not in a loss curve.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.adapters.chunk import DenseParts, ExpertParts
+from hocket.adapters.cut import Cut, refuse
+from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.model.moe import ONLY
+from hocket.parallel.dispatch import exchange_counts
+
+TOLERANCE = 1e-4
+"""Largest difference, of two norms: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""
+_LARGE = 1 << 27
+"""Elements beyond which a parameter is one row, seen as often as it has rows."""
+_SHAPE = (2, 6)
+"""Sequences and their length."""
+
+
+def verify(cut: Cut) -> int:
+    """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError."""
+    adapter, chosen = cut.adapter, set[int]()
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(0)
+        memo = _random(cut)
+        x_BSD = torch.randn(*_SHAPE, adapter.hidden)
+        ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % adapter.vocab
+        with torch.no_grad():
+            settle = getattr(adapter, "settle", None)
+            if settle is not None:
+                settle(memo, x_BSD, ids_BS)
+            contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+        seen: set[Any] = set()
+        for number, layer in enumerate(adapter.layers):
+            if (kind := _kind(layer)) not in seen:
+                seen.add(kind)
+                chosen.add(_compare(cut, number, memo, x_BSD, contexts))
+    chosen -= {0}
+    if len(chosen) > 1:
+        raise refuse(adapter.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
+    return chosen.pop() if chosen else 0
+
+
+def _random(cut: Cut) -> dict[int, Any]:
+    """What takes the place of the model's tensors: parameters at random, and a configuration that a CPU can follow."""
+    model = cut.adapter.model
+    memo = cut.buffers(torch.device("cpu"), lambda name: torch.rand(model.get_buffer(name).shape))
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        here = copy.deepcopy(config)
+        if getattr(here, "_attn_implementation", None) not in (None, "sdpa", "eager"):
+            here._attn_implementation = "eager"
+        here._experts_implementation = "eager"
+        memo[id(config)] = here
+    for name, param in cut.params.items():
+        shape, large = param.shape, param.numel() > _LARGE or name.startswith(("embed.", "head."))
+        if large and param.dim() > 1:
+            value = nn.Parameter((torch.randn(1, *shape[1:]) / shape[-1] ** 0.5).expand(shape), requires_grad=False)
+        elif param.dim() > 1:
+            value = nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+        else:
+            value = nn.Parameter(0.5 + torch.rand(shape))
+        memo[id(param)] = value
+    return memo
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Equal ones have equal forwards: classes of modules, shapes, and settings that are not the layer's number."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, bool | int | float | str) and not key.startswith("_") and "idx" not in key
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any]) -> int:
+    model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
+    top_k, context = 0, contexts[number]
+    whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
+    layer = cut.copied(number, dict(memo))
+    if not isinstance(layer, DenseLayer | ExpertLayer):
+        raise refuse(
+            model,
+            f"layer {number}, {name}, has neither attention and mlp nor attention, route, experts and merge",
+            "the methods of hocket.adapters.layer.DenseLayer or ExpertLayer",
+        )
+    params = {key: p for key, p in whole.named_parameters() if p.requires_grad}
+    wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params)
+    try:
+        if isinstance(layer, ExpertLayer):
+            top_k, found = _routed(cut, layer, x_BSD, context, params)
+        else:
+            parts = DenseParts(layer, lambda _: context)
+            found = _with_gradients(lambda x: parts.forward_mlp(parts.forward_attn(x)), x_BSD, params)
+    except (RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as error:
+        raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
+    for what, expected in wanted.items():
+        if not _close(found.get(what), expected):
+            raise refuse(
+                model,
+                f"the pieces of layer {number}, {name}, do not compute what its forward does: the {what} differs",
+            )
+    return top_k
+
+
+def _whole(layer: Any, x_BSD: Tensor, context: Any) -> Tensor:
+    """A layer's own forward."""
+    result = layer(x_BSD, **context) if isinstance(context, dict) else layer(x_BSD, context)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _routed(
+    cut: Cut, layer: ExpertLayer, x_BSD: Tensor, context: Any, params: dict[str, nn.Parameter]
+) -> tuple[int, dict[str, Tensor | None]]:
+    parts, seen = ExpertParts(layer, lambda _: context, cut.experts, ONLY), [0]
+
+    def forward(x: Tensor) -> Tensor:
+        rows, residual, other, probs, routing = parts.forward_attn(x)
+        tokens = x.shape[0] * x.shape[1]
+        if routing.tokens != tokens or rows.dim() != 2 or residual.shape != x.shape:
+            raise ValueError(f"route returns {routing.tokens} tokens' ids and keeps {tuple(residual.shape)}")
+        if routing.chosen_TK is not None and int(routing.chosen_TK.max()) >= cut.experts:
+            raise ValueError(f"route chooses expert {int(routing.chosen_TK.max())} of {cut.experts}")
+        seen[0] = routing.top_k
+        rows = parts.forward_experts(rows, exchange_counts(routing, None))
+        before = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in (rows, residual, other, probs)]
+        merged = parts.forward_unpermute(*before, routing)  # pyrefly: ignore
+        if any(g is not None for g in torch.autograd.grad(merged.sum(), [*params.values()], allow_unused=True)):
+            raise ValueError("merge reads parameters, and a plan has no weights behind the experts")
+        return parts.forward_unpermute(rows, residual, other, probs, routing)
+
+    found = _with_gradients(forward, x_BSD, params)
+    return seen[0], found
+
+
+def _with_gradients(forward: Any, x_BSD: Tensor, params: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Output and gradients of a function of hidden states."""
+    x_BSD = x_BSD.clone().requires_grad_()
+    with torch.enable_grad():
+        y_BSD = forward(x_BSD)
+        weight = torch.linspace(-1, 1, y_BSD.numel()).view(y_BSD.shape)
+        grads = torch.autograd.grad((y_BSD * weight).sum(), [x_BSD, *params.values()], allow_unused=True)
+    names = ["gradient of its input", *(f"gradient of {name}" for name in params)]
+    return {"output": y_BSD.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def _close(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return all(x is None or not x.any() for x in (found, expected))
+    if found.shape != expected.shape:
+        return False
+    return bool((found - expected).norm() <= TOLERANCE * expected.norm())

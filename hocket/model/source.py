@@ -1,0 +1,102 @@
+"""Where the model of a planned run comes from: what an engine asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hocket.config import Config
+from hocket.model.init import init_biases, init_tensor
+from hocket.model.moe import ExpertPlace
+from hocket.model.transformer import Chunk
+from hocket.parallel.linears import WHOLE, Linears
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Which part of the model a chunk is, and who computes it."""
+
+    layers: range
+    first: bool
+    last: bool
+    ep: ExpertPlace
+    device: torch.device
+    linears: Linears = WHOLE
+
+
+class ChunkLike(Protocol):
+    """One virtual stage of a model: consecutive layers, and the embedding or the head at the ends.
+
+    Parameters are named `embed.*`, `layers.N.*`, `layers.N.experts.*` and `head.*`, N counting from the first layer of
+    the model. They lie on the meta device, and of stacked experts they have those of one expert-parallel rank. Layers
+    have the part functions of docs/design/architecture.md.
+    """
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor] | None:
+        """Token ids to hidden states, in the first chunk."""
+        ...
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """Layers by the text of their number."""
+        ...
+
+    def layer(self, number: int) -> Any:
+        """The layer of a global number."""
+        ...
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy, in the last chunk."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once."""
+        ...
+
+
+class ModelSource(Protocol):
+    """A model from which an engine gets its chunks. The sizes of it are in the `model` section of the settings."""
+
+    def chunk(self, place: ChunkPlace) -> ChunkLike:
+        """One virtual stage."""
+        ...
+
+    def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
+        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert."""
+        ...
+
+    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
+        """Give a chunk's tensors beside parameters their first values."""
+        ...
+
+
+class OwnTransformer:
+    """hocket's own transformer."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` is resolved."""
+        self._config = config
+
+    def chunk(self, place: ChunkPlace) -> Chunk:
+        config = self._config
+        return Chunk(
+            config.model,
+            place.layers,
+            place.first,
+            place.last,
+            ep=place.ep,
+            aux_scale=1.0 / config.train.microbatches,
+            linears=place.linears,
+        )
+
+    def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
+        config = self._config
+        return init_tensor(name, shape, config.model, config.train.seed, first_expert=first_expert, device=str(device))
+
+    def begin(self, chunk: Chunk, device: torch.device) -> None:
+        init_biases(chunk, device)

@@ -1,0 +1,290 @@
+"""Parameters that stand in for managed weights inside of modules that know nothing of hocket.
+
+A module of another library reads `self.weight` and calls torch functions on it. A `StandIn` in that place has a shape
+and no value. Torch hands every function that takes it to `StandIn.__torch_function__`, and nothing else: functions of
+activations alone cost nothing more. There, three things can happen:
+
+- A product, a table lookup or a scale becomes hocket's function of the same name (`runtime/functional.py`), which saves
+  no weight and leaves its weight gradient to the island's queue.
+- A question about the parameter itself (its shape, its dtype) is answered.
+- Any other function gets the weight's value as of now. See Note: [A value that is looked up again].
+
+Note: [A value that is looked up again]
+A function that hocket does not know may save the weight for its backward. A slot holds another layer's weights by then,
+so the hooks around the call replace every saved view of the weight by where it lies inside of the weight, and backward
+looks the weight up again. The gradient that autograd computes for the value goes into the island's queue. A result that
+shares memory with the weight, such as a reshape, would carry the slot to functions that no hook surrounds: it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hocket.runtime import functional, table_rows
+from hocket.runtime.functional import grouped_mm, grouped_wgrad
+from hocket.runtime.managed_or_not import apply_managed, push
+from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
+
+
+class StandIn(nn.Parameter):
+    """A parameter on the meta device, whose `Weight` has the value. See the text of this module."""
+
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype) -> StandIn:
+        return torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), True)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        replaced = _REPLACED.get(func)
+        if replaced is not None:
+            return replaced(func, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _ABOUT or func.__name__ in ("__get__", "__set__", "__delete__"):
+                return func(*args, **kwargs)
+            return _with_value(func, args, kwargs)
+
+
+def grouped_linear(x_RD: Tensor, p: Tensor, ends_E: Tensor, bias_EF: Tensor | None, transposed: bool) -> Tensor:
+    """One product per expert on rows in the order of experts, [R, F], of weights [E, F, D], or `transposed` [E, D, F].
+
+    `ends` is where each expert's rows end, int32. Parameters may be ordinary ones.
+    """
+    weight = weight_of(p)
+    if transposed:
+        y_RF = functional.grouped_linear(x_RD, p, ends_E)
+    elif weight is None:
+        y_RF = grouped_mm(x_RD, p.transpose(1, 2), ends_E)
+    else:
+        y_RF = apply_managed(_GroupedRows, x_RD, weight, ends_E)
+    if bias_EF is None:
+        return y_RF
+    rows = torch.arange(len(y_RF), dtype=ends_E.dtype, device=ends_E.device)
+    expert_R = torch.searchsorted(ends_E, rows, right=True).clamp_(max=len(ends_E) - 1)
+    bias = weight_of(bias_EF)
+    if bias is None:
+        return y_RF + bias_EF.index_select(0, expert_R)
+    return apply_managed(_GroupedBias, y_RF, bias, expert_R, ends_E)
+
+
+def _with_value(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with the values of the stand-ins among its arguments."""
+    queue = current_queue() if torch.is_grad_enabled() else None
+    used: list[Weight] = []
+
+    def value(x: Any) -> Any:
+        if isinstance(x, StandIn):
+            weight = weight_of(x)
+            if weight is None or weight.value is None:
+                return x
+            used.append(weight)
+            return weight.tensor() if queue is None else _Value.apply(queue.anchored(), weight, queue)
+        if isinstance(x, list | tuple):
+            return type(x)(map(value, x))
+        return x
+
+    args, kwargs = value(args), {name: value(x) for name, x in kwargs.items()}
+    if queue is None:
+        return func(*args, **kwargs)
+    with saved_tensors_hooks(partial(_packed, used), _unpacked):
+        result = func(*args, **kwargs)
+        return _apart(result, {weight.tensor().untyped_storage()._cdata for weight in used})
+
+
+def _packed(used: list[Weight], saved: Tensor) -> Any:
+    """What backward needs to find a saved tensor: it, or its place in a weight."""
+    for weight in used:
+        value = weight.tensor()
+        first = saved.storage_offset() - value.storage_offset()
+        same = saved.untyped_storage()._cdata == value.untyped_storage()._cdata and saved.dtype == value.dtype
+        if same and 0 <= first < max(value.numel(), 1):
+            return weight, saved.size(), saved.stride(), first
+    return saved.detach()  # an output that is saved as it is would keep its own graph alive
+
+
+def _unpacked(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    weight, size, stride, first = packed
+    value = weight.tensor()
+    return value.as_strided(size, stride, value.storage_offset() + first)
+
+
+def _apart(result: Any, storages: set[int]) -> Any:
+    """Copies of what shares memory with a weight."""
+    if isinstance(result, Tensor):
+        return result.clone() if result.untyped_storage()._cdata in storages else result
+    if isinstance(result, list | tuple) and type(result) in (list, tuple):
+        return type(result)(_apart(x, storages) for x in result)
+    return result
+
+
+def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tensor:
+    weight, offset = weight_of(p), None if bias is None else weight_of(bias)
+    if isinstance(x, StandIn) or weight is None or weight.value is None or (bias is not None and offset is None):
+        return _other(func, x, p, bias)
+    if x.dtype != weight.tensor().dtype:
+        return _other(func, x, p, bias)
+    if offset is None:
+        return functional.linear(x, p)
+    return apply_managed(_LinearBias, x, weight, offset)
+
+
+def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    weight = weight_of(p)
+    plain = not any(x for x in (*args, *kwargs.values()) if x != 2.0)  # the norm's exponent, of no use without a norm
+    queue = current_queue() if torch.is_grad_enabled() else None
+    if weight is None or weight.value is None or not plain:
+        return _other(func, ids, p, padding_idx, *args, **kwargs)
+    if padding_idx is None or queue is None:
+        return functional.embedding(ids, p)
+    return _PaddedEmbedding.apply(queue.anchored(), ids, weight, queue, padding_idx % len(weight.tensor()))
+
+
+def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
+    p, x = (a, b) if isinstance(a, StandIn) else (b, a)
+    weight = weight_of(p)
+    if not isinstance(x, Tensor) or isinstance(x, StandIn) or weight is None or weight.value is None:
+        return _other(func, a, b)
+    fits = p.dim() == 1 and x.dim() > 1 and x.shape[-1] == len(p) and x.dtype == weight.tensor().dtype
+    return functional.scale(x, p) if fits and x.requires_grad else _other(func, a, b)
+
+
+def _dtype(func: Any, p: Tensor, *_: Any) -> Any:
+    weight = weight_of(p)
+    if weight is not None and weight.value is not None:
+        p = weight.value
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(p)
+
+
+def _other(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _with_value(func, args, kwargs)
+
+
+_ABOUT = {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_floating_point,
+    torch.Tensor.__len__, torch.Tensor.ndimension, torch.Tensor.nelement, torch.Tensor.__repr__,
+    torch.Tensor.__format__, torch.Tensor.is_contiguous, torch.Tensor.is_complex, torch.Tensor.element_size,
+    torch.Tensor.requires_grad_, torch.Tensor.data_ptr,
+}  # fmt: skip
+"""Questions about the parameter, not about its value."""
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.Tensor.mul: _scale,
+    torch.Tensor.__mul__: _scale,
+    torch.Tensor.__rmul__: _scale,
+    torch.mul: _scale,
+    torch.Tensor.dtype.__get__: _dtype,  # pyrefly: ignore
+    torch.Tensor.device.__get__: _dtype,  # pyrefly: ignore
+}
+
+
+class _Value(torch.autograd.Function):
+    """The weight's value, whose gradient goes into the queue."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, weight: Weight, queue: WgradQueue) -> Tensor:
+        ctx.weight, ctx.queue = weight, queue
+        return weight.tensor().detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        push(ctx.queue, ctx.weight, partial(_copy, g))
+        return None, None, None
+
+
+def _copy(g: Tensor, out: Tensor) -> None:
+    out.copy_(g)
+
+
+class _LinearBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, bias: Weight) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.queue, ctx.bias = weight, queue, bias
+        return F.linear(x, weight.tensor(), bias.tensor())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        write = partial(functional._linear_wgrad, x.detach(), g, x.dtype)
+        push(ctx.queue, ctx.weight, Product(write))
+        push(ctx.queue, ctx.bias, partial(_sum_rows, g))
+        return g @ ctx.weight.tensor(), None, None, None
+
+
+def _sum_rows(g: Tensor, out_F: Tensor) -> None:
+    torch.sum(g.reshape(-1, g.shape[-1]), 0, out=out_F)
+
+
+class _PaddedEmbedding(torch.autograd.Function):
+    """A lookup in a table one row of which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, ids: Tensor, weight: Weight, queue: WgradQueue, padding: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.queue, ctx.padding = weight, queue, padding
+        return F.embedding(ids, weight.tensor())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (ids,) = ctx.saved_tensors
+        g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
+        push(ctx.queue, ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
+        return None, None, None, None, None
+
+
+class _GroupedRows(torch.autograd.Function):
+    """`functional.grouped_linear` of weights [E, F, D], output width before input width."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.weight, ctx.queue = weight, queue
+        return grouped_mm(x, weight.tensor().transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, ends = ctx.saved_tensors
+        g = g.contiguous()
+        push(ctx.queue, ctx.weight, Product(partial(grouped_wgrad, g, x.detach(), ends)))
+        return grouped_mm(g, ctx.weight.tensor(), ends), None, None, None
+
+
+class _GroupedBias(torch.autograd.Function):
+    """A bias of each row's expert. Its gradient is a product with ones: no row beyond the last end counts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(ends)
+        ctx.weight, ctx.queue = weight, queue
+        return y + weight.tensor().index_select(0, expert)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        push(ctx.queue, ctx.weight, partial(_sum_groups, g.contiguous(), ctx.saved_tensors[0]))
+        return g, None, None, None, None
+
+
+def _sum_groups(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor) -> None:
+    ones_RK = g_RF.new_ones(len(g_RF), 16 // g_RF.element_size())  # products take rows of 16 bytes
+    sums_EKF = g_RF.new_empty(len(ends_E), ones_RK.shape[1], g_RF.shape[1])
+    grouped_wgrad(ones_RK, g_RF, ends_E, sums_EKF)
+    out_EF.copy_(sums_EKF[:, 0])
+
+
+def stand_ins(params: Iterator[tuple[str, Tensor]]) -> dict[int, StandIn]:
+    """A stand-in for every parameter, by the identity of the parameter."""
+    return {id(param): StandIn(param.shape, param.dtype) for _, param in params}

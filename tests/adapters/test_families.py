@@ -1,0 +1,62 @@
+"""Unmodified models of transformers in the planned step, beside plain autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
+
+from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model  # noqa: E402
+from tests.adapters.runs import far, of_family, plain, planned  # noqa: E402
+from tests.helpers.parity import whole  # noqa: E402
+from tests.helpers.ranks import run_ranks  # noqa: E402
+
+ROUNDING = 1e-6
+"""The largest relative difference where sums have another order: experts' outputs, and gradients of shared rows."""
+SMALL = 0.01
+"""Share of the whole gradient's norm below which a parameter's is what is left of larger numbers, and measured by it."""
+
+
+def compare(family: str, losses: list[list[float]], ranks: list[dict[str, Any]], expected: Any) -> None:
+    wanted, grads = expected
+    bitwise = family in DENSE
+    assert len(losses) == len(wanted)
+    for got, exact in zip(losses, wanted, strict=True):
+        assert got == (exact if bitwise else pytest.approx(exact, rel=ROUNDING)), f"losses of {family}"
+    found = whole([piece for rank in ranks for piece in rank["grads"]])
+    assert found.keys() == grads.keys()
+    least = SMALL * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    for name, grad in grads.items():
+        same = torch.equal(found[name], grad) if bitwise else far(found[name], grad, least) <= ROUNDING
+        assert same, f"gradient of {name} of {family}: {far(found[name], grad, least):.2g}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank(family: str) -> None:
+    made, given = model(family), batches(2)
+    out = planned(made, {}, given)
+    compare(family, [[loss] for loss in out["losses"]], [out], plain(made, given))
+
+
+def several(rank: int, families: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """All families one after the other: importing transformers takes longer than their steps."""
+    return [of_family(family, {**settings, **({"mesh.ep": 2} if family in EXPERTS else {})}, 4, 2) for family in families]
+
+
+PIPELINE = {"mesh.pp": 2, "mesh.dp": 2, "plan.chunks": 2, "overlap.defer_wgrad": "on"}
+GROUPS = [list(FAMILIES)[i::7] for i in range(7)]
+
+
+@pytest.mark.parametrize("families", GROUPS, ids=" ".join)
+def test_pipeline_sharding_experts(families: list[str]) -> None:
+    """Interleaved pipeline, full sharding; experts on two ranks, forwards merged with backwards."""
+    ranks = run_ranks(several, 4, families, PIPELINE)
+    for i, family in enumerate(families):
+        mine = [rank[i] for rank in ranks]
+        last = [rank["losses"] for rank in mine if rank["losses"]]
+        compare(family, [list(losses) for losses in zip(*last, strict=True)], mine, plain(model(family), batches(4, 2)))
+        assert {"gather dense", "reduce dense", "wgrad attn"} <= set(mine[0]["verbs"])
+        assert ("fwd dispatch" in mine[0]["verbs"]) == (family in EXPERTS)
