@@ -25,7 +25,7 @@ from hocket.plan.cost import CostTable
 from hocket.plan.network import hardware_of
 from hocket.plan.stages import costs_of
 from hocket.runtime.dtypes import DTYPES
-from hocket.settings.predicted import Price
+from hocket.tune.trials import Price
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from hocket.adapters.chunk import AdaptedChunk, Contexts, DenseParts, ExpertParts
 from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
+from hocket.config import Config
+from hocket.plan.ops import Layout
+from hocket.plan.stages import layout_of
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.runtime.standin import StandIn
 
@@ -20,6 +23,9 @@ class AdaptedModel:
     def __init__(self, cut: Cut, values: Values | None = None) -> None:
         """`values` for a model on the meta device; otherwise first values are the model's own."""
         self.cut, self._values = cut, values
+
+    def layout(self, config: Config) -> Layout:
+        return layout_of(config)
 
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         cut, ep = self.cut, place.ep

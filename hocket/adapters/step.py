@@ -26,7 +26,7 @@ from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed, problem, types
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.predicted import Price
+from hocket.tune.trials import Price
 from hocket.settings.rule import Host
 from hocket.settings.suggest import meant_setting
 

@@ -33,7 +33,7 @@ from hocket.plan.check import assert_valid
 from hocket.plan.linearize import linearize
 from hocket.plan.lower import build_forward, build_program
 from hocket.plan.ops import Layout, Program
-from hocket.plan.stages import layout_of, mesh_of, sharding_of
+from hocket.plan.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
@@ -80,7 +80,7 @@ class Engine:
         on_gpu = device.type == "cuda"
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
-        self.layout: Layout = layout_of(config)
+        self.layout: Layout = self.source.layout(config)
         self.dtype = DTYPES[config.precision.compute]
         self.program = build_program(self.layout, config.train.microbatches, config, sharding_of(config))
         assert_valid(self.program)
@@ -123,7 +123,8 @@ class Engine:
         pp, layout = self.where.pp, self.layout
         place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
-        return self.source.chunk(ChunkPlace(layout.layers(pp, chunk), first, last, place, self.device, self._linears))
+        layers = layout.layers(pp, chunk)
+        return self.source.chunk(ChunkPlace(layers, first, last, place, self.device, self._linears, self.groups))
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""

@@ -14,6 +14,9 @@ from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import WHOLE, Linears
+from hocket.plan.ops import Layout
+from hocket.plan.stages import layout_of
+from hocket.runtime.comm import Groups
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class ChunkPlace:
     ep: ExpertPlace
     device: torch.device
     linears: Linears = WHOLE
+    groups: Groups | None = None
+    """For parts that communicate on a lane of their own."""
 
 
 class ChunkLike(Protocol):
@@ -62,6 +67,10 @@ class ChunkLike(Protocol):
 class ModelSource(Protocol):
     """A model from which an engine gets its chunks. The sizes of it are in the `model` section of the settings."""
 
+    def layout(self, config: Config) -> Layout:
+        """Where its layers lie, and of what parts they are made. `config` is resolved."""
+        ...
+
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         """One virtual stage."""
         ...
@@ -81,6 +90,9 @@ class OwnTransformer:
     def __init__(self, config: Config) -> None:
         """`config` is resolved."""
         self._config = config
+
+    def layout(self, config: Config) -> Layout:
+        return layout_of(config)
 
     def chunk(self, place: ChunkPlace) -> Chunk:
         config = self._config

@@ -112,16 +112,15 @@ def test_the_tape_agrees_with_layers_that_are_spelt_out() -> None:
 
 def test_deleted_dependencies_are_caught() -> None:
     """Of all waits that nothing else implies, the checker misses at most one in a hundred."""
-    missed, tried = [], 0
-    for program in programs():
-        for rank, position, dep in needed(program):
-            op = program.ranks[rank][position]
-            tried += 1
-            mutant = with_op(program, rank, position, deps=tuple(d for d in op.deps if d != dep))
-            if not check(mutant) and not caught_by_dry_run(mutant):
-                missed.append(f"{op} <- {program.ranks[rank][dep]}")
-    assert tried > 700
-    assert len(missed) <= tried // 100, missed[:5]
+    every = [(program, *where) for program in programs() for where in needed(program)]
+    assert len(every) > 700
+    missed, chosen = [], random.Random(0).sample(every, 200)
+    for program, rank, position, dep in chosen:
+        op = program.ranks[rank][position]
+        mutant = with_op(program, rank, position, deps=tuple(d for d in op.deps if d != dep))
+        if not check(mutant) and not caught_by_dry_run(mutant):
+            missed.append(f"{op} <- {program.ranks[rank][dep]}")
+    assert len(missed) <= 2, missed
 
 
 def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
