@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.foreign import bridge, read
-from hocket.foreign.bridge import ALIASES
+from hocket.foreign import read
 from hocket.foreign.entry import Given
+from hocket.foreign.megatron import BRIDGE_ALIASES, BRIDGE_OWN
 from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
@@ -82,7 +82,7 @@ def answers(system: System) -> str:
 
 @pytest.mark.parametrize("system", [MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED], ids=lambda system: system.name)
 def test_every_name_of_a_table_has_the_answer_it_should_have(system: System, pytestconfig: pytest.Config) -> None:
-    text = answers(System(system.name, bridge.OWN) if system is BRIDGE else system)
+    text = answers(System(system.name, BRIDGE_OWN) if system is BRIDGE else system)
     assert_golden(f"foreign_{system.name.lower().replace(' ', '_')}.txt", text, pytestconfig)
 
 
@@ -101,7 +101,7 @@ def test_tables_name_settings_that_exist_say_why_and_have_no_name_twice(system: 
 
 def test_the_keys_of_bridge_are_flags_of_megatron() -> None:
     flags = set(MEGATRON.known())
-    assert set(ALIASES.values()) <= flags
+    assert set(BRIDGE_ALIASES.values()) <= flags
     for key, flag in (
         ("model.tensor_model_parallel_size", "--tensor-model-parallel-size"),
         ("comm_overlap.tp_comm_overlap", "--tp-comm-overlap"),

@@ -1,10 +1,15 @@
-"""What a table says of one foreign setting: what it becomes, why it is not needed, or that it is not there."""
+"""What a table says of one foreign setting: what it becomes, why it is not needed, or that it is not there.
+
+Tables are TOML files; most of their rules are here.
+"""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal
 
 State = Literal["becomes", "not needed", "not there", "not known"]
@@ -56,19 +61,14 @@ class Entry:
     rule: Rule
 
 
-def entry(names: str, takes: type, rule: Rule) -> Entry:
-    """A row; several names have spaces between them."""
-    return Entry(tuple(names.split()), takes, rule)
-
-
 def same(setting: str) -> Rule:
     """The same thing under another name."""
     return lambda value, given: Answer("becomes", {setting: value})
 
 
-def floats(setting: str) -> Rule:
-    """The same number, where hocket wants one with a point."""
-    return lambda value, given: Answer("becomes", {setting: float(value)})
+def floats(setting: str, factor: float = 1.0, words: str = "") -> Rule:
+    """The same number, or a multiple of it, where hocket wants one with a point."""
+    return lambda value, given: Answer("becomes", {setting: factor * value}, words)
 
 
 def expert_ranks(data_ranks: Callable[[Given], int]) -> Rule:
@@ -95,6 +95,11 @@ def when(settings: Mapping[str, Any], words: str = "", otherwise: str = "that is
         return Answer("becomes", settings, words) if value else Answer("not needed", words=otherwise)
 
     return rule
+
+
+def either(settings: Mapping[str, Any], others: Mapping[str, Any]) -> Rule:
+    """These settings if it is true, the others if it is false."""
+    return lambda value, given: Answer("becomes", settings if value else others)
 
 
 def always(words: str) -> Rule:
@@ -133,14 +138,24 @@ def only(accepted: Any, words: str, as_it_is: str) -> Rule:
     return rule
 
 
-def choice(table: Mapping[Any, Answer], instead: str) -> Rule:
-    """An answer for each value; `instead` are the words for any other."""
+def choice(instead: str, *answers: tuple[Any, Mapping[str, Any]]) -> Rule:
+    """An answer for each value, `null` for None; `instead` are the words for any other."""
+    table = {None if value == "null" else value: _answer(said) for value, said in answers}
 
     def rule(value: Any, given: Given) -> Answer:
         found = None if isinstance(value, list) else table.get(value)
         return found or Answer("not there", words=instead)
 
     return rule
+
+
+def _answer(said: Mapping[str, Any]) -> Answer:
+    """Settings, and `words` if there are any; or only words, as `needless` or as `missing`."""
+    if "needless" in said:
+        return Answer("not needed", words=said["needless"])
+    if "missing" in said:
+        return Answer("not there", words=said["missing"])
+    return Answer("becomes", {name: value for name, value in said.items() if name != "words"}, said.get("words", ""))
 
 
 def tensor(settings: Mapping[str, Any], degree: str, negative: bool = False) -> Rule:
@@ -159,8 +174,43 @@ def tensor(settings: Mapping[str, Any], degree: str, negative: bool = False) -> 
     return rule
 
 
-def to(**words: str) -> Answer:
-    """Only words: `to(needless="...")` or `to(missing="...")`."""
-    if "needless" in words:
-        return Answer("not needed", words=words["needless"])
-    return Answer("not there", words=words["missing"])
+def ranks(given: Given, sizes: tuple[str, ...]) -> Answer:
+    """Data ranks: those that the other axes leave, whose sizes have these names."""
+    if not given.gpus:
+        return Answer("not there", words="without --gpus the number of data ranks, mesh.dp, is not known")
+    other = given.product(sizes)
+    if other < 1 or given.gpus % other:
+        words = f"{given.gpus} ranks cannot be split into {other}, the product of the other axes"
+        return Answer("not there", words=words)
+    return Answer("becomes", {"mesh.dp": given.gpus // other}, f"{given.gpus} ranks, {other} for every data rank")
+
+
+_TYPES: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, str, list, object)}
+_RULES: Mapping[str, Callable[..., Rule]] = {
+    one.__name__: one for one in (same, floats, switch, when, either, always, never, no_use, only, choice, tensor)
+}
+
+
+def file_of(name: str) -> dict[str, Any]:
+    """The tables of a file of this folder, by their titles. Lists are tuples, as in settings."""
+    return _tuples(tomllib.loads((files("hocket.foreign") / f"{name}.toml").read_text("utf-8")))
+
+
+def entries(name: str, own: Mapping[str, Rule]) -> tuple[Entry, ...]:
+    """The rows of a file of this folder: `names = [type, rule, what the rule needs]`. `own` are rules of its system."""
+    return tuple(
+        Entry(tuple(names.split()), _TYPES[takes], own[rule] if rule in own else _RULES[rule](*needs))
+        for title, table in file_of(name).items()
+        if title != ALIASES
+        for names, (takes, rule, *needs) in table.items()
+    )
+
+
+ALIASES = "aliases"
+"""The title of a table of names that stand for others."""
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

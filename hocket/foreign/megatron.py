@@ -1,29 +1,16 @@
-"""Megatron-LM's flags of parallelism, sharding and overlap. Its other ones are in `megatron_model.py`.
+"""What `megatron.toml` and `bridge.toml` need of code: rules of their own, and what is done where nothing is given.
 
-Flags that are only in Megatron-LM#4268, a draft, are marked so.
+Megatron Bridge's keys, such as `comm_overlap.tp_comm_overlap=true`, are Megatron-LM's flags by other names. The section
+in front says in which of Bridge's copies a setting stands. They mean the same thing here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hocket.foreign.entry import (
-    Answer,
-    Entry,
-    Given,
-    always,
-    choice,
-    entry,
-    expert_ranks,
-    never,
-    no_use,
-    only,
-    same,
-    switch,
-    tensor,
-    to,
-    when,
-)
+from hocket.foreign.entry import ALIASES, Answer, Given, Rule, entries, expert_ranks, file_of, ranks, when
+from hocket.foreign.translate import RANKS, Assumed, Default, System
 
 LAYERS, PIPELINE, TENSOR_RANKS = "--num-layers", "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 AXES = (TENSOR_RANKS, PIPELINE, "--context-parallel-size")
@@ -33,7 +20,6 @@ VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--n
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 LAYOUT_BY_HAND = "plan.layers_per_stage takes the layers of every stage; hocket plan --search finds them"
-OWN_LANES = "every kind of communication has a lane and groups of its own"
 
 
 def chunks_of(value: Any, given: Given) -> Answer:
@@ -64,178 +50,262 @@ def data_ranks(given: Given) -> int:
     return 0 if rest else data or given.number(DATA_RANKS, default=0)
 
 
-def strategy(value: Any, given: Given) -> Answer:
-    """Megatron-FSDP's strategies have hocket's names."""
-    return Answer("becomes", {"overlap.dp.strategy": value})
-
-
 def torch_fsdp2(value: Any, given: Given) -> Answer:
     """FSDP2 gives weights back after forward unless it is told not to."""
     keeps = bool(given.values.get("--torch-fsdp2-no-reshard-after-forward"))
     return Answer("becomes", {"overlap.dp.strategy": "optim_grads" if keeps else "optim_grads_params"})
 
 
-PARALLEL: tuple[Entry, ...] = (
-    entry(TENSOR_RANKS, int, same("mesh.tp")),
-    entry(PIPELINE, int, same("mesh.pp")),
-    entry(VIRTUAL_LAYERS, int, chunks_of),
-    entry(VIRTUAL_STAGES, int, same("plan.chunks")),
-    entry("--microbatch-group-size-per-virtual-pipeline-stage", int, same("plan.group")),
-    entry(f"{FIRST} {LAST}", int, uneven),
-    entry("--pipeline-model-parallel-layout", str, never(LAYOUT_BY_HAND)),
-    entry("--account-for-embedding-in-pipeline-split", bool, never(LAYOUT_BY_HAND)),
-    entry("--account-for-loss-in-pipeline-split", bool, never(LAYOUT_BY_HAND)),
-    entry("--context-parallel-size", int, only(1, "no context parallelism", "there is none")),
-    entry("--cp-comm-type", str, never("no context parallelism")),
-    entry("--hierarchical-context-parallel-sizes", list, never("no context parallelism")),
-    entry(EXPERT_RANKS, int, expert_ranks(data_ranks)),
-    entry("--expert-tensor-parallel-size", int, only(1, "experts are not split over tensor ranks", "as in hocket")),
-    entry("--sequence-parallel", bool, always("with tensor parallelism the residual stream is split over tokens")),
-    entry("--use-tp-pp-dp-mapping", bool, never("the order of ranks is fixed: tp varies fastest, then dp, then pp")),
-    entry("--num-distributed-optimizer-instances", int, only(1, "no replicas of shards in planned steps", "one")),
-    entry("--outer-dp-sharding-strategy", str, only("no_shard", "no replicas of shards in planned steps", "one")),
-    entry(
-        "--distributed-backend",
-        str,
-        choice(
-            {
-                "nccl": to(needless="groups of GPUs are NCCL's; train.transport leaves to copies what they can move"),
-                "gloo": Answer("becomes", {"train.transport": "gloo"}),
-            },
-            "groups are of nccl or gloo",
-        ),
-    ),
-    entry(
-        "--distributed-timeout-minutes",
-        int,
-        lambda value, given: Answer("becomes", {"train.hang_timeout": 60.0 * value}, "in seconds"),
-    ),
-    entry("--use-sharp", bool, never("no reductions inside switches")),
-    entry("--nccl-communicator-config-path", str, never("hocket bounds the SMs of every group itself")),
-    entry("--high-priority-stream-groups", list, no_use("all communication lanes have a higher priority")),
-    entry("--nproc-per-node --nproc_per_node", int, no_use("ranks of a host: --gpus is their number over all hosts")),
-    entry("--nnodes", int, no_use("hosts: --gpus is the number of ranks over all of them")),
+RECOMPUTED = {"mlp": "mlp", "moe": "experts"}
+"""Modules that Megatron recomputes -> parts in hocket."""
+
+
+def all_parts(experts: bool, dense: bool) -> tuple[str, ...]:
+    """The parts that layers have."""
+    return ("attn", *(["experts"] if experts else []), *(["mlp"] if dense else []))
+
+
+def granularity(value: Any, given: Given) -> Answer:
+    """All parts of all layers, or the modules that are named."""
+    if value == "full":
+        if given.values.get("--recompute-method") == "block" or given.number("--recompute-num-layers") > 1:
+            words = "parts of all layers, not of some: --recompute-method uniform --recompute-num-layers 1"
+            return Answer("not there", words=words)
+        experts = given.number("--num-experts", default=0) > 0
+        return Answer(
+            "becomes", {"plan.recompute": all_parts(experts, not experts or "--moe-layer-freq" in given.values)}
+        )
+    return Answer("not needed", words="--recompute-modules names the parts")
+
+
+def modules(value: Any, given: Given) -> Answer:
+    """Parts for those modules that are parts; the rest in words."""
+    asked = value if isinstance(value, list) else [value]
+    parts = tuple(RECOMPUTED[module] for module in asked if module in RECOMPUTED)
+    rest = [module for module in asked if module not in RECOMPUTED]
+    why = {
+        "core_attn": "attention never keeps its scores",
+        "moe_act": "only with the whole of experts",
+        "layernorm": "norms keep one number per token and their input",
+        "shared_experts": "only with the whole of attn",
+        "mla_up_proj": "no latent attention",
+    }
+    words = "; ".join(f"{module}: {why.get(module, 'no such part')}" for module in rest)
+    if parts:
+        return Answer("becomes", {"plan.recompute": parts}, words)
+    return Answer("not needed" if rest == ["core_attn"] else "not there", words=words or "it names no module")
+
+
+def dense_layers(value: Any, given: Given) -> Answer:
+    """Every n-th layer, or a list of 0 and 1, or such a list as Python writes it, is a MoE layer."""
+    layers = given.number("--num-layers", default=0)
+    if isinstance(value, str):
+        value = _pattern(value)
+    if isinstance(value, int):
+        value = [int(layer % value == 0) for layer in range(layers)] if value else []
+    if not layers or not isinstance(value, list) or len(value) != layers:
+        return Answer("not there", words="it needs --num-layers, and a number for each of them")
+    return Answer("becomes", {"model.dense_layers": tuple(layer for layer in range(layers) if not value[layer])})
+
+
+def _pattern(text: str) -> list[int]:
+    """Lists as they are written in scripts: `[0]*3+[1]*58`."""
+    found: list[int] = []
+    for term in text.replace(" ", "").split("+"):
+        inner, _, times = term.partition("*")
+        numbers = [part for part in inner.strip("()[]").split(",") if part]
+        if not all(part in ("0", "1") for part in numbers) or not (times or "1").isdigit():
+            return []
+        found += [int(part) for part in numbers] * int(times or 1)
+    return found
+
+
+def microbatches(value: Any, given: Given) -> Answer:
+    """A step's microbatches on one data-parallel rank."""
+    size, dp = given.number("--micro-batch-size"), data_ranks(given)
+    if not dp:
+        words = "it needs --gpus, a multiple of the other axes, to become train.microbatches"
+        return Answer("not there", words=words)
+    if size < 1 or value % (dp * size):
+        return Answer(
+            "not there", words=f"{value} sequences cannot be split over {dp} data ranks in microbatches of {size}"
+        )
+    return Answer("becomes", {"train.microbatches": value // (dp * size)}, f"{dp} data ranks, {size} sequences each")
+
+
+def bias_rate(value: Any, given: Given) -> Answer:
+    """A balance bias, and how fast it moves."""
+    rate = float(given.values.get("--moe-router-bias-update-rate", 1e-3))
+    return when({"model.bias_rate": rate})(value, given)
+
+
+def late_head(value: Any, given: Given) -> Answer:
+    """How many of the head's weight gradients wait."""
+    limit = given.number("--wgrad-deferral-limit", default=0) or -1
+    return when({"overlap.pp.defer_head": limit})(value, given)
+
+
+def data_parallel(value: Any, given: Given) -> Answer:
+    """What --gpus says otherwise."""
+    if given.gpus:
+        return Answer("not needed", words="it follows from --gpus")
+    return Answer("becomes", {"mesh.dp": value})
+
+
+STRATEGIES = ("--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2")
+"""What says which strategy Megatron-LM shards by."""
+
+REDUCED = {
+    "--accumulate-allreduce-grads-in-fp32",
+    "--grad-reduce-in-bf16",
+    "--ddp-reduce-scatter-with-fp32-accumulation",
+}
+"""What says in which format Megatron-LM reduces gradients."""
+
+
+def _ranks(given: Given) -> Answer | None:
+    return None if not given.gpus and DATA_RANKS in given.values else ranks(given, AXES)
+
+
+def started(given: Given) -> int:
+    """Ranks that the words in front of a script start; 0 if they do not say."""
+    a_host = given.number("--nproc-per-node", "--nproc_per_node", default=0)
+    return a_host * given.number("--nnodes")
+
+
+def _shards(given: Given) -> Answer | None:
+    if any(given.values.get(name) for name in STRATEGIES):
+        return None
+    return Answer("becomes", {"overlap.dp.strategy": "no_shard"}, "hocket by itself shards the weights, too")
+
+
+def _wire(given: Given) -> Answer | None:
+    """With bf16 alone Megatron-LM reduces in fp32, and Bridge with its bf16_mixed."""
+    said = REDUCED & given.values.keys()
+    mixed = given.values.get("mixed_precision") in ("bf16_mixed", "bf16-mixed")
+    if said or not (given.values.get("--bf16") or mixed):
+        return None
+    return Answer("becomes", {"precision.wire": "fp32"}, "hocket by itself sends gradients in bf16")
+
+
+def _kv_heads(given: Given) -> Answer | None:
+    heads = given.number("--num-attention-heads", default=0)
+    return Answer("becomes", {"model.kv_heads": heads}) if heads and "--num-query-groups" not in given.values else None
+
+
+def _head_dim(given: Given) -> Answer | None:
+    heads, hidden = given.number("--num-attention-heads", default=0), given.number("--hidden-size", default=0)
+    if not heads or not hidden or hidden % heads or "--kv-channels" in given.values:
+        return None
+    return Answer("becomes", {"model.head_dim": hidden // heads})
+
+
+def _tied(given: Given) -> Answer | None:
+    asked = "--untie-embeddings-and-output-weights" in given.values
+    return None if asked or "--num-layers" not in given.values else Answer("becomes", {"model.tied": True})
+
+
+def _described(given: Given) -> bool:
+    """Whether the sizes of a model are given, rather than a few settings of one."""
+    return {"--num-layers", "--hidden-size"} <= given.values.keys()
+
+
+def _ffn(given: Given) -> int:
+    """Width of a dense MLP in Megatron-LM; 0 if that is not known."""
+    if "--ffn-hidden-size" in given.values or not _described(given):
+        return given.number("--ffn-hidden-size", default=0)
+    hidden = given.number("--hidden-size", default=0)
+    return hidden * 8 // 3 // 64 * 64 if given.values.get("--swiglu") else 4 * hidden
+
+
+def _dense_width(given: Given) -> Answer | None:
+    there = "--ffn-hidden-size" in given.values or not _ffn(given)
+    return None if there else Answer("becomes", {"model.ffn": _ffn(given)})
+
+
+def _expert_width(given: Given) -> Answer | None:
+    experts, there = given.number("--num-experts", default=0), "--moe-ffn-hidden-size" in given.values
+    return None if there or not experts or not _ffn(given) else Answer("becomes", {"model.expert_ffn": _ffn(given)})
+
+
+def _epsilon(given: Given) -> Answer | None:
+    there = "--norm-epsilon" in given.values or not _described(given)
+    return None if there else Answer("becomes", {"model.norm_eps": 1e-5})
+
+
+def _unlike(flags: tuple[str, ...], words: str) -> Callable[[Given], Answer | None]:
+    """What a model is in Megatron-LM without these flags, and never here."""
+
+    def make(given: Given) -> Answer | None:
+        there = any(given.values.get(name) for name in flags) or not _described(given)
+        return None if there else Answer("not there", words=words)
+
+    return make
+
+
+def _expert_tensors(given: Given) -> Answer | None:
+    experts, tp = given.number("--num-experts", default=0), given.number(TENSOR_RANKS)
+    if not experts or tp == 1 or "--expert-tensor-parallel-size" in given.values:
+        return None
+    return Answer("not there", words=f"Megatron-LM splits each expert over its {tp} tensor ranks; hocket none of them")
+
+
+_MESH: tuple[Assumed, ...] = (
+    ("mesh.tp", (TENSOR_RANKS,)),
+    ("mesh.pp", (PIPELINE,)),
+    ("plan.chunks", (VIRTUAL_LAYERS, VIRTUAL_STAGES)),
+    ("mesh.ep", (EXPERT_RANKS,)),
 )
 
-DATA: tuple[Entry, ...] = (
-    entry("--use-distributed-optimizer", bool, when({"overlap.dp.strategy": "optim"}, otherwise="weights are whole")),
-    entry("--data-parallel-sharding-strategy", str, strategy),
-    entry("--use-megatron-fsdp --use-custom-fsdp", bool, no_use("--data-parallel-sharding-strategy decides")),
-    entry("--use-torch-fsdp2", bool, torch_fsdp2),
-    entry("--torch-fsdp2-no-reshard-after-forward", bool, no_use("it goes with --use-torch-fsdp2")),
-    entry("--overlap-grad-reduce", bool, always(f"{OWN_LANES}: reduces run beside backward")),
-    entry("--overlap-param-gather", bool, always(f"{OWN_LANES}: gathers run ahead by overlap.dp.prefetch")),
-    entry(
-        "--overlap-param-gather-with-optimizer-step",
-        bool,
-        when({"overlap.dp.update": "next_step"}),
-    ),
-    entry("--no-align-grad-reduce", bool, no_use("the plan issues a reduce where its weight gradients are done")),
-    entry("--no-align-param-gather", bool, no_use("the plan issues a gather ahead of its reader, on every stage")),
-    entry("--align-param-gather", bool, no_use("the plan issues a gather ahead of its reader, on every stage")),
-    entry("--delay-grad-reduce", bool, no_use("the plan issues a reduce where its weight gradients are done")),
-    entry("--delay-param-gather", bool, no_use("the plan issues a gather ahead of its reader")),
-    entry("--ddp-bucket-size", int, never("in a plan what is gathered and reduced as one is a layer")),
-    entry("--ddp-num-buckets", int, never("in a plan what is gathered and reduced as one is a layer")),
-    entry(
-        "--suggested-communication-unit-size", int, never("in a plan what is gathered and reduced as one is a layer")
-    ),
-    entry("--ddp-average-in-collective", bool, no_use("sums are scaled once, where they arrive")),
-    entry("--ddp-pad-buckets-for-high-nccl-busbw", bool, never("shards are padded to equal length, no further")),
-    entry(
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        bool,
-        when({"train.transport": "copy_engine"}, "gradients travel in bf16 and are summed in fp32, in rank order"),
-    ),
-    entry("--use-nccl-ub", bool, when({"train.transport": "copy_engine"}, "buffers in symmetric windows")),
-    entry("--disable-symmetric-registration", bool, never("with copy engines buffers are always in such windows")),
-    entry("--fsdp-double-buffer", bool, always("full weights lie in slots that are allocated once")),
-    entry("--init-model-with-meta-device", bool, always("no rank ever holds a whole model")),
-    entry("--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp", bool, never("no fp8")),
+_MEGATRON_DEFAULTS: tuple[Default, ...] = (
+    (RANKS, _ranks),
+    ("(no sharding flag)", _shards),
+    ("(no --grad-reduce-in-bf16)", _wire),
+    ("(no --expert-tensor-parallel-size)", _expert_tensors),
+    ("(no --num-query-groups)", _kv_heads),
+    ("(no --kv-channels)", _head_dim),
+    ("(no --untie-embeddings-and-output-weights)", _tied),
 )
 
-GATHERS_OFF = {f"overlap.tp.{at}": "off" for at in ("qkv_forward", "fc1_forward", "proj_backward", "fc2_backward")}
-SUMS_OFF = {f"overlap.tp.{at}": "off" for at in ("proj_forward", "fc2_forward")}
-BULK_OFF = {f"overlap.tp.{at}": "off" for at in ("qkv_backward", "fc1_backward")}
-SUMS_BACKWARD = {f"overlap.tp.{at}": "pipeline" for at in ("qkv_backward", "fc1_backward")}
+_POSITIONS = "--position-embedding-type", "--use-rotary-position-embeddings"
 
-TENSOR: tuple[Entry, ...] = (
-    entry("--tp-comm-overlap", bool, tensor({"overlap.tp.method": "auto"}, TENSOR_RANKS)),
-    entry("--tp-comm-overlap-cfg", str, no_use("a rule chooses for each product and direction from sizes and rates")),
-    entry("--disable-tp-comm-overlap-ag", bool, tensor(GATHERS_OFF, TENSOR_RANKS)),
-    entry("--disable-tp-comm-overlap-rs", bool, tensor(SUMS_OFF, TENSOR_RANKS)),
-    entry("--disable-tp-comm-bulk-dgrad", bool, tensor(BULK_OFF, TENSOR_RANKS)),
-    entry("--disable-tp-comm-bulk-wgrad", bool, no_use("a weight gradient waits for nobody: overlap.defer_wgrad")),
-    entry("--tp-comm-overlap-rs-dgrad", bool, tensor(SUMS_BACKWARD, TENSOR_RANKS)),
-    entry("--tp-comm-bootstrap-backend", str, no_use("there is no backend of its own to start")),
-    entry("--no-async-tensor-model-parallel-allreduce", bool, never("gradients are always reduced beside compute")),
+_MEGATRON_MODEL: tuple[Default, ...] = (
+    ("(no --ffn-hidden-size)", _dense_width),
+    ("(no --moe-ffn-hidden-size)", _expert_width),
+    ("(no --norm-epsilon)", _epsilon),
+    ("(no --swiglu)", _unlike(("--swiglu",), "MLPs are SwiGLU, not GELU")),
+    ("(no --normalization)", _unlike(("--normalization",), "norms are RMSNorm, not LayerNorm")),
+    ("(no --position-embedding-type)", _unlike(_POSITIONS, "positions are rotary, not learnt")),
+    ("(no --disable-bias-linear)", _unlike(("--disable-bias-linear",), "linear layers have no bias")),
+)
+"""Not for Megatron Bridge, whose keys are said on top of a recipe that has a model."""
+
+
+def spelled(name: str) -> str:
+    """Megatron-LM's flag for a key of Bridge, or the key's last word where it has an entry of its own."""
+    last = name.split(".")[-1]
+    own = {word for row in BRIDGE_OWN for word in row.names}
+    if last in own or last.isupper():
+        return last
+    return BRIDGE_ALIASES.get(last, "--" + last.replace("_", "-"))
+
+
+_RULES: Mapping[str, Rule] = {
+    "expert_ranks": expert_ranks(data_ranks),
+    **{
+        rule.__name__: rule
+        for rule in (
+            chunks_of, uneven, torch_fsdp2, granularity, modules, dense_layers, microbatches, bias_rate, late_head,
+            data_parallel,
+        )
+    },
+}  # fmt: skip
+
+MEGATRON = System(
+    "Megatron-LM", entries("megatron", _RULES), (*_MEGATRON_DEFAULTS, *_MEGATRON_MODEL), assumed=_MESH, started=started
 )
 
-PIPELINE_SENDS: tuple[Entry, ...] = (
-    entry("--overlap-p2p-communication", bool, always(f"{OWN_LANES}: sends need no virtual stages to overlap")),
-    entry("--no-overlap-p2p-communication", bool, never("sends are always on lanes of their own")),
-    entry("--overlap-p2p-communication-warmup-flush", bool, always("sends of warm-up and flush are no different")),
-    entry(
-        "--batch-p2p-communication --batch-p2p-comm",
-        bool,
-        never("sends are never batched: they would wait for each other"),
-    ),
-    entry("--overlap-p2p-backward-on-comm-stream", bool, switch("overlap.pp.backward_lane", "of Megatron-LM#4268")),
-    entry("--overlap-p2p-wgrad-delayed-layer-number", int, same("overlap.pp.defer_layers")),
-    entry(
-        "--overlap-p2p-with-transformer-layer-wgrad",
-        bool,
-        lambda value, given: Answer("becomes", {"overlap.pp.defer_parts": "all" if value else "attn"}),
-    ),
-    entry("--no-scatter-gather-tensors-in-pipeline", bool, no_use("each tensor rank sends its own part of the tokens")),
-    entry(
-        "--defer-embedding-wgrad-compute",
-        bool,
-        lambda value, given: (
-            Answer("becomes", {"overlap.pp.defer_head": given.number("--wgrad-deferral-limit", default=0) or -1})
-            if value
-            else Answer("not needed", words="that is how it is without it")
-        ),
-    ),
-    entry("--wgrad-deferral-limit", int, no_use("it goes into overlap.pp.defer_head, where anything is deferred")),
-)
-
-EXPERTS: tuple[Entry, ...] = (
-    entry("--overlap-moe-expert-parallel-comm", bool, switch("overlap.ep.merge")),
-    entry("--delay-wgrad-compute", bool, switch("overlap.defer_wgrad")),
-    entry("--ep-overlap-early-attn-memory-release", bool, when({"plan.layer_order": "early_release"})),
-    entry(
-        "--moe-shared-expert-overlap",
-        bool,
-        no_use("the shared expert is computed in front of the dispatch, under the other half's all-to-all"),
-    ),
-    entry(
-        "--moe-token-dispatcher-type",
-        str,
-        choice(
-            {
-                "alltoall": to(needless="rows travel by all-to-all"),
-                "flex": Answer("becomes", {"train.transport": "copy_engine"}, "in one host copy engines move the rows"),
-            },
-            "rows travel by all-to-all alone",
-        ),
-    ),
-    entry(
-        "--moe-enable-deepep", bool, when({"train.transport": "copy_engine"}, "in one host copy engines move the rows")
-    ),
-    entry(
-        "--moe-flex-dispatcher-backend",
-        str,
-        no_use("it does nothing without --moe-token-dispatcher-type flex, which becomes train.transport"),
-    ),
-    entry("--moe-deepep-num-sms --moe-hybridep-num-sms", int, no_use("copy engines hold no SM; NCCL's are bounded")),
-    entry("--moe-grouped-gemm", bool, always("products of experts are grouped")),
-    entry("--moe-permute-fusion", bool, always("moving rows is one kernel")),
-    entry("--moe-router-fusion", bool, always("choosing experts is one kernel")),
-    entry("--moe-expert-capacity-factor", float, never("no row is ever dropped")),
-    entry("--moe-pad-expert-input-to-capacity", bool, never("no row is ever dropped, and none is padded")),
-    entry("--moe-token-drop-policy", str, never("no row is ever dropped")),
-    entry("--moe-layer-recompute", bool, when({"plan.recompute": ("experts",)})),
-)
-
-OVERLAP: tuple[Entry, ...] = (*PARALLEL, *DATA, *TENSOR, *PIPELINE_SENDS, *EXPERTS)
+BRIDGE_OWN = entries("bridge", _RULES)
+BRIDGE_ALIASES: Mapping[str, str] = file_of("bridge")[ALIASES]
+"""Bridge's name, without its section -> Megatron-LM's flag, where it is not the same word."""
+BRIDGE = System("Megatron Bridge", (*BRIDGE_OWN, *MEGATRON.entries), _MEGATRON_DEFAULTS, spelled, _MESH)
