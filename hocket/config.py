@@ -17,7 +17,16 @@ Update = Literal["auto", "end", "next_step"]
 """When the weights of a planned step are updated. See docs/overlap.md, Updates."""
 
 Purpose = Literal[
-    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "pp_fwd", "pp_bwd", "control"
+    "gather_dense",
+    "reduce_dense",
+    "gather_experts",
+    "reduce_experts",
+    "replicas",
+    "a2a",
+    "tp",
+    "pp_fwd",
+    "pp_bwd",
+    "control",
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
@@ -98,11 +107,20 @@ class MeshConfig:
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
-    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them."""
+    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them, or over `shard` of them."""
     ep: int = 1
     """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep * tp."""
     tp: int = 1
     """Tensor-parallel ranks of each data-parallel one: they share its sequences, heads, MLP columns and vocabulary."""
+    shard: int = 0
+    """Data-parallel ranks that share one copy of the weights, neighbours, a multiple of ep; 0 means all of them. With
+    fewer than dp there are dp / shard replicas: gathers and reduces stay among shard ranks, such as those of a host,
+    and a step's gradients are summed over replicas once, behind the last microbatch's reduces (HSDP)."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
 
     @property
     def world(self) -> int:
@@ -112,7 +130,8 @@ class MeshConfig:
     def members(self, purpose: Purpose) -> int:
         """Ranks of one group."""
         sizes = {"a2a": self.ep, "tp": self.tp, "pp_fwd": self.pp, "pp_bwd": self.pp, "control": self.world}
-        return sizes.get(purpose, self.dp // self.ep * self.tp if purpose.endswith("_experts") else self.dp)
+        sizes["replicas"], shard = self.replicas, self.shard or self.dp
+        return sizes.get(purpose, shard // self.ep * self.tp if purpose.endswith("_experts") else shard)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ class Mesh:
     """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
-    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones.
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` data-parallel ranks,
+    neighbours, share one copy of the weights; 0: all.
     """
 
     pp: int = 1
@@ -46,6 +47,7 @@ class Mesh:
     tp: int = 1
     turning: bool = False
     sharing: int = 1
+    shard: int = 0
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "tp"):
@@ -57,10 +59,19 @@ class Mesh:
                 f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}: expert-parallel ranks are data-parallel ranks, "
                 f"so ep must be one of {choices}"
             )
+        if self.dp % (self.shard or self.dp) or self.shard % self.ep:
+            raise ValueError(
+                f"mesh.shard={self.shard} must divide mesh.dp={self.dp} and be a multiple of mesh.ep={self.ep}"
+            )
 
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
 
     @property
     def edp(self) -> int:
@@ -104,14 +115,28 @@ class Mesh:
         """
         match purpose:
             case "gather_dense" | "reduce_dense":
+                shard = self.dp // self.replicas
                 return tuple(
-                    tuple(self.rank(p, d, t) for d in range(self.dp)) for p in range(self.pp) for t in range(self.tp)
+                    tuple(self.rank(p, r * shard + d, t) for d in range(shard))
+                    for p in range(self.pp)
+                    for r in range(self.replicas)
+                    for t in range(self.tp)
                 )
             case "gather_experts" | "reduce_experts":
+                each = self.edp // self.replicas
                 return tuple(
-                    tuple(self.rank(p, j * self.ep + e, t) for j in range(self.edp) for t in range(self.tp))
+                    tuple(self.rank(p, (r * each + j) * self.ep + e, t) for j in range(each) for t in range(self.tp))
                     for p in range(self.pp)
+                    for r in range(self.replicas)
                     for e in range(self.ep)
+                )
+            case "replicas":
+                shard = self.dp // self.replicas
+                return tuple(
+                    tuple(self.rank(p, r * shard + d, t) for r in range(self.replicas))
+                    for p in range(self.pp)
+                    for d in range(shard)
+                    for t in range(self.tp)
                 )
             case "a2a":
                 return tuple(

@@ -7,6 +7,7 @@ one host of bandwidth B and an adapter of bandwidth A, the links of groups that 
 
     gathers, reduces, tokens    bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
     all-to-all                  bandwidth min(B, A (n-1) / (n-r))       h - 1 crossings
+    sum over replicas           bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
     pipeline hop                bandwidth min(B, A)                     1 crossing
     sum of one number           bandwidth min(B, r A)                   2 log2(h) crossings
 
@@ -67,11 +68,14 @@ def _places(m: MeshConfig, purpose: Purpose) -> tuple[Places, Places]:
     A pipeline group of the last rank and the first is left out: where all others stay on a host, so does it.
     """
     row, edp = m.dp * m.tp, max(1, m.dp // m.ep)
+    copies, shard = (m.replicas, m.shard * m.tp) if m.shard else (1, row)  # of the weights, and ranks that share one
     match purpose:
         case "gather_dense" | "reduce_dense":
-            return [(m.dp, m.tp)], [(m.pp, row), (m.tp, 1)]
+            return [(shard // m.tp, m.tp)], [(m.pp * copies, shard), (m.tp, 1)]
         case "gather_experts" | "reduce_experts":
-            return [(edp, m.ep * m.tp), (m.tp, 1)], [(m.pp, row), (m.ep, m.tp)]
+            return [(max(1, edp // copies), m.ep * m.tp), (m.tp, 1)], [(m.pp * copies, shard), (m.ep, m.tp)]
+        case "replicas":
+            return [(copies, shard)], [(m.pp, row), (shard, 1)]
         case "a2a":
             return [(m.ep, m.tp)], [(m.pp * edp, m.ep * m.tp), (m.tp, 1)]
         case "tp":

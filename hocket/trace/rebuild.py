@@ -30,6 +30,7 @@ _LATER: dict[str, Any] = {
     "overlap.dp.update": "end",
     "overlap.ep.room": 2.0,
     "mesh.tp": 1,
+    "mesh.shard": 0,
     "model.routing": "learnt",
     "plan.recompute": (),
     "data.packing": "off",
