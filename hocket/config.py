@@ -17,7 +17,16 @@ Update = Literal["auto", "end", "next_step"]
 """When the weights of a planned step are updated. See docs/overlap.md, Updates."""
 
 Purpose = Literal[
-    "gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "pp_fwd", "pp_bwd", "control"
+    "gather_dense",
+    "reduce_dense",
+    "gather_experts",
+    "reduce_experts",
+    "replicas",
+    "a2a",
+    "tp",
+    "pp_fwd",
+    "pp_bwd",
+    "control",
 ]
 """What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
 
@@ -101,11 +110,20 @@ class MeshConfig:
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
-    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them."""
+    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them, or over `shard` of them."""
     ep: int = 1
     """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep * tp."""
     tp: int = 1
     """Tensor-parallel ranks of each data-parallel one: they share its sequences, heads, MLP columns and vocabulary."""
+    shard: int = 0
+    """Data-parallel ranks that share one copy of the weights, neighbours, a multiple of ep; 0 means all of them. With
+    fewer than dp there are dp / shard replicas: gathers and reduces stay among shard ranks, such as those of a host,
+    and a step's gradients are summed over replicas once, behind the last microbatch's reduces (HSDP)."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
 
     @property
     def world(self) -> int:
@@ -119,11 +137,15 @@ class MeshConfig:
         see `Mesh.groups`.
         """
         row, edp = self.dp * self.tp, max(1, self.dp // self.ep)
+        replicas, shard = self.replicas, (self.shard or self.dp) * self.tp
         match purpose:
             case "gather_dense" | "reduce_dense":
-                return [(self.dp, self.tp)], [(self.pp, row), (self.tp, 1)]
+                return [(shard // self.tp, self.tp)], [(self.pp * replicas, shard), (self.tp, 1)]
             case "gather_experts" | "reduce_experts":
-                return [(edp, self.ep * self.tp), (self.tp, 1)], [(self.pp, row), (self.ep, self.tp)]
+                members = [(max(1, edp // replicas), self.ep * self.tp), (self.tp, 1)]
+                return members, [(self.pp * replicas, shard), (self.ep, self.tp)]
+            case "replicas":
+                return [(replicas, shard)], [(self.pp, row), (shard, 1)]
             case "a2a":
                 return [(self.ep, self.tp)], [(self.pp * edp, self.ep * self.tp), (self.tp, 1)]
             case "tp":

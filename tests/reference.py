@@ -66,6 +66,8 @@ class Reference:
     per_rank: bool = False
     wire: torch.dtype | None = None
     """In which gradients travel, where they do; None is `dtype`."""
+    shard: int = 0
+    """So many ranks share a copy of the weights: their gradients of a step are summed first, then those of copies."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -75,16 +77,20 @@ class Reference:
         result = Result(weights=main, biases=dict(whole.named_buffers()))
         optimizer = self.optimizer(list(main.values()))
         for microbatches in steps:
-            grads = {name: torch.zeros_like(value) for name, value in main.items()}
+            shard = self.shard or self.dp
+            of_copies = [{n: torch.zeros_like(value) for n, value in main.items()} for _ in range(0, self.dp, shard)]
             loads = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in result.biases.items()}
             result.losses.append([])
-            held: dict[tuple[int, str], Tensor] = {}
+            held: list[dict[tuple[int, str], Tensor]] = [{} for _ in of_copies]
             for m, batches in enumerate(microbatches):
                 ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
                 losses = self._forward(ranks, batches, loads)
                 torch.autograd.backward(losses, self._factors(microbatches, m))
                 result.losses[-1].append([loss.item() for loss in losses])
-                self._reduce(ranks, grads, held, last=m == len(microbatches) - 1)
+                for i, grads in enumerate(of_copies):
+                    mine = ranks[i * shard : (i + 1) * shard]
+                    self._reduce(mine, grads, held[i], last=m == len(microbatches) - 1)
+            grads = {name: rank_sum([each[name] for each in of_copies]) for name in main}
             result.grads.append({name: grad.clone() for name, grad in grads.items()})
             result.norms.append(self._step(optimizer, main, grads))
             for name, load in loads.items():
@@ -142,8 +148,8 @@ class Reference:
         params = [dict(chunk.named_parameters()) for chunk in ranks]
         for name in grads:
             parts = self.ep if ".experts." in name else 1
-            late = self.strategy in ("no_shard", "optim") and self.dp > parts
-            wire = (self.wire or self.dtype) if self.dp > parts else self.dtype
+            late = self.strategy in ("no_shard", "optim") and len(ranks) > parts
+            wire = (self.wire or self.dtype) if len(ranks) > parts else self.dtype
             slotted = not late or (self.config.tied and name in TIED_UNIT)
             all_grads = [grad_of(of_rank[name], wire if slotted else self.dtype) for of_rank in params]
             if self.config.tied and name == TIED:
@@ -155,7 +161,7 @@ class Reference:
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
                 if not last:
                     continue
-                all_grads = [held[r, name].to(wire) for r in range(self.dp)]
+                all_grads = [held[r, name].to(wire) for r in range(len(ranks))]
             for part, out in enumerate(grads[name].chunk(parts)):
                 total = rank_sum(all_grads[part::parts])
                 total = total.to(wire).float() if late and self.strategy == "no_shard" else total

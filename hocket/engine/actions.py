@@ -258,7 +258,7 @@ class Actions:
         self._complete(op).add(op.slot)
 
     def reduce(self, op: Op) -> CommResult:
-        return None, self._complete(op).reduce(op.slot)
+        return None, self._complete(op).reduce(op.slot, last=op.microbatch == len(self.microbatches) - 1)
 
     def _complete(self, op: Op) -> PlannedUnit:
         """The unit of an op, with all of its gradient in the slot, if that is where it is written."""

@@ -30,7 +30,7 @@ class Balance:
         if mine:
             numbers = sorted(mine)
             total = torch.stack([mine[n] for n in numbers])
-            self._groups.reduce_dense.all_reduce(total).wait()
+            self._groups.sum_over_dp(total)
             self._groups.tp.all_reduce(total).wait()
             self.loads = dict(zip(numbers, total.unbind(), strict=True))
             mine.clear()

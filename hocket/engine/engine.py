@@ -237,7 +237,7 @@ class Engine:
             return None
         counts_M = torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
         total = counts_M.sum(0, keepdim=True)
-        self.groups.reduce_dense.all_reduce(total).wait()
+        self.groups.sum_over_dp(total)
         return (counts_M.double() * self.mesh.dp / total.clamp(min=1)).float()
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:

@@ -21,8 +21,8 @@ from hocket.settings.rules import has_experts
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
-    "reduce_experts": ("reduce",), "a2a": ("a2a",), "tp": ("compute",), "pp_fwd": ("send_act", "recv_act"),
-    "pp_bwd": ("send_grad", "recv_grad"), "control": (),
+    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "tp": ("compute",),
+    "pp_fwd": ("send_act", "recv_act"), "pp_bwd": ("send_grad", "recv_grad"), "control": (),
 }  # fmt: skip
 """Purpose of a group -> lanes of the plan that use it."""
 

@@ -283,6 +283,7 @@ class ParamGroup:
             self.main_grad[lo:hi].zero_()
         self.grads.drop()
         self._has = [True] * len(self.members)
+        self._summed = False
 
     def reduce_outer(self) -> Pending:
         """Add up what the replicas have reduced, once a step. Nothing to add up is nothing to do."""

@@ -65,7 +65,8 @@ class Mesh:
     """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
-    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones.
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` data-parallel ranks,
+    neighbours, share one copy of the weights; 0: all.
     """
 
     pp: int = 1
@@ -74,6 +75,7 @@ class Mesh:
     tp: int = 1
     turning: bool = False
     sharing: int = 1
+    shard: int = 0
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "tp"):
@@ -85,10 +87,19 @@ class Mesh:
                 f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}: expert-parallel ranks are data-parallel ranks, "
                 f"so ep must be one of {choices}"
             )
+        if self.dp % (self.shard or self.dp) or self.shard % self.ep:
+            raise ValueError(
+                f"mesh.shard={self.shard} must divide mesh.dp={self.dp} and be a multiple of mesh.ep={self.ep}"
+            )
 
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
 
     @property
     def edp(self) -> int:
@@ -133,7 +144,7 @@ class Mesh:
         if purpose in HOPS:
             places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
             return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
-        members, firsts = MeshConfig(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp).grid(purpose)
+        members, firsts = MeshConfig(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, shard=self.shard).grid(purpose)
         others = sums(members)
         return tuple(tuple(first + other for other in others) for first in sums(firsts))
 

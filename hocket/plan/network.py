@@ -7,6 +7,7 @@ one host of bandwidth B and an adapter of bandwidth A, the links of groups that 
 
     gathers, reduces, tokens    bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
     all-to-all                  bandwidth min(B, A (n-1) / (n-r))       h - 1 crossings
+    sum over replicas           bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
     pipeline hop                bandwidth min(B, A)                     1 crossing
     sum of one number           bandwidth min(B, r A)                   2 log2(h) crossings
 

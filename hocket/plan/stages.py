@@ -19,7 +19,7 @@ from hocket.plan.transformer import standard_types
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
     m, sharing = config.mesh, max(1, config.mesh.tp // config.model.kv_heads)
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing)
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing, shard=m.shard)
 
 
 def layout_of(config: Config) -> Layout:
@@ -49,7 +49,7 @@ def sharding_of(config: Config) -> Sharding:
     """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
     strategy = config.overlap.dp.strategy
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
-    sizes = config.mesh.dp, config.mesh.members("reduce_experts")
+    sizes = config.mesh.members("reduce_dense"), config.mesh.members("reduce_experts")
     averages = 2 if config.precision.averages == "bf16" else 4
     return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages)
 
@@ -64,6 +64,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
+    if config.mesh.replicas > 1:
+        costs = _with_replicas(costs, config, hardware)
     if layout_of(config).placed:
         costs = _with_placed_rows(costs, config)
     if config.train.transport == "slow":
@@ -75,6 +77,21 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
                 cost = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
                 costs = replace(costs, table={**costs.table, key: cost})
     return costs if measured is None else costs.measured(measured.seconds)
+
+
+def _with_replicas(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
+    """The costs with what sums a step's gradients over replicas of the weights, in fp32.
+
+    That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
+    step's end has of it is underrated.
+    """
+    link, replicas, table = hardware.link("replicas"), config.mesh.replicas, dict(costs.table)
+    for key, cost in costs.table.items():
+        if key[0] == "reduce":
+            kept = costs.table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
+            seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
+            table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
+    return replace(costs, table=table)
 
 
 def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:

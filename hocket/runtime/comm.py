@@ -270,6 +270,7 @@ class Groups:
     reduce_dense: Group
     gather_experts: Group
     reduce_experts: Group
+    replicas: Group
     a2a: Group
     tp: Group
     control: Group
@@ -294,6 +295,11 @@ class Groups:
         """A step begins: what is issued from here on, by group."""
         self.steps += 1
         return {group.name: group.begin() for group in self if group.size > 1}
+
+    def sum_over_dp(self, tensor: Tensor) -> None:
+        """Sum over all data-parallel ranks, in place: whole numbers, whose order of adding does not matter. Waits."""
+        self.reduce_dense.all_reduce(tensor).wait()
+        self.replicas.all_reduce(tensor).wait()
 
     def edges(self) -> Iterator[Group]:
         """Those between pipeline ranks."""

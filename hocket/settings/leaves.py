@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
     **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
     **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
+    "mesh.shard": (0, MOST_RANKS),
     "plan.layers_per_stage": (1, ANY),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),

@@ -129,6 +129,24 @@ RULES: tuple[Rule, ...] = (
         "{model.experts} experts cannot be spread evenly over mesh.ep = {mesh.ep} ranks",
         "make model.experts a multiple of mesh.ep",
     ),
+    Rule(
+        ("mesh.shard", "mesh.dp"),
+        lambda c, h: c.mesh.shard > 0 and c.mesh.dp % c.mesh.shard != 0,
+        "{mesh.shard} ranks cannot share each copy of the weights of mesh.dp = {mesh.dp} ranks",
+        "a divisor of mesh.dp, or leave mesh.shard out",
+    ),
+    Rule(
+        ("mesh.shard", "mesh.ep"),
+        lambda c, h: c.mesh.shard > 0 and c.mesh.shard % c.mesh.ep != 0,
+        "a copy of the weights has all experts, which are on mesh.ep = {mesh.ep} ranks",
+        "a multiple of mesh.ep, or leave mesh.shard out",
+    ),
+    Rule(
+        ("mesh.shard", "overlap.dp.strategy"),
+        lambda c, h: c.mesh.replicas > 1 and (c.mesh.shard == 1 or c.overlap.dp.strategy == "no_shard"),
+        "every rank has a copy of all weights of its own then, so there is nothing that {mesh.shard} ranks could share",
+        "overlap.dp.strategy = no_shard without mesh.shard, or another strategy and mesh.shard = 2 or more",
+    ),
     *TENSOR_RULES,
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.tp"),

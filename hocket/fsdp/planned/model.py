@@ -94,7 +94,7 @@ class PlannedModel:
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
             gather = alone if replicated else gather
-            where = ShardGroups(gather, reduce, alone, alone, mesh.dp, outer_shards=False, part=part)
+            where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.dp, outer_shards=False, part=part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
             self._allocate(stored, where, program)
@@ -192,7 +192,7 @@ class PlannedModel:
             gathers=sum(group.calls["all_gather"] for group in gather),
             reduces=sum(group.calls["reduce_sum"] + group.calls["all_sum"] for group in reduce),
             gathered_bytes=sum(group.sent_bytes for group in gather),
-            reduced_bytes=sum(group.sent_bytes for group in reduce),
+            reduced_bytes=sum(group.sent_bytes for group in (*reduce, self.groups.replicas)),
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
             shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values()),

@@ -280,10 +280,13 @@ class PlannedUnit:
         """Bytes of what adds have summed up, where that is not in the place of the gradients."""
         return 0 if self._sum is None or self._sum is self.group.grads.flat else self._sum.nbytes
 
-    def reduce(self, slot: int) -> Pending:
-        """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait."""
+    def reduce(self, slot: int, last: bool = False) -> Pending:
+        """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait.
+
+        Behind the `last` of a step, those of replicas of the weights are added up.
+        """
         if self.alone:
-            return Pending()
+            return self._over_replicas(Pending()) if last else Pending()
         slots = self._grad_slots
         if self._adds:
             assert self._sum is not None, f"{self} reduces what it has not collected"
@@ -301,9 +304,20 @@ class PlannedUnit:
             flat = self._flat(slot)
             flat.copy_(self._sum.add_(flat))  # rounded once
         pending = self.group.reduce(slots.buffers[slot])
+        if last:
+            pending = self._over_replicas(pending)
         if not pending.done:
             self.reducing[slot] = pending
         return pending.then(finish)
+
+    def _over_replicas(self, reduced: Pending) -> Pending:
+        """Sum this rank's gradients over replicas behind their reduction: in its lane, or when it is waited for."""
+        if self.group.groups.outer.size == 1:
+            return reduced
+        self.complete()
+        if reduced.done:
+            return self.group.reduce_outer()
+        return reduced.then(lambda: self.group.reduce_outer().wait())
 
     def rest_grads(self) -> None:
         """In the step op: reduced gradients stay for the next step's update, and what they were added up in goes."""
