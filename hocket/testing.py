@@ -27,13 +27,14 @@ on the device: see `docs/reading-a-report.md`. What to know before a threshold i
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class Collective:
     group: str
     """Description of its process group; empty if not known."""
     op: str
-    """The op of hocket's plan, such as `gather dense t0 c0 l3 s1`; empty outside hocket."""
+    """The named op, such as `gather dense t0 c0 l3 s1` of hocket's plan; empty without a `plan`."""
     layer: int
     """-1 if not known."""
     launched: float
@@ -223,12 +224,13 @@ def _kind(word: str) -> Kind:
 
 
 @contextmanager
-def profile_overlap(keep: Path | None = None) -> Iterator[Overlap]:
+def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = None) -> Iterator[Overlap]:
     """Profile the block on this rank's CPU and GPU, and tell which of its collectives ran beside compute.
 
     Work that was launched before is waited for first, and the block's own before it ends. The answers are there behind
-    the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. On a CPU the
-    transfers of gloo are seen, and compute is what torch computes meanwhile.
+    the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. `plan` tells what the
+    ops are that the block names, if it names some (`hocket_trace/plan.py`). On a CPU the transfers of gloo are seen,
+    and compute is what torch computes meanwhile.
 
     Raises TraceError if the block neither computed nor communicated, and ValueError while another profiler records:
     torch has one, and would end the process.
@@ -241,6 +243,8 @@ def profile_overlap(keep: Path | None = None) -> Iterator[Overlap]:
     if on_gpu:
         torch.cuda.synchronize()
     with profile(activities=activities, acc_events=True) as profiler:
+        if plan is not None:
+            profiler.add_metadata_json("hocket", json.dumps({"plan": plan}))
         yield overlap
         if on_gpu:
             torch.cuda.synchronize()

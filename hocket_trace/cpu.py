@@ -2,12 +2,15 @@
 
 Compute is what any op does, on any thread, that is not communication: the outermost ops of a library (`aten::mm`) are
 rows of their own, and so are the stretches in which only an op around them runs (`MulBackward0`, autograd's engine).
-Ops on gloo's own threads belong to its transfers. Where hocket starts transfers on threads that the profiler does not
-see (the `slow` transport), the host's waits stand for those of the ops that have no transfer in the trace.
+Ops on gloo's own threads belong to its transfers. A host that stands still inside of such an op does not compute: a
+program shows that by an annotation, `wait`, or between its named ops `wait <op>`. Where a program starts transfers on
+threads that the profiler does not see (hocket's `slow` transport), the host's waits stand for those of the ops that
+have no transfer in the trace.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -24,6 +27,8 @@ from hocket_trace.parse import COLLECTIVE, Events, Rows
 
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "symm_mem::", COLLECTIVE)
 _WRAPPERS = ("autograd::", "torch::autograd")
+_WAIT = re.compile(r"wait( .*)?")
+"""Annotations inside of which a host stands still."""
 
 
 def cpu_activities(events: Events) -> Activities:
@@ -36,7 +41,8 @@ def cpu_activities(events: Events) -> Activities:
     at, sent = _calls(events, transfers, host, words)
     moved = {words[op] for op in sent.op.tolist()}
     unseen = {name: place[name] for name, op in awaited.items() if op not in moved}
-    waits = host.take(np.isin(host.name, list(unseen)))
+    for_op = _awaited_op(events, host, words, unseen, moved)
+    waits, for_op = host.take(for_op >= 0), for_op[for_op >= 0]
     rows = _compute(host, words, gloo_threads(events))
     inside = opened_at(events, host, words, (rows.start + rows.end) / 2, rows.where)
     name = np.where(rows.name >= 0, rows.name, inside.launcher)
@@ -46,7 +52,7 @@ def cpu_activities(events: Events) -> Activities:
     def together(*parts: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate(parts)[order]
 
-    sources = inside, sent, _waits(events, waits, unseen, words)
+    sources = inside, sent, _waits(events, for_op, words)
     opened = Opened(**{f.name: together(*(getattr(source, f.name) for source in sources)) for f in fields(Opened)})
     of_gloo = together(np.zeros(len(rows), bool), np.ones(len(transfers), bool), np.zeros(len(waits), bool))
     transfer = of_gloo | together(np.zeros(len(rows) + len(transfers), bool), np.ones(len(waits), bool))
@@ -82,16 +88,31 @@ def _calls(events: Events, transfers: Rows, host: Rows, words: tuple[str, ...]) 
     return at, replace(opened, launcher=transfers.name, call=call)
 
 
-def _waits(events: Events, waits: Rows, op: Mapping[int, int], words: tuple[str, ...]) -> Opened:
-    """The same for waits of the host, each for the plan op (given by the wait's name) that its name tells.
+def _awaited_op(events: Events, host: Rows, words: tuple[str, ...], unseen: Mapping[int, int], moved: set[str]) -> Ints:
+    """For each row of the host, the named op (an index into `words`) for whose unseen transfer it waits; -1 for most.
+
+    `unseen` are names of waits that tell their op. The others are for what an op communicates inside of itself.
+    """
+    found = np.full(len(host), -1, np.int64)
+    for name, op in unseen.items():
+        found[host.name == name] = op
+    bare = np.flatnonzero(np.array([word == "wait" for word in words], bool)[host.name] & (host.link == 1))
+    inside = opened_at(events, host, words, host.start[bare], host.where[bare]).op
+    talks = [op.kind != "compute" and op.lane in events.plan.computing for op in events.plan.ops.values()]
+    within = {name for name, yes in zip(events.plan.ops, talks, strict=True) if yes} - moved
+    found[bare] = np.where(np.array([word in within for word in words], bool)[inside], inside, -1)
+    return found
+
+
+def _waits(events: Events, for_op: Ints, words: tuple[str, ...]) -> Opened:
+    """The same for waits of the host, each for its named op.
 
     They have no group: that ranks stand still for one transfer at different times says nothing about late peers.
     """
-    n, empty = len(waits), len(words) - 1
-    column = np.array([op[name] for name in waits.name.tolist()], np.int64)
+    n, empty = len(for_op), len(words) - 1
     nothing = np.full(n, empty)
-    layer = np.array([layer_of(words[i], events) for i in column.tolist()], np.int64)
-    return Opened(nothing, column, nothing, layer, np.zeros(n, bool), np.full(n, -1))
+    layer = np.array([layer_of(words[i], events) for i in for_op.tolist()], np.int64)
+    return Opened(nothing, for_op, nothing, layer, np.zeros(n, bool), np.full(n, -1))
 
 
 def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
@@ -102,7 +123,7 @@ def _compute(host: Rows, words: tuple[str, ...], foreign: set[int]) -> Rows:
 
     annotation = host.link == 1
     communication = rows(lambda word: word.startswith(_COMMUNICATION)) & ~annotation
-    waits = rows(lambda word: word.startswith("wait ")) & annotation
+    waits = rows(lambda word: _WAIT.fullmatch(word) is not None) & annotation
     ops = ~annotation & ~communication & ~np.isin(host.where, list(foreign))
     library = ops & rows(lambda word: "::" in word and not word.startswith(_WRAPPERS))
     found = [_outermost(host, library)]

@@ -166,6 +166,7 @@ def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: 
     communicates = _communicates(found, Plan() if pretended else plan)
     kind, group = np.full(n, words["compute"]), np.full(n, words[""])
     size = np.zeros(n)
+    named = any(found.words[i] for i in np.unique(found.opened.op))  # a replay of a plan names no op
     counted: set[int] = set()
     before: dict[int, int] = {}  # what the last communication of a lane was for
     for row in np.flatnonzero(communicates).tolist():
@@ -187,7 +188,7 @@ def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: 
         kind[row] = words[label.kind_of(plan.ops.get(op), description, collective, texts, moved)]
         if not op and (label.is_barrier(name) or label.is_copy(name)) and not launcher:
             kind[row] = before.get(int(found.lane[row]), kind[row])
-        elif plan.ops and not op and not description:  # all but agreement between ranks goes on in ops of a plan
+        elif named and not op and not description:  # all but agreement between ranks goes on in ops of a plan
             kind[row] = words["control"]
         before[int(found.lane[row])] = int(kind[row])
         group[row] = words[title]

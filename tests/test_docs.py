@@ -227,11 +227,20 @@ def test_the_readme_of_hocket_trace_reads_traces(tmp_path: Path, capsys: pytest.
     with contextlib.chdir(tmp_path):
         exec(program("hocket_trace/README.md", "from hocket_trace"), {})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "rank 0, step 3: 0.0000 of 0.0001 s exposed",
-        "  gather: 0.0000 s, 50% hidden, 0.0000 s waiting",
+    assert lines[0] == "rank 0, step 3: 0.000010 of 0.000100 s exposed"
+    assert lines[1] == "  gather: 0.000020 s, 50% hidden, 0.000000 s waiting"
+    assert lines[4:] == [
+        "most time is in nvjet_sm90",
+        "the longest gather of step 3 takes 0.000020 s",
+        "a step takes 38.9% longer with communication",
+        "  gemm: +25.0%",
     ]
-    assert lines[-2:] == ["the longest gather takes 0.000020 s", "a step takes 38.9% longer with communication"]
+
+
+def test_the_readme_of_hocket_trace_names_ops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(tmp_path):
+        exec(program("hocket_trace/README.md", "import json"), {})
+    assert "1 [0, 1]\n" in capfd.readouterr().out
 
 
 def asserted(rank: int, text: str) -> None:

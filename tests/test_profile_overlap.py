@@ -49,6 +49,24 @@ def program(rank: int, keep: Path) -> dict[str, Any]:
     }
 
 
+def planned(rank: int) -> tuple[list[str], list[str]]:
+    """A sum inside of an op that is told to be a layer's, and one outside."""
+    x = torch.ones(LARGE)
+    plan = {"lanes": ["compute"], "computing": ["compute"], "ops": {"fwd layer 3": ["compute", "tp", "", 3]}}
+    with profile_overlap(plan=plan) as overlap:
+        with record_function("fwd layer 3"):
+            dist.all_reduce(x)
+        dist.all_reduce(x)
+    layers = [f"{one.kind} {one.layer}" for one in overlap.of(op="^fwd layer")]
+    return layers, [one.kind for one in overlap.of(op="^$")]
+
+
+def test_named_ops_are_what_the_program_tells() -> None:
+    for layers, others in run_ranks(planned, 2):
+        assert layers == ["tp 3"]
+        assert others == ["reduce"]
+
+
 @pytest.mark.alone
 def test_hidden_and_exposed_collectives_are_told_apart(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(program, 2, tmp_path)):

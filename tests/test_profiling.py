@@ -18,16 +18,19 @@ from benchmarks.overlap_trace import figures, keep
 from benchmarks.tables import overlap_tax, overlap_trace
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.measured.stored import VERSION
 from hocket.recipes import recipe
 from hocket.resolve import resolve
+from hocket.settings.leaves import changed
 from hocket.train.metrics import Metrics
 from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe
 from hocket.train.signals import StopRequest
 from hocket.train.trace_reader import Reading, TraceReader
-from hocket_trace import load
+from hocket_trace import load, report
 from tests.helpers.command import ALONE, SMALL, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
+from tests.helpers.ranks import run_ranks
 from tests.ranks.test_lane_orders import microbatches_of
 from tests.trace.build import Trace
 
@@ -89,12 +92,13 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
         about = trace["hocket"]
         assert about["settings"]["mesh"] == {"pp": 2, "dp": 2, "ep": 2, "tp": 1}
         assert about["coordinates"] == {"pp": rank // 2, "dp": rank % 2, "edp": 0, "ep": rank % 2, "tp": 0}
-        assert (about["version"], about["transport"], about["label"], about["rank"]) == (1, "gloo", "", rank)
+        assert (about["version"], about["transport"], about["label"], about["rank"]) == (VERSION, "gloo", "", rank)
         assert about["versions"]["torch"] == torch.__version__
         assert about["parameters"] > 1000
         assert sorted(n for n in seen if n.startswith("hocket")) == ["hocket step 4", "hocket step 5"]
         assert seen["step all"] == 2
         assert seen["fwd attn m0 c0 l0"] == (2 if rank < 2 else 0)
+        assert seen["wait"], "what an op waits for inside"
         waits = {name.removeprefix("wait ") for name in seen if name.startswith("wait ")}
         assert waits
         assert waits <= seen.keys(), "a wait is for an op of the plan"
@@ -204,6 +208,36 @@ def test_ops_are_named_inside_the_window_only(tmp_path):
     assert seen["hocket step 7"] == 1
     assert {str(op) for op in engine.program.ranks[0]} <= seen.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
+
+
+def tensor_step(rank: int, folder: Path, method: str) -> None:
+    """Record a step of two tensor-parallel ranks."""
+    sizes = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
+    mesh = {"pp": 1, "dp": 1, "ep": 1, "tp": 2}
+    changes: dict[str, Any] = {f"model.{name}": size for name, size in sizes.items()}
+    changes |= {f"mesh.{name}": size for name, size in mesh.items()}
+    changes |= {"model.dense_layers": (0, 1), "model.experts": 0, "overlap.tp.method": method}
+    config = resolve(planned(changed(recipe("tiny"), changes), chunks=1, merge="off", defer_wgrad="off"))
+    engine = Engine(config, rank, torch.device("cpu"))
+    engine.init_weights()
+    batch = microbatches_of(engine, config)
+    engine.train_step(batch, 1e-3)
+    recording = Recording(engine, rank)
+    recording.start()
+    with recording.step(1):
+        engine.train_step(batch, 1e-3)
+    recording.stop()
+    recording.write(folder / f"rank{rank}.json.gz")
+
+
+@pytest.mark.parametrize("method", ["off", "ring"])
+def test_what_layers_of_tensor_parallel_ranks_wait_for_is_exposed(tmp_path, method):
+    run_ranks(tensor_step, 2, tmp_path, method)
+    found = report(load(sorted(tmp_path.iterdir())))
+    for step in found.steps:
+        assert {"tp"} <= set(step.kinds) <= {"tp", "control"}, "no send of theirs is a pipeline's"
+        if method == "off":
+            assert step.kinds["tp"].hidden < 0.5, step
 
 
 def test_steps_of_a_window_run_op_by_op_where_they_cannot_be_recorded_too(tmp_path, monkeypatch):

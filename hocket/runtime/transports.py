@@ -97,10 +97,11 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        """Return when the result may be read. Waiting again does nothing."""
+        """Return when the result may be read. Waiting again does nothing. In a trace, it is `wait` that is seen."""
         if self._wait is None:
             return
-        self._wait()
+        with torch.profiler.record_function("wait"):
+            self._wait()
         self._wait = None
         after, self._after = self._after, []
         for fn in after:

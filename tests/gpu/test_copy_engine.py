@@ -28,6 +28,7 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
+from hocket.measured.stored import named
 from hocket.model.microbatch import Microbatch
 from hocket.plan.mesh import Mesh
 from hocket.runtime.comm import Group, everyone, make_groups
@@ -226,7 +227,8 @@ def a_step(rank: int, config: Config, transport: str) -> dict[str, Any]:
     for _ in range(4):
         engine.train_step(batch, 1e-4)
     engine.executor.annotate()
-    with profile_overlap() as overlap:
+    plan = named(engine.program, engine.where.pp, tensors=config.mesh.tp > 1)
+    with profile_overlap(plan=plan) as overlap:
         engine.train_step(batch, 1e-4)
     gathers, reduces = overlap.of("gather", op="^gather"), overlap.of("reduce", op="^reduce")
     assert overlap.trace is not None

@@ -28,6 +28,7 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
+from hocket.measured.stored import named
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.settings.leaves import changed
@@ -82,7 +83,8 @@ def a_step(rank: int, config: Config) -> tuple[Overlap, Counter[str]]:
         engine.train_step(batch, 1e-4)
     engine.executor.annotate()
     engine.groups.control.barrier()
-    with profile_overlap() as overlap:
+    plan = named(engine.program, engine.where.pp, tensors=config.mesh.tp > 1)
+    with profile_overlap(plan=plan) as overlap:
         engine.train_step(batch, 1e-4)
     engine.groups.control.barrier()
     return overlap, Counter(op.verb for op in engine.program.ranks[engine.where.pp])

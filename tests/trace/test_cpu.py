@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hocket_trace import load, report
+from hocket_trace.cpu import UNSEEN
 from hocket_trace.data import RankTrace
 from hocket_trace.read import read
 from tests.trace.build import MAIN, Trace
@@ -63,6 +64,35 @@ def test_calls_waits_and_gloos_own_copies_are_no_compute(tmp_path: Path) -> None
     assert close(step.compute, 10 + 20 + 20)
     assert close(step.communication, 50)
     assert close(step.exposed, 10 + 20)
+
+
+def test_a_wait_inside_of_an_op_is_no_compute_and_its_transfers_are_of_the_layer(tmp_path: Path) -> None:
+    """As in a layer of tensor-parallel ranks without overlap: all of its communication is exposed."""
+    made = cpu().group("tp", (0, 1))
+    made.tensors = True
+    made.annotation("fwd attn m0 c0 l0", 0, 100).op("_Row", 5, 95).op("aten::mm", 10, 30)
+    made.gloo("all_to_all", "c10d::alltoall_base_", 32, 70, launched=31).annotation("wait", 33, 70)
+    made.gloo("send", "c10d::send", 71, 90, launched=71, thread=MAIN).annotation("wait", 72, 90)
+    trace = read(made.write(tmp_path / "a.json"))
+    step = report([trace]).steps[0]
+    assert set(step.kinds) == {"tp"}
+    assert close(step.kinds["tp"].seconds, (70 - 32) + (90 - 71))
+    assert close(step.kinds["tp"].exposed, 37 + 0.5 + 18)
+    assert set(trace.layer[trace.of_kind("tp")].tolist()) == {0}
+    assert {trace.words[i] for i in trace.group[trace.of_kind("tp")]} == {"tp"}
+
+
+def test_waits_inside_of_an_op_stand_for_transfers_that_are_not_seen(tmp_path: Path) -> None:
+    made = cpu()
+    made.tensors = True
+    made.annotation("fwd attn m0 c0 l0", 0, 100).op("_Row", 5, 95).op("aten::mm", 10, 30).annotation("wait", 40, 90)
+    made.annotation("fwd attn m1 c0 l0", 100, 200).op("_Row", 105, 195)
+    found = report([read(made.write(tmp_path / "a.json"))])
+    (step,) = found.steps
+    assert set(step.kinds) == {"tp"}
+    assert close(step.kinds["tp"].exposed, 50)
+    assert close(step.compute, 40 + 90)
+    assert UNSEEN in found.notes
 
 
 def test_compute_of_all_threads_counts(tmp_path: Path) -> None:

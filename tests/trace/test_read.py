@@ -13,7 +13,7 @@ import pytest
 from hocket_trace import TraceError, load, report
 from hocket_trace.data import RankTrace
 from hocket_trace.read import read
-from tests.trace.build import MAIN, Trace
+from tests.trace.build import MAIN, Trace, plan
 
 US = 1e-6
 AUTOGRAD = 300
@@ -109,6 +109,7 @@ def test_in_a_replay_kernels_tell_what_they_are_for(tmp_path: Path) -> None:
     barrier = "void c10d::symmetric_memory::(anonymous namespace)::barrier_kernel(unsigned int**, int)"
     trace = (
         Trace()
+        .metadata(hocket={"plan": plan(["fwd attn m0 c0 l0"])})  # of which nothing is seen
         .annotation("hocket step 1", 0, 9)
         .kernel(barrier, 10, 11, stream=13, launched=5)  # behind nothing
         .kernel("_push_rows", 12, 20, stream=13, launched=5)
@@ -216,6 +217,11 @@ def edited(top: dict[str, Any] | None = None, **values: Any) -> bytes:
     return json.dumps(document | (top or {})).encode()
 
 
+def told(plan: Any) -> bytes:
+    """A trace whose program tells such a plan."""
+    return edited(top={"hocket": {"plan": plan}})
+
+
 def turned() -> bytes:
     """A trace whose device clock jumps back by a second between two steps."""
     made = Trace().annotation("hocket step 1", 0, 9).annotation("hocket step 2", 10, 19)
@@ -255,6 +261,21 @@ WHOLE = json.dumps(Trace().kernel("k", 0, 1, op="aten::mm").document())
         ("ranks.json", edited(top={"distributedInfo": {"rank": 0, "world_size": 10**12}}), "distributedInfo is not as"),
         ("beyond.json", edited(top={"distributedInfo": {"rank": 2, "world_size": 2}}), "distributedInfo is not as"),
         ("stage.json", edited(top={"hocket": {"pp_rank": "x"}}), "hocket is not as a profiled run writes it"),
+        (
+            "plan.json",
+            edited(top={"hocket": {"plan": []}}),
+            r"hocket is not as a profiled run writes it \(plan: TypeError",
+        ),
+        (
+            "lanes.json",
+            edited(top={"hocket": {"plan": plan(["fwd attn"]) | {"computing": ["x"]}}}),
+            "compute are lanes",
+        ),
+        (
+            "op.json",
+            edited(top={"hocket": {"plan": plan([]) | {"ops": {"a b": ["compute", "x", "", 1]}}}}),
+            "plan: a b: ",
+        ),
         ("turned.json", turned(), "step 1 ends before it starts: a clock jumped"),
         ("group.json", edited(top={"distributedInfo": {"pg_config": [{"ranks": 7}]}}), "distributedInfo is not as"),
     ],
