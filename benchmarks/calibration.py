@@ -258,8 +258,10 @@ def measure(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
 def searched(config: Config, base: Settings, costs: Measurement) -> Settings | None:
     """The best plan that the search finds for measured costs; None if that is the one that was recorded."""
 
-    def again(other: Config, origins: dict[str, str], price: Callable[[Config], CostTable]) -> Settings:
-        return resolve(other, base.host, origins, price)
+    def again(
+        other: Config, origins: dict[str, str], price: Callable[[Config], CostTable], remarks: bool = True
+    ) -> Settings:
+        return resolve(other, base.host, origins, price, remarks)
 
     hardware = hardware_of(base)
     task = Task(config=config, origins={}, resolve=again, hardware=hardware, measured=costs, cap=hardware.memory)

@@ -68,11 +68,13 @@ def resolve(
     host: Host | None = None,
     origins: Mapping[str, str] | None = None,
     price: Price = model_costs,
+    remarks: bool = True,
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
+    Without `remarks` none is sought that takes simulations.
     Raises ValueError with one line per problem.
     """
     before = config if isinstance(config, Settings) else None
@@ -101,9 +103,8 @@ def resolve(
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
-    decisions += [
-        Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in stride_remark(settled, host, trials)
-    ]
+    advice = stride_remark(settled, host, trials) if remarks else ()
+    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in advice]
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))

@@ -149,10 +149,10 @@ def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[
 
 
 def resolve_for_plan(
-    config: Config, origins: dict[str, str], price: Callable[[Config], CostTable] = model_costs
+    config: Config, origins: dict[str, str], price: Callable[[Config], CostTable] = model_costs, remarks: bool = True
 ) -> Settings:
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
     """
-    return resolve(config, host_for_plan(config), origins, price)
+    return resolve(config, host_for_plan(config), origins, price, remarks)

@@ -11,18 +11,22 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
+from hocket.plan.friction import friction_of
 from hocket.plan.hardware import Hardware
 from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
+from hocket.plan.without_collector import without_collector
 from hocket.planning import network, predict, program_of
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
 from hocket.sizes import parse_bytes
+from hocket.tune.candidates import RELIEF, Changes, Known
 from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds
-from hocket.tune.search import WORTH, Changes, Found, Known, Search, Trial
+from hocket.tune.rough import Rough
+from hocket.tune.search import WORTH, Found, Guess, Search, Trial
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
 from hocket.tune.trials import model_costs
 
@@ -34,8 +38,11 @@ _ORDERS = 3
 _BY_SIMULATION = (
     "train.transport",
     "plan.graphs",
-    "overlap.ep.splits",
     "plan.layers_per_stage",
+    "plan.recompute",
+    "overlap.dp.strategy",
+    "overlap.dp.update",
+    "overlap.ep.splits",
     "overlap.pp.defer_layers",
     "overlap.pp.defer_parts",
     "overlap.pp.defer_head",
@@ -46,7 +53,9 @@ _BY_SIMULATION = (
 class Resolve(Protocol):
     """From a configuration, and where its settings come from, to settings."""
 
-    def __call__(self, config: Config, origins: dict[str, str], price: Callable[[Config], CostTable], /) -> Settings:
+    def __call__(
+        self, config: Config, origins: dict[str, str], price: Callable[[Config], CostTable], remarks: bool = True, /
+    ) -> Settings:
         """Raises ValueError for what the rules refuse."""
         ...
 
@@ -64,6 +73,8 @@ class Task:
     measured: Measurement | None = None
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
+    remarks: bool = True
+    """Whether to find out what may be remarked on settings, which takes simulations."""
 
     def settled(self, changes: Changes, price: Callable[[Config], CostTable] | None = None) -> Settings:
         """The settings of a plan, with other costs than those of the search where `price` is given.
@@ -71,7 +82,7 @@ class Task:
         Raises ValueError if they are refused.
         """
         origins = {**self.origins, **dict.fromkeys(changes, "search")}
-        return self.resolve(changed(self.config, changes), origins, price or self.costs)
+        return self.resolve(changed(self.config, changes), origins, price or self.costs, self.remarks)
 
     def costs(self, config: Config) -> CostTable:
         """What ops cost."""
@@ -80,7 +91,10 @@ class Task:
     def without_simulations(self) -> Task:
         """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
         start = self.settled({})
-        return replace(self, config=changed(self.config, {name: leaf(start, name) for name in _BY_SIMULATION}))
+        chosen = {name: leaf(start, name) for name in _BY_SIMULATION}
+        if start.overlap.ep.merge_ends == "off":  # which is always possible
+            chosen["overlap.ep.merge_ends"] = "off"
+        return replace(self, config=changed(self.config, chosen), remarks=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +112,7 @@ class Result:
     """What the search took; 0 leaves it out of reports."""
 
 
+@without_collector()
 def search(task: Task) -> Result:
     """Search. Raises ValueError if the configuration itself is refused."""
     begun = time.perf_counter()
@@ -106,9 +121,7 @@ def search(task: Task) -> Result:
     seconds = layer_seconds(costs, layout)
     orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
     price = Pricer(task)
-    given = price({}, whole=False)
-    tight = given is not None and 0 < task.cap < given.peak_bytes
-    found = Search(start, Known(costs, tuple(orders), tight), price, task.cap, task.origins).run()
+    found = Search(start, Known(costs, tuple(orders)), price, task.cap, task.origins).run()
     assert_valid(program_of(task.settled(found.path[-1].changes)))
     return Result(
         found=found,
@@ -125,6 +138,8 @@ class Pricer:
     def __init__(self, task: Task) -> None:
         self._task, self._quick = task, task.without_simulations()
         self._known: dict[tuple[Any, bool], Trial | None] = {}
+        self._settings: dict[tuple[tuple[str, Any], ...], Settings | None] = {}
+        self._guesses: dict[tuple[tuple[str, Any], ...], Guess | None] = {}
 
     @property
     def tried(self) -> int:
@@ -133,15 +148,47 @@ class Pricer:
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         """See `search.Price`."""
-        try:
-            settings = (self._task if whole else self._quick).settled(changes)
-        except ValueError:
+        settings = self._settled(changes, whole)
+        if settings is None:
             return None
         key = ((settings.plan, settings.overlap), whole or not _long(settings))
         if key not in self._known:
             self._known[key] = self._simulated(settings) if key[1] else self._estimated(settings)
         trial = self._known[key]
         return trial and replace(trial, changes=dict(changes))
+
+    def guess(self, changes: Changes) -> Guess | None:
+        """See `search.Price`."""
+        name = tuple(sorted(changes.items()))
+        if name not in self._guesses:
+            self._guesses[name] = self._guessed(changes)
+        return self._guesses[name]
+
+    def _guessed(self, changes: Changes) -> Guess | None:
+        relief = {choice.setting: changes[choice.setting] for choice in RELIEF if choice.setting in changes}
+        plain = self._settled({name: value for name, value in changes.items() if name not in relief}, False)
+        if plain is None:
+            return None
+        settings = changed(plain, relief)  # no rule is about these
+        costs = self._task.costs(settings)
+        try:
+            rough = Rough(settings, costs, friction_of(settings, self._task.hardware, costs.table, self._task.measured))
+        except ValueError:
+            return None
+        return Guess(changes, rough.seconds, rough.nbytes + arrival_bytes(settings))
+
+    def _settled(self, changes: Changes, whole: bool) -> Settings | None:
+        """The settings of a plan; None if they are refused. Those of whole plans are asked for once."""
+        name = tuple(sorted(changes.items()))
+        if whole or name not in self._settings:
+            try:
+                settings = (self._task if whole else self._quick).settled(changes)
+            except ValueError:
+                settings = None
+            if whole:
+                return settings
+            self._settings[name] = settings
+        return self._settings[name]
 
     def _estimated(self, settings: Settings) -> Trial | None:
         """See Note: [Long steps are priced by their period] in search.py."""
@@ -151,7 +198,8 @@ class Pricer:
         if short is None or long is None:
             return self._simulated(settings)
         period = (long.seconds - short.seconds) / (more - few)
-        return replace(long, seconds=short.seconds + (settings.train.microbatches - few) * period)
+        ops = short.ops + long.ops
+        return replace(long, seconds=short.seconds + (settings.train.microbatches - few) * period, ops=ops)
 
     def _simulated(self, settings: Settings) -> Trial | None:
         """None if there is no legal order."""
@@ -167,6 +215,7 @@ class Pricer:
             exposed={kind: sum(float(use.exposed[kind]) for use in ranks) / len(ranks) for kind in ranks[0].exposed},
             idle=sum(float(use.idle) for use in ranks) / len(ranks),
             peak_bytes=max(use.peak_bytes for use in ranks) + arrival_bytes(settings),
+            ops=len(program),
         )
 
 

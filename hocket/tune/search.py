@@ -1,43 +1,42 @@
-"""Which settings make a step shortest under a memory cap: candidates, and the way from one to the next.
+"""Which settings make a step shortest under a memory cap: from candidates to the best plan.
 
 Note: [How the search goes]
-One trial prices one plan: build its program, simulate it. All combinations would be tens of thousands of trials, each
-up to a fifth of a second. So settings are in groups that act on the same thing, and inside a group all combinations are
-tried. The first group says which microbatch runs when. For each of the two best orders, the best plan that this group
-gives goes through the other groups, always on from the best plan so far; the better of both goes through all groups
-once more. What brought nothing goes back in the end. Plans that fit come before those that do not, and these by how
-little they lack: so the search also finds its way under the cap. On small recipes it found what all combinations of the
-table have as their best.
-
-Note: [Long steps are priced by their period]
-In the steady state of a pipeline every group of microbatches takes the same time. So the time of a step with many is
-that of one with a few, just enough to reach the steady state, and so many periods more. What a rank holds at most is
-reached there too, unless all of the head's weight gradients wait for the end. Other trials of long steps are priced so,
-and what is shown in the end is simulated in full.
+All combinations would be tens of thousands of plans. The rough model (`rough.py`) prices the combinations of what
+matters most: the order of microbatches and stages, and what gives time for memory. It prices them together, since an
+order that needs much memory may be the best one with a part recomputed. Plans that it finds promising are simulated,
+the most promising first, and each simulation corrects what the model says of plans like it. The best plans of three
+orders are then improved group by group; inside a group all combinations are tried. Where a value makes a step shorter
+but too large, or smaller but longer, it is tried again with other parts recomputed or other things shared out. What
+brought nothing goes back in the end. The number of simulations is bounded by the number of operations in a step, not by
+a clock: the same words find the same plan. Against all combinations of small recipes the search stays within 3 %
+(`tests/plan/test_search.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
-from hocket.config import Config, Strategy
-from hocket.plan.layer import MERGED
-from hocket.plan.ops import Layout, Recomputable, recomputable
+from hocket.config import Config
 from hocket.plan.schedule import Kind
-from hocket.plan.simulate import Costs
 from hocket.settings.leaves import changed, leaf
-from hocket.tune.balance import balanced
+from hocket.tune.candidates import GROUPS, ORDER, RELIEF, Changes, Choice, Known
 
-Changes = Mapping[str, Any]
-"""Settings, by dotted names, that a plan has otherwise than the one that the search began with."""
-
-BEAM = 2
-"""Orders of microbatches for which all other settings are tried."""
+BEAM = 3
+"""Orders, with their numbers of chunks, for which all other settings are tried."""
 WORTH = 1e-3
 """What a setting must gain to be changed, as a share of the step."""
+LEADS = 24
+"""Simulations that find these orders, at most."""
+_NEAR = 1.02
+"""The rough model may be off by so much of memory, and of time, after it was corrected."""
+_HOPED = 0.75
+"""What may be left of the memory beside a guess, as a share of the least that was seen."""
+_FAR = 1.15
+"""The same of time before."""
+SPEND = 2_000_000
+"""Operations that are simulated, at most, beside those of the plans that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,123 +52,32 @@ class Trial:
     """Seconds in which nothing runs, mean over ranks."""
     peak_bytes: int
     """The most that any rank holds at once."""
+    ops: int = 0
+    """Operations that were simulated for it."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A plan and what the rough model says of it."""
+
+    changes: Changes
+    seconds: float
+    nbytes: int
 
 
 class Price(Protocol):
-    """Tries a plan: builds it and asks the simulator."""
+    """Tries a plan."""
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
-        """None if the rules refuse these settings, or one of them would have no effect.
+        """What the simulator says. None if the rules refuse these settings, or one of them would have no effect.
 
         Without `whole` a long step may be priced by its period: see Note: [Long steps are priced by their period].
         """
         ...
 
-
-@dataclass(frozen=True)
-class Known:
-    """What values depend on beside the settings."""
-
-    costs: Costs
-    orders: tuple[str, ...] = ()
-    """Orders of a merged layer step that have no name."""
-    tight: bool = False
-    """Whether the plan that the search begins with does not fit: only then is time given for memory."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting that the search may change, and the values worth trying in a plan."""
-
-    setting: str
-    values: Callable[[Config, Known], Sequence[Any]]
-    instead: bool = False
-    """Whether these values are tried instead of the one that the setting has, where there are any."""
-
-
-def _orders(c: Config, known: Known) -> Sequence[str]:
-    """All but that which `auto` takes for one pipeline rank."""
-    usual = "1f1b" if c.plan.chunks == 1 else "interleaved"
-    return (usual, "sequential", "zb_h1", "zb_v", "merged_v") if c.mesh.pp > 1 else ()
-
-
-def _chunks(c: Config, known: Known) -> Sequence[int]:
-    """As many as can have equally many layers; all, if a rank's layers are not a whole number."""
-    per_rank, rest = divmod(c.model.layers, c.mesh.pp)
-    if c.mesh.pp == 1:
-        return ()
-    own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,), "merged_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
-    return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
-
-
-def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
-    """Where the layers of a plan are, as many per stage as `sizes` says, none for evenly many; None if that fails."""
-    stages = c.mesh.pp * c.plan.chunks
-    if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
-        return None
-    bounds = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.turning)
-
-
-def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
-    """So that ranks compute for equally long."""
-    layout = _layout(c, ())
-    return [balanced(layout, known.costs)] if layout else ()
-
-
-def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
-    """One layer from the last stage, which has the head too, to the first one of another rank, or the other way."""
-    layout = _layout(c, c.plan.split)
-    if layout is None:
-        return ()
-    sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))
-    last, _ = layout.owner(layout.stages - 1)
-    moved = [
-        (*sizes[:n], sizes[n] + count, *sizes[n + 1 : -1], sizes[-1] - count)
-        for n in range(layout.pp)
-        for count in (1, -1)
-        if layout.owner(n)[0] != last
-    ]
-    return [split for split in moved if min(split) > 0]
-
-
-def _groups(c: Config, known: Known) -> Sequence[int]:
-    """The smallest, and one so large that the hop around the ring has time."""
-    return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
-
-
-def _recomputed(c: Config, known: Known) -> Sequence[tuple[Recomputable, ...]]:
-    """Each part alone, and all."""
-    parts = recomputable(c.model.kinds()) if known.tight else ()
-    return ((), *((part,) for part in parts), parts) if parts else ()
-
-
-GROUPS: tuple[tuple[Choice, ...], ...] = (
-    (
-        Choice("plan.order", _orders),
-        Choice("overlap.ep.merge", lambda c, known: ("on", "off")),
-        Choice("plan.chunks", _chunks),
-        Choice("plan.layers_per_stage", _balanced, instead=True),
-    ),
-    (
-        Choice("plan.stride", lambda c, known: (2, 3)),
-        Choice("plan.group", _groups),
-    ),
-    (Choice("overlap.ep.merge_ends", lambda c, known: ("on", "off")),),
-    (Choice("plan.layers_per_stage", _splits),),
-    (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
-    (
-        Choice("overlap.defer_wgrad", lambda c, known: ("on", "off")),
-        Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
-        Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
-    ),
-    (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
-    (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
-    (Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),),
-    (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
-    (Choice("plan.recompute", _recomputed),),
-)
-"""What is searched, and beside what. See Note: [How the search goes]."""
+    def guess(self, changes: Changes) -> Guess | None:
+        """What the rough model says, or None likewise."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -188,25 +96,108 @@ class Search:
     def __init__(self, start: Config, known: Known, price: Price, cap: int = 0, fixed: Container[str] = ()) -> None:
         self._start, self._known = start, known
         self._price, self._cap = price, cap
-        self._groups = [[choice for choice in group if choice.setting not in fixed] for group in GROUPS]
+        self._groups = [self._open(group, fixed) for group in GROUPS]
+        self._order, self._relief = self._open(ORDER, fixed), self._open(RELIEF, fixed)
         self._trials: dict[tuple[bool, tuple[tuple[str, Any], ...]], Trial | None] = {}
+        self._corrections: dict[tuple[Any, ...], tuple[float, int]] = {}
+        """What was simulated of plans that are alike: seconds as a share of the guess, and bytes beside it."""
+        self._spent = 0
+
+    def _open(self, group: Sequence[Choice], fixed: Container[str]) -> list[Choice]:
+        return [choice for choice in group if choice.setting not in fixed]
 
     def run(self) -> Found:
         """Search. The same arguments find the same plan."""
-        first, *others = self._groups
-        shapes: dict[str, Trial] = {}
-        for trial in sorted(self._around(self._tried({}), first), key=self._rank):
-            shapes.setdefault(trial.changes.get("plan.order", ""), trial)
-        swept = (self._swept(trial, others) for trial in list(shapes.values())[:BEAM])
-        path = self._path(self._pruned(self._swept(min(swept, key=self._rank), self._groups)))
+        swept = [self._swept(trial) for trial in self._leads()]
+        path = self._path(self._pruned(self._swept(min(swept, key=self._rank))))
         end = min(range(len(path)), key=lambda n: self._rank(path[n]))
         path = path[: end + 1] if self._better(path[end], path[0]) else path[:1]
         return Found(path, self._lacks(path[-1]) == 0)
 
+    def _leads(self) -> list[Trial]:
+        """The best plans of the best orders, as far as simulations can tell that are worth it."""
+        start = self._tried({})
+        self._learn(start)
+        left = self._guesses()
+        best, tried = start, [start]
+        for _ in range(LEADS):
+            left.sort(key=self._promise)
+            if not left or not self._promising(left[0], best):
+                break
+            trial = self._try(left.pop(0).changes)
+            if trial is not None:
+                self._learn(trial)
+                tried.append(trial)
+                best = min(best, trial, key=self._rank)
+        leads: dict[tuple[Any, ...], Trial] = {}
+        for trial in sorted(tried, key=self._rank):
+            leads.setdefault(tuple(self._alike(trial.changes))[-1], trial)
+        return list(leads.values())[:BEAM]
+
+    def _guesses(self) -> list[Guess]:
+        """Orders with everything that gives time for memory, but for those that are far too long without it."""
+        plain: dict[str, Guess] = {}
+        for changes in self._combined({}, self._order):
+            guess = self._price.guess(changes)
+            if guess is not None:
+                plain[str(sorted(guess.changes.items()))] = guess
+        found, shortest = list[Guess](), float("inf")
+        for guess in sorted(plain.values(), key=lambda guess: guess.seconds):
+            if guess.seconds > _FAR * shortest:
+                break
+            for changes in self._combined(guess.changes, self._relief):
+                relieved = self._price.guess(changes)
+                if relieved is not None:
+                    found.append(relieved)
+                    if self._expected(relieved)[1] <= self._limit / _NEAR:
+                        shortest = min(shortest, relieved.seconds)
+        return found
+
+    @property
+    def _limit(self) -> float:
+        return self._cap or float("inf")
+
+    def _alike(self, changes: Changes) -> Iterator[tuple[Any, ...]]:
+        """Names for plans that are like one, the closest first."""
+        config = changed(self._start, changes)
+        order = config.plan.order, config.overlap.ep.merge, config.plan.chunks
+        yield (*order, config.plan.recompute, config.overlap.dp.strategy)
+        yield (*order, bool(config.plan.recompute))
+        yield order
+
+    def _learn(self, trial: Trial) -> None:
+        guess = self._price.guess(trial.changes)
+        if guess is not None:
+            for name in self._alike(trial.changes):
+                self._corrections[name] = trial.seconds / guess.seconds, trial.peak_bytes - guess.nbytes
+
+    def _expected(self, guess: Guess) -> tuple[float, int]:
+        """Seconds and bytes of a guess, corrected; of an order of which nothing is known yet, the best that may be."""
+        known = [self._corrections[name] for name in self._alike(guess.changes) if name in self._corrections]
+        if not known and self._corrections:
+            longer, more = (min(values) for values in zip(*self._corrections.values(), strict=True))
+            known = [(min(longer, 1.0), int(_HOPED * more))]
+        longer, more = known[0] if known else (1.0, 0)
+        return guess.seconds * longer, guess.nbytes + more
+
+    def _promise(self, guess: Guess) -> tuple[Any, ...]:
+        """The most promising guess has the smallest."""
+        seconds, nbytes = self._expected(guess)
+        lacks = max(0.0, nbytes - _NEAR * self._limit)
+        return lacks, seconds, nbytes, str(sorted(guess.changes.items()))
+
+    def _promising(self, guess: Guess, best: Trial) -> bool:
+        lacks, seconds, *_ = self._promise(guess)
+        lacking = self._lacks(best)
+        return lacks < lacking if lacking else lacks == 0 and seconds < best.seconds * _NEAR
+
     def _try(self, changes: Changes, whole: bool = False) -> Trial | None:
         key = (whole, tuple(sorted(changes.items())))
         if key not in self._trials:
-            self._trials[key] = self._price(changes, whole=whole)
+            if not whole and self._spent > SPEND:
+                return None
+            self._trials[key] = trial = self._price(changes, whole=whole)
+            self._spent += trial.ops if trial and not whole else 0
         return self._trials[key]
 
     def _tried(self, changes: Changes, whole: bool = False) -> Trial:
@@ -229,9 +220,9 @@ class Search:
         lacks, there = self._lacks(trial), self._lacks(than)
         return lacks < there or (lacks == there and trial.seconds < than.seconds * (1 - WORTH))
 
-    def _swept(self, trial: Trial, groups: Sequence[Sequence[Choice]]) -> Trial:
+    def _swept(self, trial: Trial) -> Trial:
         """A plan after what every group in turn makes of it. A group is tried again as long as it helps."""
-        for group in groups:
+        for group in self._groups[1:]:
             best = min(self._around(trial, group), key=self._rank)
             while self._better(best, trial):
                 trial, best = best, min(self._around(best, group), key=self._rank)
@@ -240,7 +231,49 @@ class Search:
     def _around(self, trial: Trial, group: Sequence[Choice]) -> Iterator[Trial]:
         """A plan, and those with any combination of a group's values in place of its own."""
         yield trial
+        relief = {choice.setting for choice in group} & {choice.setting for choice in RELIEF}
         for changes in self._combined(trial.changes, group):
+            if relief and not self._worth_trying(changes, trial):
+                continue
+            found = self._try(changes)
+            if found is not None:
+                yield found
+                if self._cap and not relief:
+                    yield from self._relieved(found, trial)
+
+    def _worth_trying(self, changes: Changes, than: Trial) -> bool:
+        """Whether the rough model leaves it open that a plan is better, for settings that it knows well."""
+        guess = self._price.guess(changes)
+        here = self._price.guess(than.changes)
+        if guess is None or here is None:
+            return guess is None
+        seconds, nbytes = self._beside(guess, than, here)
+        if self._lacks(than):
+            return nbytes < than.peak_bytes
+        return nbytes < _NEAR * self._limit and seconds < _NEAR * than.seconds
+
+    def _beside(self, guess: Guess, trial: Trial, here: Guess) -> tuple[float, int]:
+        """Seconds and bytes that a guess leads to expect, beside a trial of which there is one too."""
+        return trial.seconds * guess.seconds / here.seconds, trial.peak_bytes + guess.nbytes - here.nbytes
+
+    def _relieved(self, trial: Trial, than: Trial) -> Iterator[Trial]:
+        """A plan that is shorter and too large, or smaller and longer, than another one: with time for memory or back.
+
+        Of what may be better than that the two are tried that should be shortest.
+        """
+        faster, smaller = trial.seconds < than.seconds, trial.peak_bytes < than.peak_bytes
+        here = self._price.guess(trial.changes)
+        if here is None or faster == smaller or (faster and not self._lacks(trial)):
+            return
+        open_: list[tuple[float, int, Changes]] = []
+        for changes in self._combined(trial.changes, self._relief):
+            guess = self._price.guess(changes)
+            if guess is not None and changes != trial.changes:
+                open_.append((*self._beside(guess, trial, here), changes))
+        worth = than.seconds * (1 - WORTH)
+        room = _NEAR * self._limit
+        likely = [some for some in open_ if some[0] < worth and some[1] < room]
+        for _, _, changes in sorted(likely, key=lambda some: (*some[:2], str(some[2])))[:2]:
             found = self._try(changes)
             if found is not None:
                 yield found

@@ -6,7 +6,8 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import combinations, product
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from benchmarks.search_tables import errors_of_gains
 from benchmarks.tables import RESULTS
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
+from hocket.config import Strategy
 from hocket.plan.check import check
 from hocket.plan.cost import CostTable, Measurement, OpCost
 from hocket.plan.hardware import HARDWARE
@@ -27,10 +29,12 @@ from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
+from hocket.settings.leaves import changed
 from hocket.tune import best_plan
 from hocket.tune.balance import balanced
+from hocket.tune.candidates import GROUPS, Changes, Known
 from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds, step_seconds
-from hocket.tune.search import GROUPS, Changes, Known, Search, Trial, changed
+from hocket.tune.search import Guess, Search, Trial
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
 
@@ -143,6 +147,10 @@ class Toy:
 
     def __init__(self) -> None:
         self.asked = 0
+
+    def guess(self, changes: Changes) -> Guess | None:
+        trial = self(changes, whole=False)
+        return trial and Guess(changes, trial.seconds, trial.peak_bytes)
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         self.asked += 1
@@ -347,3 +355,35 @@ def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
         found = best_plan.search(capped).found
         assert found.fits
         assert bool(found.path[-1].changes) == expected
+
+
+SEARCHED = (
+    "plan.order",
+    "overlap.ep.merge",
+    "plan.chunks",
+    "plan.recompute",
+    "overlap.dp.strategy",
+    "overlap.dp.prefetch",
+)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.05, 0.85, 0.7, 0.6])
+def test_the_search_comes_close_to_all_combinations(share: float) -> None:
+    """Of what decides about memory and time, under caps down to little more than half of what the plan needs."""
+    wanted = task("tiny", *SMALL, "--train.sequences", "32")
+    start = best_plan.Pricer(wanted)({}, whole=True)
+    assert start is not None
+    fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting not in SEARCHED}
+    wanted = replace(wanted, cap=int(share * start.peak_bytes), origins={**wanted.origins, **fixed})
+    found = best_plan.search(wanted).found
+    price, best = best_plan.Pricer(wanted), float("inf")
+    values = product(
+        ("1f1b", "interleaved", "sequential", "zb_h1", "zb_v", "merged_v"), ("on", "off"), (1, 2),
+        (c for n in range(4) for c in combinations(("attn", "experts", "mlp"), n)), get_args(Strategy), (0, 2),
+    )  # fmt: skip
+    for some in values:
+        trial = price(dict(zip(SEARCHED, some, strict=True)), whole=False)
+        if trial is not None and (not share or trial.peak_bytes <= wanted.cap):
+            best = min(best, trial.seconds)
+    assert found.fits == (best < float("inf"))
+    assert not found.fits or found.path[-1].seconds <= 1.03 * best

@@ -1,0 +1,129 @@
+"""What the search may change, and the values worth trying in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+from typing import Any, get_args
+
+from hocket.config import Config, Strategy
+from hocket.plan.layer import MERGED
+from hocket.plan.ops import Layout, Recomputable, recomputable
+from hocket.plan.simulate import Costs
+from hocket.tune.balance import balanced
+
+Changes = Mapping[str, Any]
+"""Settings, by dotted names, that a plan has otherwise than the one that the search began with."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What values depend on beside the settings."""
+
+    costs: Costs
+    orders: tuple[str, ...] = ()
+    """Orders of a merged layer step that have no name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the search may change, and the values worth trying in a plan."""
+
+    setting: str
+    values: Callable[[Config, Known], Sequence[Any]]
+    instead: bool = False
+    """Whether these values are tried instead of the one that the setting has, where there are any."""
+
+
+def _orders(c: Config, known: Known) -> Sequence[str]:
+    """All but that which `auto` takes for one pipeline rank."""
+    usual = "1f1b" if c.plan.chunks == 1 else "interleaved"
+    return (usual, "sequential", "zb_h1", "zb_v", "merged_v") if c.mesh.pp > 1 else ()
+
+
+def _chunks(c: Config, known: Known) -> Sequence[int]:
+    """As many as can have equally many layers; all, if a rank's layers are not a whole number."""
+    per_rank, rest = divmod(c.model.layers, c.mesh.pp)
+    if c.mesh.pp == 1:
+        return ()
+    own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,), "merged_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
+    return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
+
+
+def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
+    """Where the layers of a plan are, as many per stage as `sizes` says, none for evenly many; None if that fails."""
+    stages = c.mesh.pp * c.plan.chunks
+    if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
+        return None
+    bounds = tuple(accumulate(sizes, initial=0)) if sizes else ()
+    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.turning)
+
+
+def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
+    """So that ranks compute for equally long."""
+    layout = _layout(c, ())
+    return [balanced(layout, known.costs)] if layout else ()
+
+
+def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
+    """Even stages, and one layer from the last stage, which has the head, to the first of another rank, or back."""
+    layout = _layout(c, c.plan.split)
+    if layout is None:
+        return ()
+    sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))
+    last, _ = layout.owner(layout.stages - 1)
+    moved = [
+        (*sizes[:n], sizes[n] + count, *sizes[n + 1 : -1], sizes[-1] - count)
+        for n in range(layout.pp)
+        for count in (1, -1)
+        if layout.owner(n)[0] != last
+    ]
+    return [(), *(split for split in moved if min(split) > 0)]
+
+
+def _groups(c: Config, known: Known) -> Sequence[int]:
+    """The smallest, and one so large that the hop around the ring has time."""
+    return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
+
+
+def recomputed(c: Config) -> tuple[tuple[Recomputable, ...], ...]:
+    """Every set of parts, the smaller ones first."""
+    parts = recomputable(c.model.kinds())
+    return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
+
+
+ORDER: tuple[Choice, ...] = (
+    Choice("plan.order", _orders),
+    Choice("overlap.ep.merge", lambda c, known: ("on", "off")),
+    Choice("plan.chunks", _chunks),
+    Choice("plan.layers_per_stage", _balanced, instead=True),
+)
+"""Which microbatch runs when, and where."""
+
+RELIEF: tuple[Choice, ...] = (
+    Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),
+    Choice("plan.recompute", lambda c, known: recomputed(c)),
+)
+"""What gives time for memory, or memory for time."""
+
+GROUPS: tuple[tuple[Choice, ...], ...] = (
+    ORDER,
+    RELIEF,
+    (
+        Choice("plan.stride", lambda c, known: (2, 3)),
+        Choice("plan.group", _groups),
+        Choice("overlap.ep.merge_ends", lambda c, known: ("on", "off")),
+    ),
+    (
+        Choice("overlap.defer_wgrad", lambda c, known: ("on", "off")),
+        Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
+        Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
+    ),
+    (Choice("plan.layers_per_stage", _splits),),
+    (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
+    (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
+    (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
+    (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
+)
+"""What is searched, and beside what, the most important first. See Note: [How the search goes]."""
