@@ -25,6 +25,7 @@ from hocket.settings.decision import Choice, Decision
 from hocket.settings.deferral_choice import DEFERRAL, choose_deferral
 from hocket.settings.effects import effect_of
 from hocket.settings.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
+from hocket.settings.hardware_choice import choose_hardware
 from hocket.settings.hop_choice import choose_lane, stride_remark
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.network_choice import choose_network
@@ -87,6 +88,7 @@ def resolve(
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
+    settled = _add(settled, decisions, choose_hardware(settled, host, origins))
     settled = _add(settled, decisions, choose_network(settled, host))
     settled = _add(settled, decisions, choose_tensor(settled, host))
     open_ = {decision.setting for decision in decisions}

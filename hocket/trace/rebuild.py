@@ -33,7 +33,7 @@ _LATER: dict[str, Any] = {
     "model.routing": "learnt",
     "plan.recompute": (),
     "data.packing": "off",
-    **{name: "auto" for name in types() if name.startswith("network.")},
+    **{name: "auto" for name in types() if name.startswith(("network.", "hardware."))},
     **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
 }
 """Settings that came after the first traces, and what runs did before there was a choice."""
@@ -138,6 +138,7 @@ def _of_today(stored: Any) -> Any:
     there = flat(tree)
     later = {**_LATER, "precision.wire": there.get("precision.compute")}
     tree.setdefault("network", {})
+    tree.setdefault("hardware", {})
     for setting in types():
         default = leaf(DEFAULTS, setting)  # of a section that came later; what is automatic now was something then
         if setting not in there and isinstance(tree.get(setting.split(".")[0]), Mapping):
