@@ -44,7 +44,7 @@ def predicted(result: Result) -> str:
     for name, changes in CONTENDERS.items():
         options, origins = parse(Plan, "plan", shlex.split(" ".join([*words_of, changes])))
         settings = resolve_for_plan(options.config, origins)
-        hardware = dataclasses.replace(hardware_of(settings, options.hardware), formulas=STOCK)
+        hardware = dataclasses.replace(hardware_of(settings), formulas=STOCK)
         timeline = predict(settings, program_of(settings), hardware)
         step, use = float(timeline.makespan), timeline.ranks[0]
         measured = found[name]["seconds"]

@@ -51,7 +51,7 @@ from benchmarks.sharding_tables import (
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
-from hocket.plan.hardware import HARDWARE
+from hocket.gpus import peak_flops
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
@@ -75,7 +75,7 @@ PICTURES = {
 
 
 def step_time(result: Result) -> str:
-    peak = next(hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in result["hardware"])
+    peak = peak_flops(result["hardware"])
     rows = []
     for name, row in result["contenders"].items():
         flops = row["tflops_per_gpu"]
@@ -293,7 +293,7 @@ def planned(words: str) -> tuple[Program, Timeline, str]:
     """The program, prediction and report of `hocket plan WORDS`."""
     options, origins = parse(Plan, "plan", shlex.split(words))
     settings = resolve_for_plan(options.config, origins)
-    program, hardware = program_of(settings), hardware_of(settings, options.hardware)
+    program, hardware = program_of(settings), hardware_of(settings)
     return program, predict(settings, program, hardware), report(settings, hardware, WIDTH, options.ops)
 
 

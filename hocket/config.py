@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from hocket.gpus import GpuName
 from hocket.variables import Policy
 
 Switch = Literal["auto", "on", "off"]
@@ -158,6 +159,18 @@ class MeshConfig:
     def members(self, purpose: Purpose) -> int:
         """Ranks of one group."""
         return math.prod(count for count, _ in self.grid(purpose)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """What computes, for predictions and for what is chosen by them."""
+
+    gpu: Literal["auto", "laptop", GpuName] = "auto"
+    """Whose rates, links and memory count. auto is the GPU that the driver names on this host, h200 where there is
+    none, and laptop for fp32."""
+    measured: str = "auto"
+    """File that hocket doctor --measure wrote: its rates take the place of the table's. auto is the one that was kept
+    for the GPUs of this host, if all ranks are on it; off is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +457,8 @@ class Config:
     """Sizes of the model."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Arrangement of the ranks."""
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """What computes."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """What lies between hosts."""
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -13,8 +13,10 @@ import random
 import re
 import runpy
 import socket
+import subprocess
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from hocket.config import Config
@@ -185,6 +187,9 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
     return Host(
         gpus=found.count,
         gpu=found.name,
+        kinds=found.kinds,
+        processors=found.processors,
+        capability=found.capability,
         memory=found.memory,
         cores=cores(),
         workers=worker.world if worker else 0,
@@ -204,6 +209,12 @@ class Gpus:
     count: int = 0
     name: str = ""
     """Of the first one."""
+    kinds: tuple[str, ...] = ()
+    """Names of the different ones."""
+    processors: int = 0
+    """Of the first one."""
+    capability: tuple[int, int] = (0, 0)
+    """The same."""
     memory: int = 0
     """Bytes of the smallest."""
     no_copy_engine: str = ""
@@ -232,7 +243,26 @@ def find_gpus() -> Gpus:
     with os.fdopen(read) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    return Gpus(**json.loads(text)) if text else Gpus()
+    if not text:
+        return Gpus()
+    fields = json.loads(text)
+    major, minor = fields.pop("capability")
+    return Gpus(kinds=tuple(fields.pop("kinds")), capability=(major, minor), **fields)
+
+
+TOOL_LIMIT = 20.0
+"""Seconds for the driver's tool to answer."""
+
+
+@cache
+def driver_names() -> tuple[str, ...]:
+    """Names of the different GPUs that the driver lists, without torch; empty where there is no `nvidia-smi`."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(dict.fromkeys(ended.stdout.splitlines())) if ended.returncode == 0 else ()
 
 
 def _look() -> Gpus:
@@ -244,10 +274,14 @@ def _look() -> Gpus:
     count = torch.cuda.device_count()
     if not count:
         return Gpus()
+    every = [torch.cuda.get_device_properties(i) for i in range(count)]
     return Gpus(
         count=count,
         name=torch.cuda.get_device_name(0),
-        memory=min(torch.cuda.get_device_properties(i).total_memory for i in range(count)),
+        kinds=tuple(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))),
+        processors=every[0].multi_processor_count,
+        capability=torch.cuda.get_device_capability(0),
+        memory=min(each.total_memory for each in every),
         no_copy_engine=copy_engine.problem(),
         no_peer_memory=reach.unreachable(),
     )

@@ -20,6 +20,7 @@ from hocket.plan.text import to_text
 from hocket.plan.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
+from hocket.settings.hardware_choice import GPU
 
 
 def program_of(settings: Settings) -> Program:
@@ -86,7 +87,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         *_heading(settings, program),
         "",
         f"PREDICTED STEP  on {hardware.name}, {settings.precision.compute}"
-        + (", with measured costs" if measured else ""),
+        + (", with measured costs" if measured else ("; " + told if (told := rates(settings, hardware)) else "")),
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
@@ -101,13 +102,25 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
     return "\n".join(parts)
 
 
+def rates(settings: Settings, hardware: Hardware) -> str:
+    """Where rates come from; empty if a choice says it."""
+    told = any(decision.setting == GPU and decision.chosen for decision in settings.decisions)
+    return "" if told else f"rates {hardware.origin}"
+
+
 def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None = None) -> dict[str, Any]:
     """The same for machines, without pictures and without the program's ops."""
     program = program_of(settings)
     timeline = predict(settings, program, hardware, measured)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     numbers = summary(timeline, program)
-    found = {"recipe": settings.run.name, "hardware": hardware.name, "choices": choices, "predicted": numbers}
+    found = {
+        "recipe": settings.run.name,
+        "hardware": hardware.name,
+        "rates": hardware.origin,
+        "choices": choices,
+        "predicted": numbers,
+    }
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     if wide := network(settings, busy, float(timeline.makespan)):
         found["network"] = wide

@@ -22,6 +22,7 @@ from hocket.plan.without_collector import without_collector
 from hocket.problems import stop_if
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.effects import effect_of
+from hocket.settings.hardware_choice import choose_hardware
 from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
@@ -88,6 +89,7 @@ def resolve(
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
+    settled = _add(settled, decisions, choose_hardware(settled, host, origins))
     settled = _add(settled, decisions, choose_network(settled, host))
     settled = _add(settled, decisions, choose_tensor(settled, host))
     open_ = {decision.setting for decision in decisions}

@@ -76,7 +76,7 @@ def plain_step(weights: dict[str, Tensor], microbatches: list[list[Batch]], eps:
         xs = [F.embedding(one.ids, w["embed.weight"]) for one in given]
         for n in range(8):
             own = [F.linear(x, w[f"layers.{n}.inner"]) for x in xs]
-            mean = sum(one / len(own) for one in own)
+            mean = torch.stack([one / len(own) for one in own]).sum(0)
             xs = [x + F.linear(mean, w[f"layers.{n}.outer"]) for x in xs]
         heads = [F.rms_norm(x, x.shape[-1:], w["head.norm"], eps) for x in xs]
         logits = [F.linear(h, w["head.weight"]).flatten(0, 1) for h in heads]

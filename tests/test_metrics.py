@@ -15,12 +15,13 @@ import pytest
 from rich.console import Console
 
 from hocket.config import TrainConfig
+from hocket.gpus import peak_flops
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.train.metrics import REMARKS, Metrics, StepRecord, peak_flops
+from hocket.train.metrics import REMARKS, Metrics, StepRecord
 from hocket.train.schedule import learning_rate
 from tests.helpers.ranks import run_ranks
 

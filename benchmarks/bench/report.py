@@ -14,7 +14,7 @@ from benchmarks.bench.measure import Block
 from benchmarks.bench.stats import Ratio, noise, off_clock, ratio
 from benchmarks.bench.workload import Workload
 from hocket.config import Config
-from hocket.plan.hardware import HARDWARE
+from hocket.gpus import peak_flops
 from hocket_trace.columns import counted
 
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
@@ -70,7 +70,7 @@ class Measured:
 
     def mfu(self, name: str) -> float | None:
         """Share of the peak; None where one of them is not known."""
-        peak = next((hw.peak_flops for hw in HARDWARE.values() if hw.name.upper() in self.hardware.upper()), None)
+        peak = peak_flops(self.hardware)
         flops = self.tflops(name) if self.workload.config.precision.compute == "bf16" else None
         return 1e12 * flops / peak if flops and peak else None
 

@@ -121,5 +121,6 @@ def with_probe(found: Explanation, settings: Settings) -> Explanation:
     asked = request(settings, gpus)
     measured = start.run(asked, os.environ)
     where = f"{asked.world} x {name}" if gpus else f"{asked.world} processes on the CPU"
-    kind = hardware_for(asked).name
-    return replace(found, probed=beside(asked, measured), probed_on=f"{where}, {asked.transport}; predicted for {kind}")
+    hardware = hardware_for(asked, settings, name)
+    on = f"{where}, {asked.transport}; predicted for {hardware.name}"
+    return replace(found, probed=beside(measured, hardware), probed_on=on)

@@ -6,13 +6,14 @@ import json as json_module
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
+from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 class Plan(RecipeOptions):
     """Show the step that a recipe would run: choices, predicted timeline and memory, and the program."""
 
-    hardware: Literal["auto", "h200", "laptop"] = "auto"
-    """What to predict for; auto takes laptop for fp32 and h200 for bf16."""
     ops: int = 40
     """Lines of the program to print; -1 prints all."""
     json: bool = False
@@ -70,9 +69,9 @@ def run(words: list[str]) -> int:
         print(text)
         return 0 if fits else 1
     settings = resolve_for_plan(options.config, origins)
-    hardware = hardware_of(settings, options.hardware)
+    hardware = hardware_of(settings)
     measured = costs_from(settings, options.from_, options.null_from, origins)
-    if measured or hardware != hardware_of(settings):
+    if measured:
         settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
     assert_valid(planning.program_of(settings))
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
@@ -90,7 +89,7 @@ def run(words: list[str]) -> int:
 def task_of(options: Plan, origins: dict[str, str]) -> best_plan.Task:
     """What `--search` looks for."""
     settings = resolve_for_plan(options.config, origins)
-    hardware = hardware_of(settings, options.hardware)
+    hardware = hardware_of(settings)
     return best_plan.Task(
         config=options.config,
         origins=origins,
@@ -153,6 +152,6 @@ def resolve_for_plan(
 ) -> Settings:
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
-    A plan can be looked at anywhere, so the GPUs of the run are taken for granted.
+    A plan can be looked at anywhere, so the GPUs of the run are taken for granted: of the kind that this machine has.
     """
-    return resolve(config, host_for_plan(config), origins, price, remarks)
+    return resolve(config, host_for_plan(config, driver_names()), origins, price, remarks)

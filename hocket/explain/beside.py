@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hocket.explain.explanation import Predicted, Probed, Times
-from hocket.plan.hardware import HARDWARE, Hardware
+from hocket.gpus import GPUS, gpu_named
+from hocket.plan.hardware import HARDWARE, LAPTOP, Hardware
+from hocket.plan.network import on_one_host
 from hocket.plan.schedule import KINDS, CostKey, Kind
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
@@ -76,9 +78,8 @@ def request(settings: Settings, gpus: int) -> Request:
     )
 
 
-def beside(request: Request, measured: Measured) -> tuple[Probed, ...]:
+def beside(measured: Measured, hardware: Hardware) -> tuple[Probed, ...]:
     """Everything that was measured, with what the cost model says of it."""
-    hardware = hardware_for(request)
     rows = [
         Probed(
             what=f"product {m} x {k} x {n}",
@@ -94,9 +95,12 @@ def beside(request: Request, measured: Measured) -> tuple[Probed, ...]:
     return tuple(rows)
 
 
-def hardware_for(request: Request) -> Hardware:
-    """What the cost model takes such a host for."""
-    return HARDWARE["h200" if request.device == "cuda" else "laptop"]
+def hardware_for(request: Request, settings: Settings, gpu: str) -> Hardware:
+    """What the cost model takes the ranks of a measurement for. `gpu` is the device's name."""
+    if request.device == "cpu":
+        return LAPTOP
+    priced = on_one_host(settings)
+    return priced if priced.name in GPUS else HARDWARE[gpu_named(gpu) or "h200"]
 
 
 def _products(s: Settings) -> tuple[Product, ...]:

@@ -20,7 +20,7 @@ from hocket.plan.ops import Program
 from hocket.plan.schedule import KIND_OF
 from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
-from hocket.planning import adapter_seconds, network, predict, program_of
+from hocket.planning import adapter_seconds, network, predict, program_of, rates
 from hocket.resolve import Settings
 from hocket.tune.best_plan import steady
 
@@ -54,7 +54,8 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     per_microbatch = sum(OPS_PER_LAYER[kind] for kind in settings.model.kinds())
     if count * per_microbatch <= MOST_OPS:
         step = _step(settings, hardware, count)
-        return replace(_predicted(hardware, step), note=network(settings, step.adapter, step.seconds)), step
+        told = filter(None, [rates(settings, hardware), network(settings, step.adapter, step.seconds)])
+        return replace(_predicted(hardware, step), note="; ".join(told)), step
     few, more = steady(settings)
     if more * per_microbatch > MOST_OPS or more >= count:
         note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
@@ -62,7 +63,7 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     short, long = _step(settings, hardware, few), _step(settings, hardware, more)
     whole = _continued(short, long, (count - few) / (more - few))
     how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, network(settings, whole.adapter, whole.seconds)]
+    notes = [how, rates(settings, hardware), network(settings, whole.adapter, whole.seconds)]
     return replace(_predicted(hardware, whole), note="; ".join(filter(None, notes))), long
 
 

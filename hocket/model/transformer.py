@@ -90,9 +90,9 @@ class Chunk(nn.Module):
             assert self.embed is not None, "a tied head and the embedding share a chunk"
             self.head.weight = self.embed.weight
 
-    def layer(self, number: int) -> nn.Module:
+    def layer(self, number: int) -> Layer:
         """The layer of a global number."""
-        return self.layers[str(number)]
+        return self.layers[str(number)]  # pyrefly: ignore[bad-return]
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Hidden states [B, S, D] after this chunk's layers, of token ids if it is the first. All experts are here."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hocket.config import Purpose
+from hocket.gpus import GPUS, GpuName
 from hocket.plan.formulas import FUSED, STOCK, Formulas
 from hocket.plan.schedule import Kind
 
@@ -26,6 +27,8 @@ class Hardware:
     """Rates that one rank reaches on layer-sized work, per second, and the links between ranks."""
 
     name: str
+    origin: str
+    """Where its figures come from, in words."""
     peak_flops: float
     """Data-sheet rate of dense matmuls: the denominator of MFU."""
     gemm_flops: float
@@ -79,7 +82,8 @@ KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
 
 H200 = Hardware(
     name="h200",
-    peak_flops=989.4e12,
+    origin="measured on a host of eight",
+    peak_flops=GPUS["h200"].flops,
     gemm_flops=930e12,
     attention_fwd_flops=700e12,
     attention_bwd_flops=595e12,
@@ -94,7 +98,7 @@ H200 = Hardware(
     },
     gap=20e-6,
     routing=100e-6,
-    clock=1.98e9,
+    clock=GPUS["h200"].full_clock,
     power=1.375e33,
     beside_kernels=0.42,
     beside_copies=0.19,
@@ -102,7 +106,7 @@ H200 = Hardware(
     counts=0.3e-3,
     memory=139 * 2**30,
     copies=Link(18e-6, 400e9),
-    processors=132,
+    processors=GPUS["h200"].processors,
     wave_flops=730e12,
     formulas=FUSED,
 )
@@ -125,6 +129,7 @@ beside their products; `wave_flops` is the median of what products alone reach t
 
 LAPTOP = Hardware(
     name="laptop",
+    origin="measured on two CPU cores",
     peak_flops=50e9,
     gemm_flops=50e9,
     attention_fwd_flops=25e9,
@@ -138,4 +143,56 @@ LAPTOP = Hardware(
 """One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
 matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. There is no data sheet, so MFU is relative to the matmul rate."""
 
-HARDWARE: Mapping[str, Hardware] = {"h200": H200, "laptop": LAPTOP}
+SCALED = "scaled from its data sheet by what an H200 reaches of its own"
+"""Of every GPU but the H200.
+
+Note: [Scaled from the data sheet]
+The H200 and the laptop were measured. All other GPUs are the H200 with figures of their data sheets (`gpus.py`):
+
+    matmuls, attention    the H200's share of what processors can do at the full clock
+    power                 the H200's share of the data sheet's clock, under a load of matmuls alone
+    memory                the H200's share of bandwidth and of bytes
+    links                 the H200's share of one direction; without a switch, that to one peer for hops and copies
+    all else              as on the H200: latencies, gaps, the host's time, contention
+
+Kernels, attention and libraries of other architectures reach other shares, so these are guesses until somebody
+measures: `hocket doctor --measure` (`measured_hardware.py`)."""
+
+
+def scaled(name: GpuName) -> Hardware:
+    """A GPU that nobody has measured here. See Note: [Scaled from the data sheet]."""
+    gpu, base = GPUS[name], GPUS["h200"]
+    cycles = gpu.processors * gpu.cycle / (base.processors * base.cycle)
+    rate = cycles * gpu.full_clock / base.full_clock
+    memory = gpu.memory_bandwidth / base.memory_bandwidth
+    links = {kind: _scaled_link(link, gpu.link / base.link) for kind, link in H200.links.items()}
+    links["pp"] = _scaled_link(H200.links["pp"], (gpu.pair or gpu.link) / base.link)
+    return replace(
+        H200,
+        name=name,
+        origin=SCALED,
+        peak_flops=gpu.flops,
+        gemm_flops=rate * H200.gemm_flops,
+        attention_fwd_flops=rate * H200.attention_fwd_flops,
+        attention_bwd_flops=rate * H200.attention_bwd_flops,
+        wave_flops=rate * H200.wave_flops,
+        memory_bandwidth=memory * H200.memory_bandwidth,
+        kernel_bandwidth=memory * H200.kernel_bandwidth,
+        links=links,
+        copies=_scaled_link(H200.copies, (gpu.pair or gpu.link) / base.link),
+        clock=gpu.full_clock,
+        power=H200.power * gpu.flops / base.flops * (gpu.sheet_clock / base.sheet_clock) ** 2,
+        memory=gpu.memory * H200.memory // base.memory,
+        processors=gpu.processors,
+    )
+
+
+def _scaled_link(link: Link, factor: float) -> Link:
+    return Link(link.latency, factor * link.bandwidth)
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    **{name: H200 if name == "h200" else scaled(name) for name in GPUS},
+    "laptop": LAPTOP,
+}
+"""What plans and predictions can be for, by the values of `hardware.gpu`."""

@@ -36,6 +36,7 @@ from functools import cache
 
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.plan.hardware import HARDWARE, Hardware, Link
+from hocket.plan.measured_hardware import read
 from hocket.plan.mesh import PURPOSES, sums
 from hocket.sizes import parse_rate, parse_time
 
@@ -99,11 +100,19 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
     return replace(hardware, links={**hardware.links, **links}, copies=copies)
 
 
-def hardware_of(config: Config, name: str = "auto") -> Hardware:
-    """The hardware to predict for, as named, or what fits the dtype of the run; with the links between its hosts."""
+def hardware_of(config: Config) -> Hardware:
+    """The hardware to predict for, with the links between its hosts."""
+    return on_hosts(on_one_host(config), config)
+
+
+def on_one_host(config: Config) -> Hardware:
+    """The same with the links of one host. While `hardware.gpu` is open it is what fits the dtype of the run."""
+    name, measured = config.hardware.gpu, config.hardware.measured
+    if measured not in ("auto", "off"):
+        return read(measured).applied(measured)
     if name == "auto":
         name = "laptop" if config.precision.compute == "fp32" else "h200"
-    return on_hosts(HARDWARE[name], config)
+    return HARDWARE[name]
 
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:

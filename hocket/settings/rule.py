@@ -17,6 +17,12 @@ class Host:
     """GPUs of this host that torch can use."""
     gpu: str = ""
     """Name of the first of them."""
+    kinds: tuple[str, ...] = ()
+    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if nobody asked."""
+    processors: int = 0
+    """Processors of the first of them; 0 means not known."""
+    capability: tuple[int, int] = (0, 0)
+    """Its compute capability; 0.0 means not known."""
     memory: int = 0
     """Bytes of its memory; 0 means not known."""
     cores: int = 1

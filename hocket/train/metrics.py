@@ -20,17 +20,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, TrainConfig
 from hocket.explain.record import FILE
+from hocket.gpus import peak_flops
 from hocket.plan.cost import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.settings.leaves import problem
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
 from hocket_trace.columns import counted
-
-PEAK: Mapping[str, float] = {
-    "A100": 312e12, "H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12, "B200": 2250e12,
-}  # fmt: skip
-"""Dense bf16 FLOP/s by GPU, from data sheets (without the factor 2 of sparsity). The longest name that fits counts."""
 
 REMARKS = 4
 """How many settings that do not do what was asked are told of when a run begins."""
@@ -235,12 +231,6 @@ class Metrics:
         run, origins = self.settings.run, self.settings.origins
         reason, fix = f"{self.path} cannot be written: {why}", "make room there, or make it writable"
         return problem("run.folder", run.folder, origins, reason, fix)
-
-
-def peak_flops(gpu: str) -> float:
-    """Dense bf16 FLOP/s of a GPU by its name; 0 if it is not in the table."""
-    known = [name for name in PEAK if name in gpu]
-    return PEAK[max(known, key=len)] if known else 0.0
 
 
 def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:

@@ -75,7 +75,7 @@ class Rough:
             held += costs.table["add", unit, kind].grad_bytes if self._sharding.adds_up(unit) else 0
         return held + count * sum(chunks) // len(chunks)
 
-    def _seconds(self, verb: Verb, part: Part, layer: int = -1) -> float:
+    def _seconds(self, verb: Verb, part: str, layer: int = -1) -> float:
         return float(self._costs.seconds(0, Op(verb, part, 0, 0, layer)))
 
     def _layer(self, verb: Verb, layer: int) -> Block:

@@ -122,8 +122,7 @@ def test_a_cpu_probes_the_sizes_of_a_large_model_only_in_part() -> None:
 
 
 def test_measured_times_stand_beside_those_of_the_cost_model() -> None:
-    what = Request(world=2, products=((100, 100, 100),), transfers=(("a2a", 7 << 20),))
-    rows = beside(what, Measured(products={(100, 100, 100): 0.5}, transfers={("a2a", 7 << 20): 0.25}))
+    rows = beside(Measured(products={(100, 100, 100): 0.5}, transfers={("a2a", 7 << 20): 0.25}), HARDWARE["laptop"])
     link = HARDWARE["laptop"].links["a2a"]
     assert [(row.what, row.measured) for row in rows] == [("product 100 x 100 x 100", 0.5), ("a2a 7.00 MiB", 0.25)]
     assert rows[0].predicted == pytest.approx(2e6 / HARDWARE["laptop"].gemm_flops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -239,9 +240,10 @@ def test_parts_that_do_not_fit_together_are_refused(parts: tuple[Part, ...], mes
         ({"reads": ("input", "input")}, "must differ"),
     ],
 )
-def test_a_part_that_contradicts_itself_is_refused(fields: dict, message: str) -> None:
+def test_a_part_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Part(**{"name": "one", "letter": "a", **fields})
+        given: dict[str, Any] = {"name": "one", "letter": "a", **fields}
+        Part(**given)
 
 
 def test_kinds_of_one_layout_agree() -> None:
