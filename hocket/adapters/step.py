@@ -48,7 +48,7 @@ class PlannedStep:
 
     def __init__(self, engine: Engine, cut: Cut, settings: Settings, price: Price) -> None:
         self.engine, self.settings = engine, settings
-        self._cut, self._price = cut, price
+        self.cut, self._price = cut, price
 
     def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
         """Train on this data-parallel rank's part of a batch: one optimizer step.
@@ -86,7 +86,7 @@ class PlannedStep:
         for unit in self.engine.sharded.units.values():
             for piece in unit.pieces():
                 pieces.setdefault(piece.name, []).append(piece)
-        for name, param in self._cut.params.items():
+        for name, param in self.cut.params.items():
             whole = torch.empty(param.numel())
             for lo in range(0, param.numel(), _PIECE):
                 hi = min(lo + _PIECE, param.numel())
@@ -98,7 +98,7 @@ class PlannedStep:
                         part[first - lo : last - lo] = piece.main[first - piece.lo : last - piece.lo]
                 control.all_reduce(part, "max").wait()
                 whole[lo:hi] = part.cpu()
-            yield self._cut.theirs[name], whole.view(param.shape)
+            yield self.cut.theirs[name], whole.view(param.shape)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of `named_weights`. A whole model in fp32 on each rank."""

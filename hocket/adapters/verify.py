@@ -8,14 +8,14 @@ does one thing more fails here, by name, not in a loss curve.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
-from hocket.adapters.cut import Cut, refuse
+from hocket.adapters.cut import ELSE, Cut, refuse
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.moe import ONLY
 from hocket.parallel.dispatch import exchange_counts
@@ -110,7 +110,7 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             top_k, found = _routed(cut, layer, x_BSD, context, params)
         else:
             parts = DenseParts(layer, lambda _: context)
-            found = _with_gradients(lambda x: parts.forward_mlp(parts.forward_attn(x)), x_BSD, params)
+            found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
     except (RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
     for what, expected in wanted.items():
@@ -118,8 +118,16 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             raise refuse(
                 model,
                 f"the pieces of layer {number}, {name}, do not compute what its forward does: the {what} differs",
+                f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
             )
     return top_k
+
+
+def _first(attention: Callable[[Tensor], Any], x_BSD: Tensor) -> Any:
+    """The first piece, of these hidden states and then of others: a plan comes to the next piece later."""
+    found = attention(x_BSD)
+    attention(x_BSD.detach().flip(0))
+    return found
 
 
 def _whole(layer: Any, x_BSD: Tensor, context: Any) -> Tensor:
@@ -134,7 +142,7 @@ def _routed(
     parts, seen = ExpertParts(layer, lambda _: context, cut.experts, ONLY), [0]
 
     def forward(x: Tensor) -> Tensor:
-        rows, residual, other, probs, routing = parts.forward_attn(x)
+        rows, residual, other, probs, routing = _first(parts.forward_attn, x)
         tokens = x.shape[0] * x.shape[1]
         if routing.tokens != tokens or rows.dim() != 2 or residual.shape != x.shape:
             raise ValueError(f"route returns {routing.tokens} tokens' ids and keeps {tuple(residual.shape)}")

@@ -51,7 +51,9 @@ class StandIn(nn.Parameter):
             return _with_value(func, args, kwargs)
 
 
-def grouped_linear(x_RD: Tensor, p: Tensor, ends_E: Tensor, bias_EF: Tensor | None, transposed: bool) -> Tensor:
+def grouped_linear(
+    x_RD: Tensor, p: Tensor, ends_E: Tensor, bias_EF: Tensor | None = None, transposed: bool = False
+) -> Tensor:
     """One product per expert on rows in the order of experts, [R, F], of weights [E, F, D], or `transposed` [E, D, F].
 
     `ends` is where each expert's rows end, int32. Parameters may be ordinary ones.
