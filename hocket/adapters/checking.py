@@ -73,7 +73,9 @@ def check_layer(
             found = gradients(_planned(model, shape, count), [ranks[0] for ranks in batches])
         else:
             found = _on_ranks(model, shape, batches)
-        _compare(found, _plain(model, batches), tolerance if with_experts else 0.0, f"on {count} rank{'s'[: count - 1]}")
+        _compare(
+            found, _plain(model, batches), tolerance if with_experts else 0.0, f"on {count} rank{'s'[: count - 1]}"
+        )
 
 
 Batch = tuple[Tensor, Tensor]

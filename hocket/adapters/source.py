@@ -14,6 +14,7 @@ from hocket.adapters.layer import ExpertLayer
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.runtime.standin import StandIn
 
+
 class AdaptedModel:
     """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
 
@@ -45,7 +46,9 @@ class AdaptedModel:
                 layers[number] = ExpertParts(layer, context, cut.experts, ep)
             else:
                 layers[number] = DenseParts(layer, context)
-        return AdaptedChunk(ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters)
+        return AdaptedChunk(
+            ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
+        )
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
         theirs, param = self.cut.theirs[name], self.cut.params[name]

@@ -155,7 +155,9 @@ def plan_model(
     config = replace(config, model=sizes_of(cut, top_k))
     price = price_of(cut)
     if config.plan.graphs == "auto":
-        config = changed(config, {"plan.graphs": "off"})  # nobody knows what a foreign forward does while it is recorded
+        config = changed(
+            config, {"plan.graphs": "off"}
+        )  # nobody knows what a foreign forward does while it is recorded
     resolved = resolve(config, _host(), given, price)
     if resolved.train.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -62,7 +62,9 @@ class Pretrained:
                 )
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                raise refuse(model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0")
+                raise refuse(
+                    model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0"
+                )
         if getattr(config, "output_router_logits", False):
             raise refuse(
                 model,
@@ -194,5 +196,9 @@ def _fill(model: Any, original: nn.Module) -> None:
     They are the model's own first values.
     """
     for name, module in original.named_modules():
-        if any(b.is_meta and key in module._non_persistent_buffers_set for key, b in module._buffers.items() if b is not None):
+        if any(
+            b.is_meta and key in module._non_persistent_buffers_set
+            for key, b in module._buffers.items()
+            if b is not None
+        ):
             model._init_weights(model.get_submodule(name))

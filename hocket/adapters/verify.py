@@ -26,6 +26,8 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
+_WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError
+"""What a foreign forward may raise."""
 
 
 def verify(cut: Cut) -> int:
@@ -36,11 +38,14 @@ def verify(cut: Cut) -> int:
         memo = _random(cut)
         x_BSD = torch.randn(*_SHAPE, adapter.hidden)
         ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % adapter.vocab
-        with torch.no_grad():
-            settle = getattr(adapter, "settle", None)
-            if settle is not None:
-                settle(memo, x_BSD, ids_BS)
-            contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+        try:
+            with torch.no_grad():
+                adapter.settle(memo, x_BSD, ids_BS)
+                contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+        except _WRONG as error:
+            raise refuse(
+                adapter.model, f"what is around its layers cannot be computed apart from them: {error}"
+            ) from error
         seen: set[Any] = set()
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
@@ -111,7 +116,7 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
         else:
             parts = DenseParts(layer, lambda _: context)
             found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
-    except (RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as error:
+    except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
     for what, expected in wanted.items():
         if not _close(found.get(what), expected):

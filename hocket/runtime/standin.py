@@ -267,9 +267,7 @@ class _GroupedBias(torch.autograd.Function):
     """A bias of each row's expert. Its gradient is a product with ones: no row beyond the last end counts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         ctx.weight, ctx.queue = weight, queue
         return y + weight.tensor().index_select(0, expert)

@@ -43,7 +43,9 @@ def test_one_rank(family: str) -> None:
 
 def several(rank: int, families: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """All families one after the other: importing transformers takes longer than their steps."""
-    return [of_family(family, {**settings, **({"mesh.ep": 2} if family in EXPERTS else {})}, 4, 2) for family in families]
+    return [
+        of_family(family, {**settings, **({"mesh.ep": 2} if family in EXPERTS else {})}, 4, 2) for family in families
+    ]
 
 
 PIPELINE = {"mesh.pp": 2, "mesh.dp": 2, "plan.chunks": 2, "overlap.defer_wgrad": "on"}

@@ -64,7 +64,10 @@ class Remembering(Dense):
         (Forgetful, r"pieces of layer 0, Forgetful, do not compute what its forward does: the output differs"),
         (Weighted, r"pieces of layer 0, Weighted, do not fit together: merge reads parameters"),
         (Unflat, r"pieces of layer 0, Unflat, do not fit together"),
-        (Remembering, r"pieces of layer 0, Remembering, do not compute what its forward does: the output differs; fix: .* keep nothing"),
+        (
+            Remembering,
+            r"pieces of layer 0, Remembering, do not compute what its forward does: the output differs; fix: .* keep nothing",
+        ),
     ],
 )
 def test_pieces_that_do_not_fit(layer: type[torch.nn.Module], words: str) -> None:

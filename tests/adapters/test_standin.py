@@ -36,7 +36,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Tensor, Params], Te
     "cat": ({"w": (4,)}, lambda x, p: torch.cat([x, p["w"].reshape(1, -1).expand(12, -1)], -1).softmax(-1)),
     "conv": ({"w": (12, 1, 3)}, lambda x, p: F.conv1d(x.unsqueeze(0), p["w"], padding=2, groups=12)[0]),
     "asked": ({"w": (6, 8)}, lambda x, p: F.linear(x.to(p["w"].device, p["w"].dtype), p["w"]) * len(p["w"])),
-    "keywords": ({"w": (8,), "b": (8,)}, lambda x, p: torch.addcmul(x, x, p["w"], value=2.0) + torch.add(x, other=p["b"])),
+    "keywords": (
+        {"w": (8,), "b": (8,)},
+        lambda x, p: torch.addcmul(x, x, p["w"], value=2.0) + torch.add(x, other=p["b"]),
+    ),
 }
 
 
@@ -72,7 +75,9 @@ def moved_backward(
     return y, gx, found
 
 
-def compared(shapes: dict[str, tuple[int, ...]], fn: Callable[[Tensor, Params], Tensor], x: Tensor, exact: bool) -> None:
+def compared(
+    shapes: dict[str, tuple[int, ...]], fn: Callable[[Tensor, Params], Tensor], x: Tensor, exact: bool
+) -> None:
     values, stand_ins, weights = managed(shapes)
     y, gx, found = moved_backward(x, fn, values, dict(stand_ins), weights)
     leaves = {name: nn.Parameter(value) for name, value in values.items()}
@@ -107,7 +112,9 @@ def test_embedding(padding: int | None) -> None:
 def test_grouped(transposed: bool, bias: bool) -> None:
     """One expert has no rows."""
     shapes = {"w": (4, 8, 16) if transposed else (4, 16, 8), **({"b": (4, 16)} if bias else {})}
-    compared(shapes, lambda x, p: grouped_linear(x, p["w"], ENDS, p.get("b"), transposed), torch.randn(12, 8), exact=False)
+    compared(
+        shapes, lambda x, p: grouped_linear(x, p["w"], ENDS, p.get("b"), transposed), torch.randn(12, 8), exact=False
+    )
 
 
 def test_without_gradients_values_are_used_as_they_are() -> None:
@@ -129,5 +136,7 @@ def test_nothing_else_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
         return known(cls, func, *args)
 
     monkeypatch.setattr(StandIn, "__torch_function__", classmethod(counted))
-    moved_backward(torch.randn(3, 8), lambda x, p: F.silu(F.linear(x, p["w"])).square(), values, dict(stand_ins), weights)
+    moved_backward(
+        torch.randn(3, 8), lambda x, p: F.silu(F.linear(x, p["w"])).square(), values, dict(stand_ins), weights
+    )
     assert calls == [F.linear]
