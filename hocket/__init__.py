@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hocket.adapters.step import plan_model
     from hocket.fsdp.api import clip_grad_norm_, fully_shard, param_groups, unit_of
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from hocket.fsdp.saving.state import load_model_state, model_state
     from hocket.fsdp.shard_groups import Placement
     from hocket.fsdp.update import step_and_gather
-    from hocket.adapters.step import plan_model
 
 __all__ = [
     "Placement",

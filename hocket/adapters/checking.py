@@ -83,7 +83,7 @@ Found = tuple[list[float], dict[str, Tensor]]
 
 
 def gradients(step: PlannedStep, microbatches: list[Batch]) -> Found:
-    """This rank's losses, and whole gradients where they are here; the weights are updated."""
+    """Losses of this rank, and whole gradients where they are here; the weights are updated."""
     held: dict[str, Tensor] = {}
     finish = step.engine.optimizer.step
 

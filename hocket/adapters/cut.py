@@ -1,4 +1,4 @@
-"""A model as an adapter has cut it: which module is a layer, what comes before and behind, and which name lies where."""
+"""A model as an adapter has cut it: which module is a layer, what is before and behind, and which name lies where."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Cut:
                 return  # tied
             raise refuse(
                 self.adapter.model,
-                f"{names[id(param)]} is shared: it is {owner} and {name}, and a plan gathers each parameter in one unit",
+                f"{names[id(param)]} is shared: it is {owner} and {name}, and a plan gathers a parameter in one unit",
                 f"give each layer its own parameters; {ELSE}",
             )
         self.params[name], self.theirs[name] = param, names[id(param)]

@@ -11,7 +11,7 @@ class Model(nn.Module):
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class OwnModel:
                 raise refuse(
                     model, f"a Dropout has p = {module.p}, and a planned step makes no random numbers", "p = 0"
                 )
-        self.embed_modules, self.head_modules = {"embed": model.embed}, {"head": model.head}
+        self.embed_modules: Mapping[str, nn.Module] = {"embed": model.embed}
+        self.head_modules: Mapping[str, nn.Module] = {"head": model.head}
         with torch.no_grad():
             meta: Any = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()})
             x_BSD = meta.to("meta").embed(torch.zeros(1, 2, dtype=torch.int64, device="meta"))

@@ -30,10 +30,8 @@ class AdaptedModel:
         parameters: dict[str, nn.Parameter] = {}
         memo = cut.buffers(place.device, self._values)
         for name, param in cut.params.items():
-            shape = param.shape
-            if ".experts." in name:
-                shape = torch.Size((shape[0] // ep.size, *shape[1:]))
-            stand_in = StandIn(shape, torch.float32)
+            first, *rest = param.shape or (1,)
+            stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
             memo[id(param)] = stand_in
             if any(name.startswith(prefix) for prefix in wanted):
                 parameters[name] = stand_in

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 class PlannedStep:
-    """One rank's part of a planned step over somebody's model. Made by `plan_model`; all ranks call the same methods."""
+    """One rank of a planned step over somebody's model, as `plan_model` makes it. All ranks call the same methods."""
 
     def __init__(self, engine: Engine, cut: Cut, settings: Settings, price: Price) -> None:
         self.engine, self.settings = engine, settings
@@ -54,8 +54,8 @@ class PlannedStep:
         """Train on this data-parallel rank's part of a batch: one optimizer step.
 
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
-        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it is
-        `train.lr`.
+        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
+        is `train.lr`.
         """
         result = self.engine.train_step(self._microbatches(batch), self.settings.train.lr if lr is None else lr)
         loss, _, _ = self.engine.agree(result.loss)

@@ -82,7 +82,7 @@ class OwnTransformer:
         """`config` is resolved."""
         self._config = config
 
-    def chunk(self, place: ChunkPlace) -> Chunk:
+    def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
         return Chunk(
             config.model,
@@ -98,5 +98,6 @@ class OwnTransformer:
         config = self._config
         return init_tensor(name, shape, config.model, config.train.seed, first_expert=first_expert, device=str(device))
 
-    def begin(self, chunk: Chunk, device: torch.device) -> None:
+    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
+        assert isinstance(chunk, Chunk)
         init_biases(chunk, device)

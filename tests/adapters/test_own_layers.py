@@ -66,7 +66,7 @@ class Remembering(Dense):
         (Unflat, r"pieces of layer 0, Unflat, do not fit together"),
         (
             Remembering,
-            r"pieces of layer 0, Remembering, do not compute what its forward does: the output differs; fix: .* keep nothing",
+            r"layer 0, Remembering, do not compute what its forward does: the output differs; fix: .* keep nothing",
         ),
     ],
 )

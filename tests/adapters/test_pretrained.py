@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
 
-import hocket  # noqa: E402
-from hocket.adapters.costs import count_parts  # noqa: E402
-from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model  # noqa: E402
-from tests.adapters.runs import SETTINGS, plain, planned  # noqa: E402
-from tests.adapters.test_families import compare  # noqa: E402
+import hocket
+from hocket.adapters.costs import count_parts
+from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model
+from tests.adapters.runs import SETTINGS, plain, planned
+from tests.adapters.test_families import compare
 
 
 def refused(made: nn.Module, words: str, **settings: Any) -> None:
@@ -47,29 +48,27 @@ def test_no_causal_model() -> None:
 
 def test_a_forward_that_does_more() -> None:
     """A layer with the children of a Llama's and another forward is found out."""
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+    made = model("llama")
+    kind: Any = type(made.model.layers[2])
 
-    class Louder(LlamaDecoderLayer):
+    class Louder(kind):
         def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
             return super().forward(hidden_states, **kwargs) * 1.01
 
-    made = model("llama")
     made.model.layers[2] = Louder(made.config, 2)
     refused(made, r"the pieces of layer 2, Louder, do not compute what its forward does: the output differs")
 
 
 def test_a_model_that_computes_between_layers() -> None:
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
     made = model("llama")
-    between = type(made.model)
+    kind: Any = type(made.model)
 
-    class Between(between):  # pyrefly: ignore[invalid-inheritance]
+    class Between(kind):
         def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
             x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             for layer in self.layers:
                 x = layer(x) + 1
-            return BaseModelOutputWithPast(last_hidden_state=x)
+            return SimpleNamespace(last_hidden_state=x, past_key_values=None, hidden_states=None, attentions=None)
 
     made.model.__class__ = Between
     refused(made, r"it computes between its layers, and no part of a plan does that")
@@ -103,7 +102,7 @@ def test_the_model_goes_on_with_what_was_learnt() -> None:
     step.load_into(made)
     losses, _ = plain(made, given)
     batch = torch.cat([ids for ((ids, _),) in given]), torch.cat([targets for ((_, targets),) in given])
-    assert step.evaluate(batch) == pytest.approx(sum(sum(losses, [])) / 2, rel=1e-5)
+    assert step.evaluate(batch) == pytest.approx(sum(loss for (loss,) in losses) / 2, rel=1e-5)
 
 
 def test_costs_are_counted() -> None:

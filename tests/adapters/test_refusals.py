@@ -28,10 +28,14 @@ def test_a_module_that_is_no_model() -> None:
 
 
 def test_a_layer_without_a_piece() -> None:
-    class Half(Dense):
-        mlp = None
+    class Half(nn.Linear):
+        def attention(self, x_BSD: Tensor, context: Tensor) -> Tensor:
+            return self(x_BSD)
 
-    refused(Model([Half()]), r"model = Model: Half has no mlp; fix: the methods of hocket.adapters.layer.DenseLayer")
+    refused(
+        Model([Half(HIDDEN, HIDDEN)]),
+        r"model = Model: Half has no mlp; fix: the methods of hocket.adapters.layer.DenseLayer",
+    )
 
 
 def test_a_module_shared_between_layers() -> None:
