@@ -1,8 +1,8 @@
 """What the ops of an adapted model cost: FLOPs from torch's counter on the meta device, bytes from shapes.
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
-forward, and what it saves for backward. The seconds of its ops are those that the cost model gives to a part of hocket's
-transformer with as many weights, times the ratio of the two counts of FLOPs.
+forward, and what it saves for backward. The seconds of its ops are those that the cost model gives to a part of
+hocket's transformer with as many weights, times the ratio of the two counts of FLOPs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
         return max(8, 8 * round(number / 8))
 
     block = ("mlp.", "block_sparse_moe.", "feed_forward.")
-    ffn = expert_ffn = 8
+    ffn, expert_ffn, attention = 8, 8, 0
     if "dense" in numbers:
         ffn = multiple(count(numbers["dense"], lambda name: name.startswith(block)) / (3 * d))
         attention = count(numbers["dense"], lambda name: not name.startswith(block))
@@ -98,7 +98,7 @@ def price_of(cut: Cut) -> Price:
 
 
 def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
-    """FLOPs and saved bytes of the forward of every part of each kind of layer; of experts and head, FLOPs by shapes."""
+    """FLOPs and saved bytes of the forward of every part by kind of layer; of experts and head, FLOPs by shapes."""
     adapter, dtype = cut.adapter, DTYPES[config.precision.compute]
     shape = config.train.sequences, config.data.sequence_length
     x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)

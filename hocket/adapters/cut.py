@@ -1,4 +1,4 @@
-"""A model as an adapter has cut it: which module is a layer, what comes before and behind, and which name lies where."""
+"""A model as an adapter has cut it: which module is a layer, what is before and behind, and which name lies where."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ class Adapter(Protocol):
         """What is around the layers, in a copy for which `memo` says what takes the place of which tensor."""
         ...
 
+    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
+        """Called once before anything else with tensors that `memo` puts in the place of the model's: look around."""
+        ...
+
     def expert_weights(self, layer: nn.Module) -> str:
         """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
         ...
@@ -105,14 +109,16 @@ class Cut:
                 return  # tied
             raise refuse(
                 self.adapter.model,
-                f"{names[id(param)]} is shared: it is {owner} and {name}, and a plan gathers each parameter in one unit",
+                f"{names[id(param)]} is shared: it is {owner} and {name}, and a plan gathers a parameter in one unit",
                 f"give each layer its own parameters; {ELSE}",
             )
         self.params[name], self.theirs[name] = param, names[id(param)]
 
     def _complain(self, names: Mapping[int, str]) -> None:
         model, layers = self.adapter.model, self.adapter.layers
-        shared = [m for m, count in Counter(id(m) for layer in layers for m in set(layer.modules())).items() if count > 1]
+        shared = [
+            m for m, count in Counter(id(m) for layer in layers for m in set(layer.modules())).items() if count > 1
+        ]
         if shared:
             found = next(m for layer in layers for m in layer.modules() if id(m) == shared[0])
             raise refuse(

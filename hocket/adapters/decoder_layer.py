@@ -16,6 +16,7 @@ Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, K experts pe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,9 @@ FORWARDS: Mapping[frozenset[str], tuple[str, str, str, str]] = {
     frozenset({_INPUT, "post_self_attn_layernorm", _ATTENTION, "post_mlp_layernorm"}): (
         _INPUT, "post_self_attn_layernorm", _ATTENTION, "post_mlp_layernorm",
     ),
-    frozenset({"attention_layernorm", "feedforward_layernorm"}): ("attention_layernorm", "", "feedforward_layernorm", ""),
+    frozenset({"attention_layernorm", "feedforward_layernorm"}): (
+        "attention_layernorm", "", "feedforward_layernorm", "",
+    ),
 }  # fmt: skip
 """Norms that a layer has -> those before and behind attention, before and behind the MLP."""
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
@@ -100,7 +103,7 @@ class PlainLayer:
         return self._added(x_BSD, _apply(behind, a_BSD))
 
     def mlp(self, x_BSD: Tensor) -> Tensor:
-        """`x + mlp(x)`, likewise."""
+        """The same of the MLP."""
         _, _, before, behind = self._norms
         return self._added(x_BSD, _apply(behind, _first(self._mlp(_apply(before, x_BSD)))))
 
@@ -152,10 +155,8 @@ class RoutedLayer(PlainLayer):
     def route(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Keep]:
         """Norm, router and shared expert."""
         h_BSD, more = _apply(self._norms[2], x_BSD), None
-        try:
+        with contextlib.suppress(_Reached):
             more = _first(self._mlp(h_BSD)).view_as(x_BSD)
-        except _Reached:
-            pass
         taken, self._seam.taken = self._seam.taken, None
         assert taken is not None, "the block did not call its experts"
         rows_TD, ids_TK, weights_TK = taken

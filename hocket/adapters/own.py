@@ -1,17 +1,17 @@
 """Models with layers of one's own: a module with `embed`, `layers` and `head`.
 
-    class Model(nn.Module):
-        embed: nn.Module            token ids [B, S] -> hidden states [B, S, D]
-        layers: nn.ModuleList       of hocket.adapters.layer.DenseLayer or ExpertLayer
-        head: nn.Module             hidden states -> logits [B, S, V]
+class Model(nn.Module):
+    embed: nn.Module            token ids [B, S] -> hidden states [B, S, D]
+    layers: nn.ModuleList       of hocket.adapters.layer.DenseLayer or ExpertLayer
+    head: nn.Module             hidden states -> logits [B, S, V]
 
-        def context(self, x): ...   if there is one: what all layers are told, by the shape of hidden states
+    def context(self, x): ...   if there is one: what all layers are told, by the shape of hidden states
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,19 @@ class OwnModel:
             if not isinstance(getattr(model, name), nn.Module):
                 raise refuse(model, f"{name} is no module", f"make {name} a torch.nn.Module")
         if others := [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]:
-            raise refuse(model, f"it has more than embed, layers and head: {', '.join(others)}", "put it into one of them")
+            raise refuse(
+                model, f"it has more than embed, layers and head: {', '.join(others)}", "put it into one of them"
+            )
         self.layers: Sequence[nn.Module] = list(model.layers)
         for layer in self.layers:
             self._check(layer)
         for module in model.modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                raise refuse(model, f"a Dropout has p = {module.p}, and a planned step makes no random numbers", "p = 0")
-        self.embed_modules, self.head_modules = {"embed": model.embed}, {"head": model.head}
+                raise refuse(
+                    model, f"a Dropout has p = {module.p}, and a planned step makes no random numbers", "p = 0"
+                )
+        self.embed_modules: Mapping[str, nn.Module] = {"embed": model.embed}
+        self.head_modules: Mapping[str, nn.Module] = {"head": model.head}
         with torch.no_grad():
             meta: Any = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()})
             x_BSD = meta.to("meta").embed(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
@@ -61,6 +66,9 @@ class OwnModel:
     def layer(self, copied: Any) -> DenseLayer | ExpertLayer:
         """Layers are their own pieces."""
         return copied
+
+    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
+        """There is nothing to find out."""
 
     def ends(self, memo: dict[int, Any]) -> Ends:
         """`embed`, `head` and `context`."""

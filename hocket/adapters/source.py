@@ -12,10 +12,11 @@ from hocket.adapters.chunk import AdaptedChunk, Contexts, DenseParts, ExpertPart
 from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
 from hocket.config import Config
+from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.plan.ops import Layout
 from hocket.plan.stages import layout_of
-from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.runtime.standin import StandIn
+
 
 class AdaptedModel:
     """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
@@ -35,10 +36,8 @@ class AdaptedModel:
         parameters: dict[str, nn.Parameter] = {}
         memo = cut.buffers(place.device, self._values)
         for name, param in cut.params.items():
-            shape = param.shape
-            if ".experts." in name:
-                shape = torch.Size((shape[0] // ep.size, *shape[1:]))
-            stand_in = StandIn(shape, torch.float32)
+            first, *rest = param.shape or (1,)
+            stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
             memo[id(param)] = stand_in
             if any(name.startswith(prefix) for prefix in wanted):
                 parameters[name] = stand_in
@@ -51,7 +50,9 @@ class AdaptedModel:
                 layers[number] = ExpertParts(layer, context, cut.experts, ep)
             else:
                 layers[number] = DenseParts(layer, context)
-        return AdaptedChunk(ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters)
+        return AdaptedChunk(
+            ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
+        )
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
         theirs, param = self.cut.theirs[name], self.cut.params[name]

@@ -26,9 +26,9 @@ from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed, problem, types
 from hocket.settings.origins import DEFAULTS
-from hocket.tune.trials import Price
 from hocket.settings.rule import Host
 from hocket.settings.suggest import meant_setting
+from hocket.tune.trials import Price
 
 _PIECE = 1 << 26
 """Elements that ranks put together at a time."""
@@ -44,18 +44,18 @@ class Outcome(NamedTuple):
 
 
 class PlannedStep:
-    """One rank's part of a planned step over somebody's model. Made by `plan_model`; all ranks call the same methods."""
+    """One rank of a planned step over somebody's model, as `plan_model` makes it. All ranks call the same methods."""
 
     def __init__(self, engine: Engine, cut: Cut, settings: Settings, price: Price) -> None:
         self.engine, self.settings = engine, settings
-        self._cut, self._price = cut, price
+        self.cut, self._price = cut, price
 
     def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
         """Train on this data-parallel rank's part of a batch: one optimizer step.
 
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
-        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it is
-        `train.lr`.
+        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
+        is `train.lr`.
         """
         result = self.engine.train_step(self._microbatches(batch), self.settings.train.lr if lr is None else lr)
         loss, _, _ = self.engine.agree(result.loss)
@@ -86,7 +86,7 @@ class PlannedStep:
         for unit in self.engine.sharded.units.values():
             for piece in unit.pieces():
                 pieces.setdefault(piece.name, []).append(piece)
-        for name, param in self._cut.params.items():
+        for name, param in self.cut.params.items():
             whole = torch.empty(param.numel())
             for lo in range(0, param.numel(), _PIECE):
                 hi = min(lo + _PIECE, param.numel())
@@ -98,7 +98,7 @@ class PlannedStep:
                         part[first - lo : last - lo] = piece.main[first - piece.lo : last - piece.lo]
                 control.all_reduce(part, "max").wait()
                 whole[lo:hi] = part.cpu()
-            yield self._cut.theirs[name], whole.view(param.shape)
+            yield self.cut.theirs[name], whole.view(param.shape)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of `named_weights`. A whole model in fp32 on each rank."""
@@ -155,7 +155,9 @@ def plan_model(
     config = replace(config, model=sizes_of(cut, top_k))
     price = price_of(cut)
     if config.plan.graphs == "auto":
-        config = changed(config, {"plan.graphs": "off"})  # nobody knows what a foreign forward does while it is recorded
+        config = changed(
+            config, {"plan.graphs": "off"}
+        )  # nobody knows what a foreign forward does while it is recorded
     resolved = resolve(config, _host(), given, price)
     if resolved.train.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,10 @@ class Pretrained:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         base = getattr(model, "base_model", None)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        ask: Any = getattr(model, "get_output_embeddings", None)
+        head = None if ask is None else ask()
         names = {id(module): name for name, module in model.named_modules()}
-        parts = {name: getattr(base, name, None) for name in ("embed_tokens", "layers", "norm")}
+        parts: dict[str, Any] = {name: getattr(base, name, None) for name in ("embed_tokens", "layers", "norm")}
         missing = [name for name, part in parts.items() if not isinstance(part, nn.Module)]
         if base is model or not isinstance(base, nn.Module) or missing or not isinstance(head, nn.Linear):
             lacks = ", ".join(missing) or "a linear head"
@@ -46,9 +47,9 @@ class Pretrained:
         self._check(model)
         self._base, self._head = names[id(base)], names[id(head)]
         self._list = names[id(parts["layers"])]
-        self.layers = list(parts["layers"])
-        self.embed_modules = {names[id(parts["embed_tokens"])]: parts["embed_tokens"]}
-        self.head_modules = {names[id(parts["norm"])]: parts["norm"], self._head: head}
+        self.layers: Sequence[nn.Module] = list(parts["layers"])
+        self.embed_modules: Mapping[str, nn.Module] = {names[id(parts["embed_tokens"])]: parts["embed_tokens"]}
+        self.head_modules: Mapping[str, nn.Module] = {names[id(parts["norm"])]: parts["norm"], self._head: head}
         self.vocab, self.hidden = head.out_features, head.in_features
         self.direct = False, False
         """Whether the embedding alone makes what the first layer is given, and norm and projection alone the logits."""
@@ -62,7 +63,9 @@ class Pretrained:
                 )
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                raise refuse(model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0")
+                raise refuse(
+                    model, f"{name} drops with p = {module.p}, and a planned step makes no random numbers", "p = 0"
+                )
         if getattr(config, "output_router_logits", False):
             raise refuse(
                 model,
@@ -194,5 +197,9 @@ def _fill(model: Any, original: nn.Module) -> None:
     They are the model's own first values.
     """
     for name, module in original.named_modules():
-        if any(b.is_meta and key in module._non_persistent_buffers_set for key, b in module._buffers.items() if b is not None):
+        if any(
+            b.is_meta and key in module._non_persistent_buffers_set
+            for key, b in module._buffers.items()
+            if b is not None
+        ):
             model._init_weights(model.get_submodule(name))

@@ -8,14 +8,14 @@ does one thing more fails here, by name, not in a loss curve.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
-from hocket.adapters.cut import Cut, refuse
+from hocket.adapters.cut import ELSE, Cut, refuse
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.moe import ONLY
 from hocket.parallel.dispatch import exchange_counts
@@ -26,6 +26,8 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
+_WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError
+"""What a foreign forward may raise."""
 
 
 def verify(cut: Cut) -> int:
@@ -36,11 +38,14 @@ def verify(cut: Cut) -> int:
         memo = _random(cut)
         x_BSD = torch.randn(*_SHAPE, adapter.hidden)
         ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % adapter.vocab
-        with torch.no_grad():
-            settle = getattr(adapter, "settle", None)
-            if settle is not None:
-                settle(memo, x_BSD, ids_BS)
-            contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+        try:
+            with torch.no_grad():
+                adapter.settle(memo, x_BSD, ids_BS)
+                contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+        except _WRONG as error:
+            raise refuse(
+                adapter.model, f"what is around its layers cannot be computed apart from them: {error}"
+            ) from error
         seen: set[Any] = set()
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
@@ -110,16 +115,24 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             top_k, found = _routed(cut, layer, x_BSD, context, params)
         else:
             parts = DenseParts(layer, lambda _: context)
-            found = _with_gradients(lambda x: parts.forward_mlp(parts.forward_attn(x)), x_BSD, params)
-    except (RuntimeError, TypeError, AttributeError, AssertionError, ValueError) as error:
+            found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
+    except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
     for what, expected in wanted.items():
         if not _close(found.get(what), expected):
             raise refuse(
                 model,
                 f"the pieces of layer {number}, {name}, do not compute what its forward does: the {what} differs",
+                f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
             )
     return top_k
+
+
+def _first(attention: Callable[[Tensor], Any], x_BSD: Tensor) -> Any:
+    """The first piece, of these hidden states and then of others: a plan comes to the next piece later."""
+    found = attention(x_BSD)
+    attention(x_BSD.detach().flip(0))
+    return found
 
 
 def _whole(layer: Any, x_BSD: Tensor, context: Any) -> Tensor:
@@ -134,7 +147,7 @@ def _routed(
     parts, seen = ExpertParts(layer, lambda _: context, cut.experts, ONLY), [0]
 
     def forward(x: Tensor) -> Tensor:
-        rows, residual, other, probs, routing = parts.forward_attn(x)
+        rows, residual, other, probs, routing = _first(parts.forward_attn, x)
         tokens = x.shape[0] * x.shape[1]
         if routing.tokens != tokens or rows.dim() != 2 or residual.shape != x.shape:
             raise ValueError(f"route returns {routing.tokens} tokens' ids and keeps {tuple(residual.shape)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Engine:
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         wire = DTYPES.get(config.precision.wire, self.dtype)
-        self.chunks = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self.chunks: list[Any] = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t, averages = config.train, DTYPES[config.precision.averages]

@@ -94,7 +94,7 @@ class OwnTransformer:
     def layout(self, config: Config) -> Layout:
         return layout_of(config)
 
-    def chunk(self, place: ChunkPlace) -> Chunk:
+    def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
         return Chunk(
             config.model,
@@ -110,5 +110,6 @@ class OwnTransformer:
         config = self._config
         return init_tensor(name, shape, config.model, config.train.seed, first_expert=first_expert, device=str(device))
 
-    def begin(self, chunk: Chunk, device: torch.device) -> None:
+    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
+        assert isinstance(chunk, Chunk)
         init_biases(chunk, device)

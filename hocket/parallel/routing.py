@@ -185,7 +185,8 @@ def placed(chosen_TK: Tensor, experts: int, real_T: Tensor | None = None) -> Rou
         counted_R = chosen_TK.masked_fill(~real_T.unsqueeze(1), experts).flatten().sort().values
         counted_E = torch.searchsorted(counted_R, bounds).diff()
     inverse_R = inverse_of(order_R)
-    return Routing(inverse_R, counts_E, *chosen_TK.shape, chosen_TK=chosen_TK, counted_E=counted_E)
+    tokens, top_k = chosen_TK.shape
+    return Routing(inverse_R, counts_E, tokens, top_k, chosen_TK=chosen_TK, counted_E=counted_E)
 
 
 def balance_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:

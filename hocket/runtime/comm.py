@@ -55,12 +55,12 @@ __all__ = [
 T = TypeVar("T")
 
 
-def join_world(gpus: bool, timeout: float) -> None:
-    """Make the default group of all ranks, as the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+def join_world(gpus: bool, timeout: float, **where: Any) -> None:
+    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT or `where` (a store) say.
 
     It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds.
     """
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout), **where)
 
 
 def leave_world() -> None:

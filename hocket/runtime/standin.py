@@ -12,13 +12,14 @@ activations alone cost nothing more. There, three things can happen:
 Note: [A value that is looked up again]
 A function that hocket does not know may save the weight for its backward. A slot holds another layer's weights by then,
 so the hooks around the call replace every saved view of the weight by where it lies inside of the weight, and backward
-looks the weight up again. The gradient that autograd computes for the value goes into the island's queue. A result that
-shares memory with the weight, such as a reshape, would carry the slot to functions that no hook surrounds: it is copied.
+looks the weight up again. The gradient that autograd computes for the value goes into the island's queue. A result
+that shares memory with the weight, such as a reshape, would carry the slot to functions that no hook surrounds: it is
+copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,10 @@ from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, w
 class StandIn(nn.Parameter):
     """A parameter on the meta device, whose `Weight` has the value. See the text of this module."""
 
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype) -> StandIn:
-        return torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), True)
+    @classmethod
+    def of(cls, *shape: int) -> StandIn:
+        """One of this shape. The value says which dtype it has."""
+        return torch.Tensor._make_subclass(cls, torch.empty(shape, device="meta"), True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +54,9 @@ class StandIn(nn.Parameter):
             return _with_value(func, args, kwargs)
 
 
-def grouped_linear(x_RD: Tensor, p: Tensor, ends_E: Tensor, bias_EF: Tensor | None, transposed: bool) -> Tensor:
+def grouped_linear(
+    x_RD: Tensor, p: Tensor, ends_E: Tensor, bias_EF: Tensor | None = None, transposed: bool = False
+) -> Tensor:
     """One product per expert on rows in the order of experts, [R, F], of weights [E, F, D], or `transposed` [E, D, F].
 
     `ends` is where each expert's rows end, int32. Parameters may be ordinary ones.
@@ -265,9 +270,7 @@ class _GroupedBias(torch.autograd.Function):
     """A bias of each row's expert. Its gradient is a product with ones: no row beyond the last end counts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         ctx.weight, ctx.queue = weight, queue
         return y + weight.tensor().index_select(0, expert)
@@ -283,8 +286,3 @@ def _sum_groups(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor) -> None:
     sums_EKF = g_RF.new_empty(len(ends_E), ones_RK.shape[1], g_RF.shape[1])
     grouped_wgrad(ones_RK, g_RF, ends_E, sums_EKF)
     out_EF.copy_(sums_EKF[:, 0])
-
-
-def stand_ins(params: Iterator[tuple[str, Tensor]]) -> dict[int, StandIn]:
-    """A stand-in for every parameter, by the identity of the parameter."""
-    return {id(param): StandIn(param.shape, param.dtype) for _, param in params}

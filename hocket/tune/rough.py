@@ -19,7 +19,7 @@ from hocket.config import Config
 from hocket.plan.cost import CostTable, units_of
 from hocket.plan.hops import activation
 from hocket.plan.lower import choose_order
-from hocket.plan.ops import Layout, Op, Part, Verb
+from hocket.plan.ops import Layout, Op, Verb
 from hocket.plan.pipeline import Item, Order, Step, in_flight
 from hocket.plan.schedule import Friction
 from hocket.plan.stages import layout_of, sharding_of

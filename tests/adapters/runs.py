@@ -47,7 +47,7 @@ def planned(made: nn.Module, settings: dict[str, Any], given: Batches, **how: An
 
 def pieces_of(step: PlannedStep) -> list[Piece]:
     """What this rank has of all gradients."""
-    units, theirs = step.engine.sharded.units.values(), step._cut.theirs
+    units, theirs = step.engine.sharded.units.values(), step.cut.theirs
     return [(theirs[p.name], p.shape, p.lo, p.hi, p.grad.clone()) for unit in units for p in unit.pieces()]
 
 

@@ -9,15 +9,16 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
 
-from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model  # noqa: E402
-from tests.adapters.runs import far, of_family, plain, planned  # noqa: E402
-from tests.helpers.parity import whole  # noqa: E402
-from tests.helpers.ranks import run_ranks  # noqa: E402
+from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
+from tests.adapters.runs import far, of_family, plain, planned
+from tests.helpers.parity import whole
+from tests.helpers.ranks import run_ranks
 
 ROUNDING = 1e-6
 """The largest relative difference where sums have another order: experts' outputs, and gradients of shared rows."""
 SMALL = 0.01
-"""Share of the whole gradient's norm below which a parameter's is what is left of larger numbers, and measured by it."""
+"""Share of the whole gradient's norm below which a parameter's is what is left of larger numbers, and measured by
+it."""
 
 
 def compare(family: str, losses: list[list[float]], ranks: list[dict[str, Any]], expected: Any) -> None:

@@ -57,7 +57,7 @@ def slots(weights: list[Weight], values: Params) -> Tensor:
 
 def managed(shapes: dict[str, tuple[int, ...]]) -> tuple[Params, dict[str, StandIn], list[Weight]]:
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    stand_ins = {name: StandIn(value.shape, value.dtype) for name, value in values.items()}
+    stand_ins = {name: StandIn.of(*value.shape) for name, value in values.items()}
     return values, stand_ins, [manage(stand_in, name) for name, stand_in in stand_ins.items()]
 
 
@@ -111,7 +111,10 @@ def test_embedding(padding: int | None) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped(transposed: bool, bias: bool) -> None:
     """One expert has no rows."""
-    shapes = {"w": (4, 8, 16) if transposed else (4, 16, 8), **({"b": (4, 16)} if bias else {})}
+    shapes: dict[str, tuple[int, ...]] = {
+        "w": (4, 8, 16) if transposed else (4, 16, 8),
+        **({"b": (4, 16)} if bias else {}),
+    }
     compared(
         shapes, lambda x, p: grouped_linear(x, p["w"], ENDS, p.get("b"), transposed), torch.randn(12, 8), exact=False
     )

@@ -241,8 +241,8 @@ def test_parts_that_do_not_fit_together_are_refused(parts: tuple[Part, ...], mes
     ],
 )
 def test_a_part_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"name": "one", "letter": "a", **fields}
     with pytest.raises(ValueError, match=message):
-        given: dict[str, Any] = {"name": "one", "letter": "a", **fields}
         Part(**given)
 
 

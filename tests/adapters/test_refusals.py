@@ -1,0 +1,188 @@
+"""Models that a plan cannot run are refused before anything starts: by name, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hocket
+from tests.adapters.own_layers import HIDDEN, Dense, Experts, Model, Routed
+
+SETTINGS: dict[str, Any] = {"train.sequences": 2, "data.sequence_length": 8, "train.device": "cpu"}
+
+
+def refused(model: nn.Module, words: str, settings: dict[str, Any] | None = None, **how: Any) -> str:
+    with pytest.raises(ValueError, match=words) as error:
+        hocket.plan_model(model, {**SETTINGS, **(settings or {})}, **how)
+    text = str(error.value)
+    assert "; fix: " in text
+    assert "\n" not in text
+    return text
+
+
+def test_a_module_that_is_no_model() -> None:
+    refused(nn.Linear(3, 3), r"model = Linear: it is no model of transformers, and has no embed, layers and head")
+
+
+def test_a_layer_without_a_piece() -> None:
+    class Half(nn.Linear):
+        def attention(self, x_BSD: Tensor, context: Tensor) -> Tensor:
+            return self(x_BSD)
+
+    refused(
+        Model([Half(HIDDEN, HIDDEN)]),
+        r"model = Model: Half has no mlp; fix: the methods of hocket.adapters.layer.DenseLayer",
+    )
+
+
+def test_a_module_shared_between_layers() -> None:
+    first, second = Dense(), Dense()
+    second.mixer = first.mixer
+    refused(
+        Model([first, second]), r"layers.0.mixer.norm.weight is shared: it is layers.0.* and layers.1.*; fix: give each"
+    )
+
+
+def test_a_module_without_parameters_shared_between_layers() -> None:
+    first, second = Dense(), Dense()
+    first.act = second.act = nn.GELU()
+    refused(Model([first, second]), r"layers share a module, GELU")
+
+
+def test_a_parameter_shared_between_layers() -> None:
+    first, second = Dense(), Dense()
+    second.scale = first.scale
+    refused(Model([first, second]), r"layers.0.scale is shared: it is layers.0.scale and layers.1.scale")
+
+
+def test_a_parameter_that_no_part_claims() -> None:
+    model = Model([Dense()])
+    model.more = nn.Parameter(torch.ones(3))
+    refused(model, r"no part claims the parameters more; fix: hocket.fully_shard")
+
+
+def test_a_module_that_no_part_claims() -> None:
+    model = Model([Dense()])
+    model.more = nn.Linear(3, 3)
+    refused(model, r"it has more than embed, layers and head: more")
+
+
+def test_a_frozen_parameter() -> None:
+    model = Model([Dense()])
+    model.layers[0].scale.requires_grad_(False)
+    refused(model, r"layers.0.scale does not require a gradient")
+
+
+def test_dropout() -> None:
+    layer = Dense()
+    layer.drop = nn.Dropout(0.1)
+    refused(Model([layer]), r"a Dropout has p = 0.1, and a planned step makes no random numbers; fix: p = 0")
+
+
+def test_experts_of_different_numbers() -> None:
+    layer = Routed()
+    layer.stacked.down = nn.Parameter(torch.randn(3, HIDDEN, 24))
+    refused(Model([layer]), r"not stacked by the same number: .*stacked.up \(4, 24, 16\), .*stacked.down \(3, 16, 24\)")
+
+
+def test_experts_that_are_more_than_there_are() -> None:
+    class Far(Routed):
+        def route(self, x_BSD: Tensor) -> Any:
+            rows_TD, ids_TK, weights_TK, keep = super().route(x_BSD)
+            return rows_TD, ids_TK + 2, weights_TK, keep
+
+    refused(Model([Far()]), r"pieces of layer 0, Far, do not fit together: route chooses expert 5 of 4")
+
+
+def test_layers_that_choose_different_numbers() -> None:
+    class Choosy(Routed):
+        def route(self, x_BSD: Tensor) -> Any:
+            rows_TD, ids_TK, weights_TK, keep = super().route(x_BSD)
+            return rows_TD, ids_TK[:, :1], weights_TK[:, :1], keep
+
+        def forward(self, x_BSD: Tensor, context: Tensor) -> Tensor:
+            rows_TD, ids_TK, weights_TK, keep = self.route(self.attention(x_BSD, context))
+            e = self.stacked
+            every = [nn.functional.silu(rows_TD @ up.T) @ down.T for up, down in zip(e.up, e.down, strict=True)]
+            chosen_TD = torch.stack(every, 1)[torch.arange(len(rows_TD)), ids_TK[:, 0]]
+            return self.merge(chosen_TD * weights_TK, keep)
+
+    refused(Model([Routed(), Choosy()]), r"layers choose different numbers of experts per token: \[1, 2\]")
+
+
+def test_parameters_on_the_meta_device() -> None:
+    refused(Model([Dense()]).to("meta"), r"its parameters are on the meta device; fix: plan_model\(..., values=...\)")
+
+
+def test_values_of_another_shape() -> None:
+    model = Model([Dense()]).to("meta")
+    refused(
+        model,
+        r"values\('embed.weight'\) has the shape \(1,\), the parameter \(32, 16\)",
+        values=lambda name: torch.ones(1),
+    )
+
+
+def test_a_model_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one device here, so a parameter says that it is elsewhere."""
+    model = Model([Dense()])
+
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda", 3)
+
+    model.head.weight = Elsewhere(model.head.weight.detach())
+    refused(
+        model, r"head.weight is on cuda:3, and this rank computes on cpu; fix: keep the model on the CPU or the meta"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mesh.dp": 2}, r"mesh.pp \* mesh.dp \* mesh.tp = 2: there are 1 ranks"),
+        ({"model.hidden": 8}, r"model.hidden = 8 \(plan_model\): the model itself says that; fix: leave it out"),
+        ({"train.sequencs": 2}, r"train.sequencs = 2 \(plan_model\): no such setting; fix: train.sequences"),
+        ({"data.packing": "on"}, r"data.packing = on"),
+        ({"train.microbatches": 0}, r"train.microbatches = 0 \(plan_model\)"),
+    ],
+)
+def test_settings(settings: dict[str, Any], words: str) -> None:
+    refused(Model([Dense()]), words, settings)
+
+
+def test_a_batch_of_another_shape() -> None:
+    step = hocket.plan_model(Model([Dense()]), {**SETTINGS, "train.microbatches": 2})
+    with pytest.raises(
+        ValueError, match=r"planned for train.microbatches = 2 of \(2, 8\); fix: ids and targets of 4 seq"
+    ):
+        step((torch.zeros(3, 8, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.int64)))
+
+
+def test_a_model_on_the_meta_device_with_values() -> None:
+    torch.manual_seed(0)
+    model = Model([Dense(), Routed()])
+    known = dict(model.named_parameters())
+    shell = Model([Dense(), Routed()]).to("meta")
+    ids = torch.randint(32, (2, 9))
+    outcomes = [
+        hocket.plan_model(made, {**SETTINGS, "train.microbatches": 1}, **how)((ids[:, :-1], ids[:, 1:]))
+        for made, how in ((model, {}), (shell, {"values": known.__getitem__}))
+    ]
+    assert outcomes[0] == outcomes[1]
+    assert all(param.is_meta for param in shell.parameters())
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = Model([Dense(), Routed()])
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    step = hocket.plan_model(model, {**SETTINGS, "train.microbatches": 1})
+    ids = torch.randint(32, (2, 9))
+    step((ids[:, :-1], ids[:, 1:]))
+    assert isinstance(model.layers[1].stacked, Experts)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+        assert param.grad is None
+    assert any(not torch.equal(value, before[name]) for name, value in step.state_dict().items())
