@@ -43,6 +43,12 @@ SKINNY = (
     "--against bound_graph,bound,exchanges,ep_sync,hocket_ce,hocket_graph_ce --blocks 4 --steps 2"
 )
 """Experts so narrow that rows travel for about as long as they are worked on: the bound is the larger of the two."""
+ANY_MODEL = (
+    "qwen3_30b_a3b --model.layers 8 --model.aux_loss 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
+    "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --steps 2 --blocks 4 "
+    "--against hocket_ce,hocket_nccl,transformers_plan,transformers_fsdp2"
+)
+"""Eight layers of Qwen3-30B-A3B: hocket's transformer, transformers' own classes in a plan, and these under FSDP2."""
 COPIES = "--overlap.ep.copies per_expert --against hocket,hocket_per_rank,hocket_ce,hocket_per_rank_ce,hocket_null"
 """A copy of a token for each rank that has some of its experts, or for each expert."""
 PEERS = "--against bound,fsdp2_tuned,megatron_fsdp,megatron_fsdp_experimental,megatron_core,torchtitan,deepspeed,hocket"
@@ -117,6 +123,7 @@ PRESETS = {
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
     "expert_steps": (EXPERT_STEPS, (4096,)),
+    "any_model": (ANY_MODEL, (4096, 8192)),
     "copies": (f"{EXPERTS} {COPIES}", (4096,)),
     "expert_parallel_host": (f"{EXPERTS} --against bound_graph,bound,hocket,hocket_graph --blocks 4", (256,)),
     "shared_expert": (SHARED_EXPERT, (8192,)),

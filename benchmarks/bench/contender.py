@@ -187,6 +187,12 @@ CONTENDERS: dict[str, Entry] = {
     "megatron_core": _megatron_core("", "megatron-core: schedules, DDP, sharded optimizer, expert overlap"),
     "megatron_core_fp32": _megatron_core("_fp32", "megatron-core, gradients in fp32"),
     "megatron_core_sync": _megatron_core("_sync", "megatron-core, synchronous expert all-to-all", model="moe"),
+    "transformers_plan": Entry(
+        "benchmarks.bench.any_model:planned", "transformers' Qwen3-MoE in a planned step", "transformers", pp="any"
+    ),
+    "transformers_fsdp2": Entry(
+        f"{_PEERS}.transformers_fsdp2:fsdp2", "transformers' Qwen3-MoE under torch fully_shard", "transformers"
+    ),
     "torchtitan": _torchtitan("", "torchtitan: FSDP2 wiring, experts' plan, its best pipeline"),
     "torchtitan_fp32": _torchtitan("_fp32", "torchtitan, fp32 reduce"),
     "torchtitan_dispatcher": _torchtitan("_dispatcher", "torchtitan with its own permutation of rows", model="moe"),

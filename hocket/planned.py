@@ -1,0 +1,109 @@
+"""`hocket.plan` and what goes with it: a training step as a value that one can check, predict, draw and run.
+
+    import hocket
+
+    step = hocket.plan("moe_8gpu", {"mesh.dp": 4, "mesh.ep": 4})
+    hocket.check(step)                                   # [], or every broken rule with the ops involved
+    print(hocket.simulate(step).makespan)                # predicted seconds
+    print(hocket.draw(step))                             # the timeline as text; kind="svg" and "html" draw it
+
+Nothing here imports torch. `step.start()` does: it makes this rank's part of the step, which trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hocket.config import Config
+from hocket.environment import driver_names
+from hocket.machine import host_for_plan
+from hocket.plan.check import Violation
+from hocket.plan.check import check as check_program
+from hocket.plan.hardware import Hardware
+from hocket.plan.network import hardware_of
+from hocket.plan.ops import Program
+from hocket.plan.simulate import Timeline
+from hocket.plan.timeline import html_timeline, svg_timeline, text_timeline
+from hocket.planning import predict, program_of
+from hocket.problems import stop_if
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed, types
+from hocket.settings.sources import begin
+from hocket.settings.suggest import meant_setting
+
+if TYPE_CHECKING:
+    from hocket.step import PlannedStep
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step before it runs."""
+
+    settings: Settings
+    """All settings, with a `Decision` for each that was automatic: value, source, reasons, effect."""
+    program: Program
+    """The step: for each pipeline rank its list of ops."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """What predictions are for; settings name it (`hardware.gpu`)."""
+        return hardware_of(self.settings)
+
+    def start(self) -> PlannedStep:
+        """This rank's part of the step over hocket's own transformer. With several ranks their process group exists.
+
+        Raises ValueError if there are not as many ranks as the plan has.
+        """
+        from hocket.step import started
+
+        return started(self.settings)
+
+
+def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = None, *, preset: str = "") -> Plan:
+    """Plan a step of hocket's own transformer: resolve all settings and make the program. Needs no GPU.
+
+    `recipe` is a recipe's name, a TOML file, `module:function`, or a `Config`; `settings` are values by dotted name,
+    `{"mesh.dp": 8}`. Raises ValueError for all that is wrong with them at once, each with its fix.
+    """
+    if isinstance(recipe, Config):
+        config, origins = recipe, {"": "plan"}
+    else:
+        start = begin(recipe, preset_flag=preset)
+        stop_if(start.problems)
+        config, origins = start.config, dict(start.origins)
+    config, given = with_settings(config, settings or {}, "plan")
+    resolved = resolve(config, host_for_plan(config, driver_names()), {**origins, **given})
+    return Plan(resolved, program_of(resolved))
+
+
+def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tuple[Config, dict[str, str]]:
+    """A configuration with other values by dotted name, and where they come from. ValueError for unknown names."""
+    unknown = [name for name in settings if name not in types()]
+    fixes = {name: meant_setting(name, types()) or "see docs/settings.md" for name in unknown}
+    stop_if([f"{name} = {settings[name]} ({where}): no such setting; fix: {fixes[name]}" for name in unknown])
+    return changed(config, settings), dict.fromkeys(settings, where)
+
+
+def check(step: Plan | Program) -> list[Violation]:
+    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped too early. [] if it holds."""
+    return check_program(step.program if isinstance(step, Plan) else step)
+
+
+def simulate(step: Plan) -> Timeline:
+    """The predicted step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory."""
+    return predict(step.settings, step.program, step.hardware)
+
+
+def draw(step: Plan, kind: Literal["text", "svg", "html"] = "text", width: int = 120) -> str:
+    """The predicted timeline: as text `width` characters wide, as an SVG picture, or as a page of its own."""
+    timeline = simulate(step)
+    match kind:
+        case "text":
+            return text_timeline(timeline, step.program, width)
+        case "svg":
+            return svg_timeline(timeline, step.program)
+        case "html":
+            return html_timeline(timeline, step.program)
+    raise ValueError(f"kind = {kind}: draw makes text, svg or html")
