@@ -41,7 +41,7 @@ class Fsdp2:
             assert isinstance(layer, FSDPModule)
             layer.set_modules_to_forward_prefetch(layers[n + 1 : n + 3])
             layer.set_modules_to_backward_prefetch(layers[max(0, n - 2) : n][::-1])
-        buffers = {name: buffer_of(model, name, device) for name, _ in model.namedbuffer_ofs()}
+        buffers = {name: buffer_of(model, name, device) for name, _ in model.named_buffers()}
         model.to_empty(device=device)
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -49,7 +49,7 @@ class Fsdp2:
                 assert isinstance(param, DTensor)
                 part = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
                 param.to_local().copy_(part.to_local())
-            for name, buffer in model.namedbuffer_ofs():
+            for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
         self.model = model
         params = list(model.parameters())
