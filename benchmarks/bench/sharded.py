@@ -27,7 +27,7 @@ from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
 from hocket.plan.mesh import SMS
 from hocket.runtime.comm import Group
-from hocket.runtime.sinks import drop_sink
+from hocket.runtime.destinations import drop_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""

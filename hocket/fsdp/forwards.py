@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from hocket.runtime.sinks import linear_forward
-from hocket.runtime.table_rows import embedding_forward
+from hocket.runtime.functional import embedding_forward, linear_forward
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
 """The forward that replaces the one of a class of modules in a sharded unit."""
