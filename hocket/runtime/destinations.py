@@ -28,15 +28,9 @@ Sink = Callable[[], tuple[Tensor, bool]]
 holds a contribution to add to. Called once for each contribution, in backward, on the stream that computes it."""
 
 
-def set_sink(param: Tensor, sink: Sink) -> None:
-    """Have the functions that can do it write the gradient of this full parameter to `sink`."""
+def set_sink(param: Tensor, sink: Sink | None) -> None:
+    """Have the functions that can do it write the gradient of this full parameter to `sink`; None is autograd's way."""
     setattr(param, _ATTRIBUTE, sink)
-
-
-def drop_sink(param: Tensor) -> None:
-    """Leave the gradient of this full parameter to autograd from now on."""
-    if sink_of(param) is not None:
-        delattr(param, _ATTRIBUTE)
 
 
 def sink_of(param: Tensor) -> Sink | None:

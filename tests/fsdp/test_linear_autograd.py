@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hocket.fsdp.forwards import FORWARDS, forward_of
+from hocket.fsdp.members import FORWARDS, forward_of
 from hocket.runtime.destinations import sink_of
 from hocket.runtime.functional import embedding_forward, linear_forward
 from tests.fsdp.sinks import F_OUT, LAYOUTS, D, attach, equal, linears, pair, same
