@@ -208,7 +208,12 @@ def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
 
 
 def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor, add: bool, scale: float) -> None:
-    write_product(_rows(g).t(), _rows(x).to(dtype), out_FD, add, scale)
+    write_product(_rows(g).t(), _as(_rows(x), dtype), out_FD, add, scale)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which costs the host a call even where it changes nothing."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -255,14 +260,14 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
-        return F.linear(x.to(dtype), where.value().to(dtype), bias)
+        return F.linear(_as(x, dtype), _as(where.value(), dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
         where, dtype = ctx.where, ctx.dtype
-        weight_FD = where.again().to(dtype)
-        dx = _input_gradient(g, x, weight_FD).to(x.dtype) if ctx.needs_input_grad[0] else None
+        weight_FD = _as(where.again(), dtype)
+        dx = _as(_input_gradient(g, x, weight_FD), x.dtype) if ctx.needs_input_grad[0] else None
         write = partial(_linear_wgrad, where.keep(x), g, dtype)
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
         work = Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0)
