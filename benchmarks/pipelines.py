@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench.measure import Timer, slowest
+from benchmarks.bench.ours import Signal
 from benchmarks.options import arguments as common
 from benchmarks.ranks import join
 from benchmarks.record import write
@@ -28,7 +29,7 @@ from hocket.plan.stages import sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.comm import Groups, join_world
 from hocket.runtime.lanes import spinner
-from hocket.runtime.pretended import Link, Signal, Slow
+from hocket.runtime.pretended import Link, Slow
 from hocket.settings.rule import Host
 
 LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)

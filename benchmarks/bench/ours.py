@@ -22,8 +22,8 @@ from hocket.plan.mesh import Mesh
 from hocket.plan.network import hardware_of
 from hocket.plan.stages import costs_of, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
-from hocket.runtime.pretended import Null, Signal
-from hocket.runtime.transports import Transport
+from hocket.runtime.pretended import Null
+from hocket.runtime.transports import Pending, Transport
 from hocket.settings.leaves import changed, flat
 
 _groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}
@@ -33,6 +33,23 @@ room: contenders of one kind take turns on them, as they do on the GPU."""
 
 _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
 """hocket as configured, by the identity of its workload: without an optimizer, its bound can use the same weights."""
+
+
+@dataclasses.dataclass
+class Signal(Null):
+    """Hops that carry an element each: a receiver waits until its sender is there, and for nothing else.
+
+    With it between pipeline ranks, and `Null` elsewhere, a step has the bubble of its order and no communication.
+    """
+
+    inner: Transport
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        return self.inner.send(tensor.view(-1)[:1], to)
+
+    def recv(self, tensor: Tensor, source: int) -> Pending:
+        self._fill(tensor)
+        return self.inner.recv(tensor.view(-1)[:1], source)
 
 
 class Planned:

@@ -27,7 +27,7 @@ from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
 from hocket.plan.mesh import SMS
 from hocket.runtime.comm import Group
-from hocket.runtime.sinks import drop_sink
+from hocket.runtime.destinations import set_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""
@@ -133,7 +133,7 @@ class Sharded:
         if how.copied:
             for group in (group for unit in self.context.units for group in unit.groups):
                 for member in group.members:
-                    drop_sink(member.param)
+                    set_sink(member.param, None)
         self.optimizer: torch.optim.Optimizer | None = None
         if workload.optimizer:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]

@@ -16,7 +16,7 @@ from hocket.fsdp.members import Found
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.sinks import sink_of
+from hocket.runtime.destinations import sink_of
 
 UNIT = "_hocket_unit"
 """Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""

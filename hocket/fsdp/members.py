@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hocket.fsdp.forwards import forward_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.functional import embedding_forward, linear_forward
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""
@@ -171,13 +171,22 @@ def _paths(
         _paths(child, chain, units, above)
 
 
+FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
+"""The forward that replaces the one of a class of modules in a sharded unit."""
+
+
+def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """The replacement for a class of `FORWARDS` or a subclass that runs its forward unchanged, None for others."""
+    return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
+
+
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def watch_reads(module: nn.Module) -> None:
     """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
 
-    Where there is a forward that writes weight gradients itself (`forwards.py`), it gets that too.
+    Where there is a forward that writes weight gradients itself (`FORWARDS`), it gets that too.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)

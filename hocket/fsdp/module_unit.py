@@ -27,8 +27,8 @@ from hocket.fsdp.members import View
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.staged import Staged
+from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
-from hocket.runtime.sinks import set_sink
 from hocket.runtime.transports import Pending
 
 

@@ -44,11 +44,11 @@ from hocket.config import Config
 from hocket.plan.tensor_times import DIRECTIONS, ROLES, Method, pieces
 from hocket.plan.tensor_ways import splits_of
 from hocket.runtime.comm import Group
+from hocket.runtime.destinations import Destination, Ordinary, Queued, keep
 from hocket.runtime.lanes import Side
-from hocket.runtime.managed_or_not import keep, push, value_now
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, sum_of_products, weight_of, write_product
+from hocket.runtime.weights import Product, current_queue, sum_of_products, weight_of, write_product
 
 
 @dataclass(frozen=True)
@@ -166,25 +166,28 @@ class Tensors:
 
 def column_linear(x_SD: Tensor, params: Sequence[Tensor], tensors: Tensors, way: Way) -> tuple[Tensor, ...]:
     """`x @ p.T` for every weight [F, D], of all ranks' x: tensors of shape [T, F]."""
-    weights = tuple(weight_of(p) or p for p in params)
-    return _Column.apply(x_SD, tensors, way, current_queue(), *weights)
+    wheres = tuple(map(_destination, params))
+    return _Column.apply(x_SD, tensors, way, wheres, *(where.given for where in wheres))
 
 
 def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Tensor:
     """The sum over ranks of their `x @ p.T`, of which each keeps its tokens: [S, D]."""
-    return _Row.apply(x_TF, weight_of(param_DF) or param_DF, tensors, way, current_queue())
+    where = _destination(param_DF)
+    return _Row.apply(x_TF, where.given, tensors, way, where)
+
+
+def _destination(param: Tensor) -> Destination:
+    weight = weight_of(param)
+    return Ordinary(param) if weight is None else Queued(weight, current_queue())
 
 
 def _wgrad(x: Arriving, g: Arriving, out_FD: Tensor, add: bool, scale: float) -> None:
     write_product(g.get().t(), x.get(), out_FD, add, scale)
 
 
-def _contribute(ctx: Any, weight: Weight | Tensor, x: Arriving, g: Arriving) -> Tensor | None:
+def _contribute(ctx: Any, index: int, where: Destination, x: Arriving, g: Arriving) -> Tensor | None:
     """Leave a managed weight's gradient to its queue, which will wait for x and g; compute that of an ordinary one."""
-    if isinstance(weight, Weight):
-        push(ctx.queue, weight, Product(partial(_wgrad, x, g)))
-        return None
-    return g.get().t() @ x.get()
+    return where.contribute(ctx, index, Product(partial(_wgrad, x, g)), lambda: g.get().t() @ x.get())
 
 
 def _products(a: Tensor, others: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -236,13 +239,11 @@ def summed_products(pairs: Sequence[tuple[Tensor, Tensor]], tensors: Tensors, sp
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tensors: Tensors, way: Way, queue: WgradQueue | None, *weights: Weight | Tensor
+        ctx: Any, x: Tensor, tensors: Tensors, way: Way, wheres: Sequence[Destination], *given: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ordinary = [w for w in weights if isinstance(w, Tensor)]
-        ctx.save_for_backward(x, *ordinary)
-        ctx.managed = [None if isinstance(w, Tensor) else w for w in weights]
-        ctx.tensors, ctx.way, ctx.queue = tensors, way, queue
-        x_SD, values = x.reshape(-1, x.shape[-1]), [value_now(w).t() for w in weights]
+        ctx.save_for_backward(x)
+        ctx.tensors, ctx.way, ctx.wheres = tensors, way, wheres
+        x_SD, values = x.reshape(-1, x.shape[-1]), [where.value().t() for where in wheres]
         if way.forward == "ring":
             return tuple(gathered_products(x_SD, values, tensors, way.splits[0])[0])
         x_TD = tensors.gather(x_SD)
@@ -250,15 +251,13 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        x, *ordinary = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         tensors, way = ctx.tensors, ctx.way
-        saved = iter(ordinary)
-        weights = [managed or next(saved) for managed in ctx.managed]
         x_SD = x.detach().reshape(-1, x.shape[-1])
-        pairs = [(g.contiguous(), value_now(w)) for g, w in zip(grads, weights, strict=True)]
+        pairs = [(g.contiguous(), where.again()) for g, where in zip(grads, ctx.wheres, strict=True)]
         # x is gathered first, beside the product of the input gradient. Gradients of ordinary weights are wanted now,
         # and the sum over ranks runs beside their product; those of managed ones are not, and nothing is left for it.
-        now = bool(ordinary)
+        now = any(isinstance(where, Ordinary) for where in ctx.wheres)
         again = tensors.begin_gather(x_SD) if way.backward != "off" else None
         if way.backward == "pipeline":
             dx = Arriving(summed_products(pairs, tensors, way.splits[1]))
@@ -268,32 +267,29 @@ class _Column(torch.autograd.Function):
             dx.get()
         if again is None:
             again = Arriving(tensors.gather(x_SD))
-        found = [_contribute(ctx, w, again, Arriving(g)) for w, (g, _) in zip(weights, pairs, strict=True)]
+        found = [_contribute(ctx, i, ctx.wheres[i - 4], again, Arriving(g)) for i, (g, _) in enumerate(pairs, 4)]
         return dx.get().view(x.shape), None, None, None, *found
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Weight | Tensor, tensors: Tensors, way: Way, queue: WgradQueue | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, tensors: Tensors, way: Way, where: Destination) -> Tensor:
         ctx.tensors, ctx.way = tensors, way
-        x_TF, value_FD = x.reshape(-1, x.shape[-1]), keep(ctx, x, weight, queue).t()
+        x_TF, value_FD = x.reshape(-1, x.shape[-1]), keep(ctx, x, where).t()
         if way.forward == "pipeline":
             return summed_products([(x_TF, value_FD)], tensors, way.splits[0])
         return tensors.sum(x_TF @ value_FD)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        x, *ordinary = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         tensors, way = ctx.tensors, ctx.way
-        weight = ctx.weight or ordinary[0]
-        g_SD, value_DF = g.reshape(-1, g.shape[-1]), value_now(weight)
+        g_SD, value_DF = g.reshape(-1, g.shape[-1]), ctx.where.again()
         if way.backward == "ring":
             (dx,), g_TD = gathered_products(g_SD, [value_DF], tensors, way.splits[1], keep=True)
             assert g_TD is not None
         else:
             whole_TD = tensors.gather(g_SD)
             dx, g_TD = whole_TD @ value_DF, Arriving(whole_TD)
-        found = _contribute(ctx, weight, Arriving(x.detach().reshape(-1, x.shape[-1])), g_TD)
+        found = _contribute(ctx, 1, ctx.where, Arriving(x.detach().reshape(-1, x.shape[-1])), g_TD)
         return dx.view(x.shape), found, None, None, None

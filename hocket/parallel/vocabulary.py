@@ -19,7 +19,6 @@ from torch import Tensor
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import refuse_graph, usable
 from hocket.parallel.tensor import Tensors
-from hocket.runtime.managed_or_not import push
 from hocket.runtime.weights import Weight, WgradQueue, current_queue, weight_of
 
 
@@ -73,7 +72,7 @@ class _SplitEmbedding(torch.autograd.Function):
     def backward(ctx: Any, g_SD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids_T,) = ctx.saved_tensors
         g_TD = ctx.tensors.gather(g_SD)
-        push(ctx.queue, ctx.weight, partial(_wgrad, ids_T, g_TD, ctx.tensors.rank))
+        ctx.queue.push(ctx.weight, partial(_wgrad, ids_T, g_TD, ctx.tensors.rank))
         return None, None, None, None, None
 
 

@@ -1,10 +1,10 @@
 """The functions that read weights: linear, score, grouped linear, scale, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
-`linear` writes the weight gradient where it is sent from (`sinks.py`). For a managed parameter
-(`runtime/weights.py`) only activations enter autograd: the weight is looked up when forward runs and again when
-backward runs, and the weight gradient is pushed onto the island's queue. On a CPU all ways compute the same bits,
-because the formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add
+`linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
+enter autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left
+to the island's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the formulas
+and their operand order are those of torch's own derivatives. On a GPU gradients that products add
 up are rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
 
 Note: [Nothing but activations is saved]
@@ -25,49 +25,63 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.kernels.usable import refuse_graph, usable
-from hocket.runtime import sinks, table_rows
-from hocket.runtime.managed_or_not import (
+from hocket.runtime.destinations import (
+    Destination,
+    Ordinary,
+    Queued,
     apply,
-    apply_managed,
-    contribute,
     keep,
     kept,
-    push,
-    queue_of,
-    value_now,
+    queued,
+    sink_of,
     value_of,
+    writes_itself,
 )
-from hocket.runtime.weights import (
-    Product,
-    Weight,
-    WgradQueue,
-    current_queue,
-    put,
-    sum_of_products,
-    weight_of,
-    write_product,
-)
+from hocket.runtime.table_rows import dense_gradient, write_rows
+from hocket.runtime.weights import Product, current_queue, put, sum_of_products, weight_of, write_product
 
 
-def linear(x_TD: Tensor, p_FD: Tensor) -> Tensor:
-    """`x @ p.T`, of shape [..., F]."""
+def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """`x @ p.T + bias`, of shape [..., F]. A managed weight has no bias."""
     weight = weight_of(p_FD)
-    if weight is None:
-        return sinks.linear(x_TD, p_FD)
-    return apply_managed(_Linear, x_TD, weight, x_TD.dtype)
+    if weight is not None:
+        assert bias_F is None, f"{weight.name} is managed, and would lose its bias"
+        return _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, x_TD.dtype)
+    if not writes_itself(x_TD, p_FD, bias_F):
+        return F.linear(x_TD, p_FD, bias_F)
+    if x_TD.dim() == 2:
+        return _written(x_TD, p_FD, bias_F)
+    # Views are made out here: what a Function returns must be no view, or nobody could change it in place.
+    x_RD, shape = x_TD.flatten(0, -2), (*x_TD.shape[:-1], p_FD.shape[0])
+    if bias_F is None or x_TD.is_contiguous():
+        return _written(x_RD, p_FD, bias_F).view(shape)
+    # To the product with an input of any other layout torch adds the bias in an operation of its own.
+    return _written(x_RD, p_FD, None).view(shape) + bias_F
+
+
+def _written(x_RD: Tensor, p_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """`linear` of an ordinary weight that has a sink."""
+    bias = None if bias_F is None else Ordinary(bias_F, sink_of(bias_F))
+    return _Linear.apply(x_RD, p_FD, bias_F, Ordinary(p_FD, sink_of(p_FD)), bias, x_RD.dtype)
+
+
+def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """`linear` with the module's weight and bias."""
+    return linear(x, module.weight, module.bias)
 
 
 def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`linear` of every weight. On a GPU one product after another adds its part to the gradient of `x`."""
-    weights = [weight_of(p) or p for p in params]
-    if len(weights) == 1 or not _sums_itself(x_TD, weights):
+    if len(params) == 1 or not _sums_itself(x_TD, params):
         return tuple(linear(x_TD, p) for p in params)
-    managed = [weight for weight in weights if isinstance(weight, Weight)]
-    queue = queue_of(x_TD, managed[0]) if managed else None
-    return _Linears.apply(x_TD, *weights, queue)
+    wheres: list[Destination] = []
+    for p in params:
+        weight = weight_of(p)
+        wheres.append(Ordinary(p, sink_of(p)) if weight is None else queued(x_TD, weight))
+    return _Linears.apply(x_TD, *(where.given for where in wheres), wheres)
 
 
 def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +94,7 @@ def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
         return apply(_Score, x_TD, p_ED)
     if weight is None:
         return x_TD, F.linear(x_TD.float(), p_ED.float())
-    return x_TD, apply_managed(_Linear, x_TD, weight, torch.float32)
+    return x_TD, _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, torch.float32)
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -92,7 +106,7 @@ def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     weight = weight_of(p_EDF)
     if weight is None:
         return grouped_mm(x_RD, p_EDF, offsets_E)
-    return apply_managed(_GroupedLinear, x_RD, weight, offsets_E)
+    return _GroupedLinear.apply(x_RD, offsets_E, queued(x_RD, weight))
 
 
 def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
@@ -100,18 +114,28 @@ def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
     weight = weight_of(p_D)
     if weight is None:
         return x_TD * p_D
-    return apply_managed(_Scale, x_TD, weight)
+    return _Scale.apply(x_TD, queued(x_TD, weight))
 
 
 def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
     """Rows `p[ids]`, of shape [..., D]."""
     weight = weight_of(p_VD)
-    if weight is None:
-        return table_rows.embedding(ids_T, p_VD)
-    queue = current_queue()
-    if queue is None:
-        return F.embedding(ids_T, weight.tensor())
-    return _Embedding.apply(queue.anchored(), ids_T, weight, queue)
+    if weight is not None:
+        queue = current_queue()
+        if queue is None:
+            return F.embedding(ids_T, weight.tensor())
+        return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue))
+    if not writes_itself(ids_T, p_VD):
+        return F.embedding(ids_T, p_VD)
+    return _Embedding.apply(p_VD, ids_T, Ordinary(p_VD, sink_of(p_VD)))
+
+
+def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
+    """`embedding` with the module's table; what its options ask for beyond that is left to torch."""
+    plain = module.padding_idx is None and module.max_norm is None
+    if plain and not module.scale_grad_by_freq and not module.sparse:
+        return embedding(ids_T, module.weight)
+    return nn.Embedding.forward(module, ids_T)
 
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -148,15 +172,15 @@ def _writes_itself(x_RD: Tensor, g_RF: Tensor, out_EDF: Tensor, add: bool) -> bo
     return exact and usable(x_RD, g_RF, out_EDF) and x_RD.dtype == g_RF.dtype == torch.bfloat16
 
 
-def _sums_itself(x_TD: Tensor, weights: Sequence[Weight | Tensor]) -> bool:
+def _sums_itself(x_TD: Tensor, params: Sequence[Tensor]) -> bool:
     """Whether nobody has to see or change the products of a GPU or their gradients."""
-    values = [value_now(weight) for weight in weights]
-    ordinary = [weight for weight in weights if isinstance(weight, Tensor)]
+    values = [value_of(p) for p in params]
+    ordinary = [p for p in params if weight_of(p) is None]
     return (
         usable(x_TD, *values)
-        and len(ordinary) in (0, len(weights))
+        and len(ordinary) in (0, len(params))
         and all(value.dtype == x_TD.dtype for value in values)
-        and all(sinks.sink_of(param) is None or sinks.writes_itself(x_TD, param) for param in ordinary)
+        and all(sink_of(p) is None or writes_itself(x_TD, p) for p in ordinary)
     )
 
 
@@ -184,8 +208,31 @@ def _bounds(offsets_E: Tensor) -> list[tuple[int, int]]:
 
 
 def _linear_wgrad(x: Tensor, g: Tensor, dtype: torch.dtype, out_FD: Tensor, add: bool, scale: float) -> None:
-    g_TF, x_TD = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
-    write_product(g_TF.t(), x_TD, out_FD, add, scale)
+    write_product(_rows(g).t(), _as(_rows(x), dtype), out_FD, add, scale)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which costs the host a call even where it changes nothing."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _sum_wgrad(g_RF: Tensor, out_F: Tensor, add: bool, scale: float) -> None:
+    """Write the sum of the rows of `g` to `out`, or add it."""
+    if add or scale != 1.0 or out_F.dtype != g_RF.dtype:
+        put(g_RF.sum(0), out_F, add, scale)
+    else:
+        torch.sum(g_RF, 0, out=out_F)
+
+
+def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
+    """`g @ weight`, laid out like `x`, as autograd does it: bits may depend on the layout of the operands."""
+    if x_RD.dim() == 2 and x_RD.stride() == (1, x_RD.shape[0]):
+        return (weight_FD.t() @ g_RF.t()).t()
+    return g_RF @ weight_FD
 
 
 def _score_wgrad(x_TD: Tensor, g_TE: Tensor, out_ED: Tensor, add: bool, scale: float) -> None:
@@ -199,51 +246,61 @@ def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
+    """A managed weight is not given, nor is a bias beside it; ordinary ones have sinks, and `x` two dimensions."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | None,
+        bias: Tensor | None,
+        where: Destination,
+        of_bias: Ordinary | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.queue, ctx.dtype = weight, queue, dtype
-        return F.linear(x.to(dtype), weight.tensor().to(dtype))
+        ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
+        return F.linear(_as(x, dtype), _as(where.value(), dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        dtype: torch.dtype = ctx.dtype
-
-        write = partial(_linear_wgrad, x.detach(), g, dtype)
+        where, dtype = ctx.where, ctx.dtype
+        weight_FD = _as(where.again(), dtype)
+        dx = _as(_input_gradient(g, x, weight_FD), x.dtype) if ctx.needs_input_grad[0] else None
+        write = partial(_linear_wgrad, where.keep(x), g, dtype)
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
-        push(ctx.queue, ctx.weight, Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0))
-        return (g @ ctx.weight.tensor().to(dtype)).to(x.dtype), None, None, None
+        work = Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0)
+        dw, db = where.contribute(ctx, 1, work, lambda: g.t() @ x), None
+        if ctx.of_bias is not None:
+            db = ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, g)), lambda: g.sum(0))
+        return dx, dw, db, None, None, None
 
 
 class _Linears(torch.autograd.Function):
-    """Several products of one input. An ordinary weight is no saved tensor, and may have a sink: see `sinks.py`."""
+    """Several products of one input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_queue: Any) -> tuple[Tensor, ...]:
-        *ctx.weights, ctx.queue = weights_queue
-        ctx.versions = sinks.versions(ctx.weights)
+    def forward(ctx: Any, x: Tensor, *given_wheres: Any) -> tuple[Tensor, ...]:
+        ctx.wheres = given_wheres[-1]
         ctx.save_for_backward(x)
-        return tuple(F.linear(x, value_now(weight)) for weight in ctx.weights)
+        return tuple(F.linear(x, where.value()) for where in ctx.wheres)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
-        sinks.unchanged(ctx.weights, ctx.versions)
+        values = [where.again() for where in ctx.wheres]
         (x,) = ctx.saved_tensors
         x_TD, gs = x.detach().reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = None
         if ctx.needs_input_grad[0]:
-            pairs = [(g, value_now(w)) for g, w in zip(gs, ctx.weights, strict=True)]
+            pairs = list(zip(gs, values, strict=True))
             pairs.sort(key=lambda pair: pair[0].shape[1])  # the largest sum is rounded once only
             dx = sum_of_products(pairs).view(x.shape)
-        found: list[Tensor | None] = []
-        for i, (g_TF, weight) in enumerate(zip(gs, ctx.weights, strict=True), 1):
-            if isinstance(weight, Weight):
-                push(ctx.queue, weight, Product(partial(write_product, g_TF.t(), x_TD)))
-                found.append(None)
-            else:
-                found.append(sinks.contribute_product(ctx, i, weight, g_TF, x_TD))
+        found = [
+            where.contribute(ctx, i, Product(partial(write_product, g_TF.t(), x_TD)), lambda g_TF=g_TF: g_TF.t() @ x_TD)
+            for i, (g_TF, where) in enumerate(zip(gs, ctx.wheres, strict=True), 1)
+        ]
         return dx, *found, None
 
 
@@ -251,8 +308,8 @@ class _Score(torch.autograd.Function):
     """A product of bf16 operands in fp32, beside its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None) -> tuple[Tensor, Tensor]:
-        return x, _wide_mm(x, keep(ctx, x, weight, queue).t())
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> tuple[Tensor, Tensor]:
+        return x, _wide_mm(x, keep(ctx, x, where).t())
 
     @staticmethod
     def backward(ctx: Any, g_x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -260,47 +317,46 @@ class _Score(torch.autograd.Function):
 
         x, w_ED = kept(ctx)
         dx = input_gradient(g, w_ED, g_x)
-        return dx, contribute(ctx, w_ED, Product(partial(_score_wgrad, x.detach(), g))), None
+        return dx, ctx.where.contribute(ctx, 1, Product(partial(_score_wgrad, x.detach(), g))), None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, where: Queued) -> Tensor:
         ctx.save_for_backward(x, offsets)
-        ctx.weight, ctx.queue = weight, queue
-        return grouped_mm(x, weight.tensor(), offsets)
+        ctx.where = where
+        return grouped_mm(x, where.value(), offsets)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
         g = g.contiguous()
-        push(ctx.queue, ctx.weight, Product(partial(grouped_wgrad, x.detach(), g, offsets)))
-        return grouped_mm(g, ctx.weight.tensor().transpose(1, 2), offsets), None, None, None
+        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, x.detach(), g, offsets)))
+        return grouped_mm(g, ctx.where.value().transpose(1, 2), offsets), None, None
 
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = weight, queue
-        return x * weight.tensor()
+    def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
+        return x * keep(ctx, x, where)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        push(ctx.queue, ctx.weight, partial(_scale_wgrad, x.detach(), g))
-        return g * ctx.weight.tensor(), None, None
+        ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
+        return g * ctx.where.value(), None
 
 
 class _Embedding(torch.autograd.Function):
+    """Its first input makes autograd call backward: a weight that has a sink, or the anchor of a queue."""
+
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, ids: Tensor, weight: Weight, queue: WgradQueue) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.queue = weight, queue
-        return F.embedding(ids, weight.tensor())
+    def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination) -> Tensor:
+        return F.embedding(ids, keep(ctx, ids, where))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
-        push(ctx.queue, ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
-        return None, None, None, None
+        rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
+        work = Product(partial(write_rows, ids, g))
+        return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import usable
+from hocket.runtime.destinations import Destination, apply, keep, kept, value_of
 from hocket.runtime.functional import scale
-from hocket.runtime.managed_or_not import apply, contribute, keep, kept, value_now, value_of
-from hocket.runtime.weights import Weight, WgradQueue
 
 
 def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
@@ -71,11 +70,11 @@ class _RmsNorm(torch.autograd.Function):
     """One kernel in each direction, as all of these."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float) -> Tensor:
         from hocket.kernels import norm
 
         ctx.eps = eps
-        return norm.forward(x, keep(ctx, x, weight, queue), eps)[1]
+        return norm.forward(x, keep(ctx, x, where), eps)[1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -83,7 +82,7 @@ class _RmsNorm(torch.autograd.Function):
 
         x, p_D = kept(ctx)
         dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
-        return dx, contribute(ctx, p_D, partial(norm.sum_parts, parts_PD)), None, None
+        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -91,12 +90,12 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, more: Tensor | None
+        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         from hocket.kernels import norm
 
-        total, y = norm.forward(x, value_now(weight), eps, more)
-        keep(ctx, total, weight, queue)
+        total, y = norm.forward(x, where.value(), eps, more)
+        keep(ctx, total, where)
         ctx.eps, ctx.added = eps, more is not None
         return total, y
 
@@ -106,18 +105,17 @@ class _AddNorm(torch.autograd.Function):
 
         total, p_D = kept(ctx)
         dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
-        return dx, contribute(ctx, p_D, partial(norm.sum_parts, parts_PD)), None, None, dx if ctx.added else None
+        dw = ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD))
+        return dx, dw, None, None, dx if ctx.added else None
 
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Weight | Tensor, queue: WgradQueue | None, eps: float, table: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, table: Tensor) -> Tensor:
         from hocket.kernels import rotary
 
         ctx.eps, ctx.table = eps, table
-        return rotary.turn(x, table, keep(ctx, x, weight, queue), eps)
+        return rotary.turn(x, table, keep(ctx, x, where), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -125,4 +123,4 @@ class _NormRotate(torch.autograd.Function):
 
         x, p_N = kept(ctx)
         dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, p_N, ctx.eps)
-        return dx, contribute(ctx, p_N, partial(norm.sum_parts, parts_PN)), None, None, None
+        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None

@@ -110,23 +110,6 @@ class Null:
         self.blocks.clear()
 
 
-@dataclass
-class Signal(Null):
-    """Hops that carry an element each: a receiver waits until its sender is there, and for nothing else.
-
-    With it between pipeline ranks, and `Null` elsewhere, a step has the bubble of its order and no communication.
-    """
-
-    inner: Transport
-
-    def send(self, tensor: Tensor, to: int) -> Pending:
-        return self.inner.send(tensor.view(-1)[:1], to)
-
-    def recv(self, tensor: Tensor, source: int) -> Pending:
-        self._fill(tensor)
-        return self.inner.recv(tensor.view(-1)[:1], source)
-
-
 @dataclass(frozen=True)
 class Link:
     """An imagined network: `latency` in seconds per operation, `bandwidth` in bytes per second and rank."""

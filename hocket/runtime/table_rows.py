@@ -11,46 +11,10 @@ Shapes: T tokens, or any leading dimensions, V rows of the table, D width.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from hocket.runtime.sinks import contribute, writes_itself
 from hocket.runtime.weights import put
-
-
-def embedding(ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """`F.embedding`, whose backward writes the table's gradient to its sink, if it has one: see `linear`."""
-    if not writes_itself(ids_T, weight_VD):
-        return F.embedding(ids_T, weight_VD)
-    return _Embedding.apply(ids_T, weight_VD)
-
-
-def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
-    """`embedding` with the module's table; what its options ask for beyond that is left to torch."""
-    plain = module.padding_idx is None and module.max_norm is None
-    if plain and not module.scale_grad_by_freq and not module.sparse:
-        return embedding(ids_T, module.weight)
-    return nn.Embedding.forward(module, ids_T)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.weight = weight_VD
-        return F.embedding(ids_T, weight_VD)
-
-    @staticmethod
-    def backward(ctx: Any, g_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (ids_T,) = ctx.saved_tensors
-        rows = len(ctx.weight)
-        return None, contribute(
-            ctx, 1, ctx.weight, lambda: dense_gradient(ids_T, g_TD, rows), partial(write_rows, ids_T, g_TD)
-        )
 
 
 def dense_gradient(ids_T: Tensor, g_TD: Tensor, rows: int) -> Tensor:

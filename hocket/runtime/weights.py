@@ -168,6 +168,18 @@ def _put(write: Write, out: Tensor, add: bool, dtype: torch.dtype | None, scale:
         write(out)
 
 
+def write_to(write: Write, out: Tensor, add: bool) -> None:
+    """Run one piece of work: overwrite `out`, or add to it."""
+    if isinstance(write, Product):
+        write.put(out, add, 1.0)
+    elif add:
+        more = torch.empty_like(out)
+        write(more)
+        out.add_(more)
+    else:
+        write(out)
+
+
 class _Current(threading.local):
     queue: WgradQueue | None = None
 

@@ -10,12 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.bench.ours import Exchanges, Muted, Planned
+from benchmarks.bench.ours import Exchanges, Muted, Planned, Signal
 from benchmarks.bench.plain import Exchange, Kept, backward, materialize, plain_model
 from benchmarks.bench.workload import Workload, batches
 from hocket.config import MeshConfig
 from hocket.parallel import dispatch
-from hocket.runtime.pretended import Signal
 from tests.bench.setup import CPU, built, workload
 from tests.helpers.command import wait_for
 from tests.helpers.ranks import run_ranks

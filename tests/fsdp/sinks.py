@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
-from hocket.runtime.sinks import linear_forward, set_sink
+from hocket.runtime.destinations import set_sink
+from hocket.runtime.functional import linear_forward
 from hocket.runtime.weights import put
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.fsdp.forwards import forward_of
-from hocket.runtime.sinks import set_sink
-from hocket.runtime.table_rows import dense_gradient, embedding, embedding_forward, sums_by_id, write_sums
+from hocket.fsdp.members import forward_of
+from hocket.runtime.destinations import set_sink
+from hocket.runtime.functional import embedding, embedding_forward
+from hocket.runtime.table_rows import dense_gradient, sums_by_id, write_sums
 from tests.fsdp.sinks import DTYPES, D, Slot
 
 V = 50

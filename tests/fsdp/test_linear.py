@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hocket.runtime.sinks import linear_forward, set_sink
+from hocket.runtime.destinations import set_sink
+from hocket.runtime.functional import linear_forward
 from tests.fsdp.sinks import DTYPES, F_OUT, LAYOUTS, OUTPUTS, D, Slot, attach, compare_bits, equal, linears, pair, same
 
 

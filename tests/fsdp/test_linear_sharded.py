@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hocket
 from hocket.fsdp.staged import Staged
-from hocket.runtime import sinks
+from hocket.runtime import functional
 from tests.fsdp.models import WIDTH
 from tests.fsdp.twin import Case, Pair, naming
 from tests.fsdp.zoo import Kind
@@ -115,17 +115,17 @@ def counted(rank: int) -> None:
     """Every weight of a linear layer is written by the layer; only the norms' come by autograd."""
     written: list[int] = []
     taken: list[tuple[int, ...]] = []
-    write, add = sinks.write_product, Staged.add
+    write, add = functional.write_product, Staged.add
 
-    def spy_write(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool) -> None:
+    def spy_write(a_FR: Tensor, b_RD: Tensor, out_FD: Tensor, add: bool, scale: float) -> None:
         written.append(out_FD.data_ptr())
-        write(a_FR, b_RD, out_FD, add)
+        write(a_FR, b_RD, out_FD, add, scale)
 
     def spy_add(self: Staged, index: int, grad: Tensor) -> None:
         taken.append(tuple(grad.shape))
         add(self, index, grad)
 
-    with mock.patch.object(sinks, "write_product", spy_write), mock.patch.object(Staged, "add", spy_add):
+    with mock.patch.object(functional, "write_product", spy_write), mock.patch.object(Staged, "add", spy_add):
         model = Branches()
         hocket.fully_shard(model, units=Thrice)
         model(torch.ones(4, WIDTH)).sum().backward()

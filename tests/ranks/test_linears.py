@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.runtime import functional
+from hocket.runtime.destinations import set_sink
 from hocket.runtime.functional import linears
-from hocket.runtime.sinks import set_sink
 from hocket.runtime.weights import WgradQueue, collecting, manage, weight_of
 
 WIDTHS = (12, 4, 4)
