@@ -1,8 +1,7 @@
-"""Plans are made, and traces are read, without the cyclic garbage collector.
+"""Plans are made without the cyclic garbage collector.
 
-A program is many small tuples, as a trace is many small tables, none of which is part of a circle, and the collector
-would walk through all of them again and again: that takes up to a third of the time in which plans are built and
-simulated.
+A program is many small tuples, none of which is part of a circle, and the collector would walk through all of them
+again and again: that takes up to a third of the time in which plans are built and simulated.
 """
 
 from __future__ import annotations
