@@ -92,7 +92,11 @@ PARALLEL: tuple[Entry, ...] = (
     entry("--expert-tensor-parallel-size", int, only(1, "experts are not split over tensor ranks", "as in hocket")),
     entry("--sequence-parallel", bool, always("with tensor parallelism the residual stream is split over tokens")),
     entry("--use-tp-pp-dp-mapping", bool, never("the order of ranks is fixed: tp varies fastest, then dp, then pp")),
-    entry("--num-distributed-optimizer-instances", int, only(1, "no replicas of shards in planned steps", "one")),
+    entry(
+        "--num-distributed-optimizer-instances",
+        int,
+        only(1, "mesh.shard takes the ranks that share a copy of the weights", "one"),
+    ),
     entry("--outer-dp-sharding-strategy", str, only("no_shard", "no replicas of shards in planned steps", "one")),
     entry(
         "--distributed-backend",
