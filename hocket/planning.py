@@ -169,7 +169,9 @@ def _heading(settings: Settings, program: Program) -> Iterator[str]:
     mesh, layout = settings.mesh, program.layout
     tokens = settings.batch * settings.data.sequence_length
     tensors = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
-    yield f"{settings.run.name}: {settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp"
+    shared = f", weights shared by {mesh.shard}" if mesh.replicas > 1 else ""
+    ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp{shared}"
+    yield f"{settings.run.name}: {ranks}"
     yield (
         f"{len(layout.kinds)} layers ({layout.kinds.count('dense')} dense, {layout.kinds.count('moe')} MoE) on "
         f"{layout.stages} virtual stages; {program.microbatches} microbatches, {tokens:,} tokens per step"

@@ -1,4 +1,4 @@
-"""What is refused of stages and of orders with steps of weight gradients alone, as data for `test_config.py`.
+"""What is refused of stages, of orders with steps of weight gradients alone, and of shards, for `test_config.py`.
 
 Each row: what differs from the recipe `tiny`, what a user asks for on the command line, the setting that the message
 names, and words of its reason. Names are those of `test_config.changed`.
@@ -11,7 +11,14 @@ from typing import Any
 ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
 V: dict[str, Any] = {"plan__order": "merged_v"}
 
+FOUR: dict[str, Any] = {"mesh__dp": 4}
+
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    (FOUR, {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
+    (FOUR, {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
+    ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
+    ({**FOUR, "mesh__ep": 4}, {"mesh__shard": 2}, "mesh.shard", "has all experts"),
+    ({"precision__averages": "bf16"}, {"train__betas": (0.9, 0.999)}, "train.betas", "lower train.betas"),
     ({}, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
     ({}, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),
     ({}, {"plan__layers_per_stage": ("auto", 2)}, "plan.layers_per_stage", "auto stands alone"),

@@ -207,11 +207,6 @@ def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error(
 # -------------------------------------------------------------------------------------------------- refusals
 
 REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
-    (changed(DENSE, mesh__dp=4), {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
-    (changed(DENSE, mesh__dp=4), {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
-    (changed(DENSE, mesh__dp=4), {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
-    (changed(TINY, mesh__dp=4, mesh__ep=4), {"mesh__shard": 2}, "mesh.shard", "has all experts"),
-    (DENSE, {"precision__averages": "bf16", "train__betas": (0.9, 0.999)}, "precision.averages", "lower train.betas"),
     (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
     (DENSE, {"model__head_dim": 31}, "model.head_dim", "rotary"),
     (TINY, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),

@@ -65,6 +65,7 @@ def commands(text: str) -> Iterator[list[str]]:
             yield shlex.split(line)
 
 
+@pytest.mark.timeout(180)  # steps are predicted again
 @pytest.mark.parametrize("path", DOCS, ids=name)
 def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

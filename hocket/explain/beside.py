@@ -132,6 +132,7 @@ _ASKED: tuple[tuple[Kind, CostKey], ...] = (
 def _transfers(s: Settings) -> tuple[tuple[Kind, int], ...]:
     """Bytes that a rank receives in the transfers of one layer."""
     table = costs_of(s, HARDWARE["h200"]).table
-    axes = {"gather": s.mesh.dp, "reduce": s.mesh.dp, "a2a": s.mesh.ep, "pp": layout_of(s).pp}
+    shared = s.mesh.members("gather_dense")
+    axes = {"gather": shared, "reduce": shared, "a2a": s.mesh.ep, "pp": layout_of(s).pp}
     sizes = [(kind, table[key].wire_bytes) for kind, key in _ASKED if axes[kind] > 1 and key in table]
     return tuple(dict.fromkeys((kind, size) for kind, size in sizes if size))

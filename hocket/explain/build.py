@@ -39,6 +39,7 @@ def heading(settings: Settings) -> str:
     mesh, t = settings.mesh, settings.train
     tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
     ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
+    ranks += f", weights shared by {mesh.shard}" if mesh.replicas > 1 else ""
     ranks += f", {settings.network.ranks_per_host} on each host" if hosts_of(settings) > 1 else ""
     return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 

@@ -92,6 +92,7 @@ def _data(s: Settings) -> Iterator[Overlap]:
         yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
     once = strategy in ("no_shard", "optim")
     why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
+    why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""
     yield _row(s, "dp", _GRADIENTS, "backward of what follows", "on", "overlap.dp.strategy", why)
 
 

@@ -30,16 +30,20 @@ def replicate(value: Any, given: Given) -> Answer:
     """Replicas alone are plain data parallelism; with shards inside they are hybrid."""
     if value == 1:
         return Answer("not needed", words="there is none")
-    if given.number(DP_SHARD, default=-1) == 1:
+    shards = given.number(DP_SHARD, default=-1)
+    if shards == 1:
         return Answer("becomes", {"overlap.dp.strategy": "no_shard", "mesh.dp": value})
-    return Answer("not there", words="no replicas of shards in planned steps; hocket.fully_shard has them")
+    if shards < 0 and not given.gpus:
+        return Answer("not there", words=f"it needs --gpus, or {DP_SHARD}, to become mesh.shard")
+    shards = shards if shards > 0 else _data_ranks(given) // max(1, value)
+    return Answer("becomes", {"mesh.dp": value * shards, "mesh.shard": shards})
 
 
 def shard(value: Any, given: Given) -> Answer:
     if value == -1:
         return Answer("not needed", words="as many as --gpus leaves")
-    if value == 1 and given.number(DP_REPLICATE) > 1:
-        return Answer("not needed", words=f"{DP_REPLICATE} says how many")
+    if given.number(DP_REPLICATE) > 1:
+        return Answer("not needed", words=f"it goes with {DP_REPLICATE}")
     if given.gpus and value != _data_ranks(given):
         return Answer("not there", words=f"{given.gpus} ranks leave {_data_ranks(given)} data ranks, not {value}")
     return Answer("becomes", {"mesh.dp": value})

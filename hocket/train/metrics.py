@@ -127,9 +127,8 @@ class Metrics:
         self.say(f"model    {parameters:,} parameters, {active:,} active per token")
         self.say(f"corpus   {corpus}")
         mesh, tensors = s.mesh, f" x tp {s.mesh.tp}" if s.mesh.tp > 1 else ""
-        self.say(
-            f"ranks    {s.world} = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp, on {s.train.device}"
-        )
+        inside = f"ep {mesh.ep} inside dp" + (f", weights shared by {mesh.shard}" if mesh.replicas > 1 else "")
+        self.say(f"ranks    {s.world} = pp {mesh.pp} x dp {mesh.dp}{tensors}, {inside}, on {s.train.device}")
         self.say(f"steps    {steps}, {self.tokens_per_step:,} tokens each")
         if s.train.transport == "null":
             self.say("NO COMMUNICATION: the null transport measures time. Losses mean nothing, nothing is saved.")

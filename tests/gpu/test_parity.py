@@ -63,6 +63,7 @@ OTHERS: dict[str, Config] = {
     "merged_v": planned(BASE, order="merged_v"),
     "updates in the next step": planned(BASE, update="next_step"),
     "updates in the next step, gathered once": planned(BASE, update="next_step", strategy="optim"),
+    "replicas of shards": changed(BASE, {"mesh.shard": 2}),
 }
 OTHER_SEEDS = 5
 
@@ -86,6 +87,9 @@ TWO: dict[str, Config] = {
     "updates in the next step, gathered once, copy_engine": planned(COPIED, update="next_step", strategy="optim"),
     "updates in the next step, not clipped": changed(planned(EXPERTS, update="next_step"), {"train.clip": 0.0}),
     "updates in the next step of a pipeline": planned(PIPED, update="next_step"),
+    "updates in the next step, averages in bf16": changed(
+        planned(EXPERTS, update="next_step"), {"precision.averages": "bf16"}
+    ),
     "a pipeline": PIPED,
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
     "a V, copy_engine": changed(
@@ -154,7 +158,7 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
 
 def check(config: Config, seeds: int) -> None:
     world = 8 if torch.cuda.device_count() >= 8 else 4
-    check_on(world, dataclasses.replace(config, mesh=dataclasses.replace(BASE.mesh, dp=world // 2)), seeds)
+    check_on(world, changed(config, {"mesh.dp": world // 2}), seeds)
 
 
 def check_on(world: int, config: Config, seeds: int) -> None:

@@ -68,7 +68,7 @@ def test_every_way_gives_the_same(size: int) -> None:
 BASE = Config(
     model=ModelConfig(
         vocab=512, hidden=256, layers=3, heads=4, kv_heads=4, head_dim=64, ffn=512, dense_layers=(0, 2), experts=8,
-        top_k=2, expert_ffn=128, shared_ffn=128,
+        top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01,
     ),
     mesh=MeshConfig(tp=2),
     data=DataConfig(sequence_length=256),

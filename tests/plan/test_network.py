@@ -41,7 +41,8 @@ def settled(name: str, host: Host | None = None, **changes: Any) -> Settings:
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
     pp, ep, edp, tp = (draw(st.integers(1, n)) for n in (5, 6, 4, 5))
-    mesh = MeshConfig(pp=pp, dp=ep * edp, ep=ep, tp=tp)
+    copies = draw(st.integers(1, 3))
+    mesh = MeshConfig(pp=pp, dp=ep * edp * copies, ep=ep, tp=tp, shard=ep * edp if copies > 1 else 0)
     return mesh, draw(st.sampled_from([n for n in range(1, mesh.world + 1) if mesh.world % n == 0]))
 
 
@@ -49,7 +50,7 @@ def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
 @given(meshes(), st.booleans())
 def test_groups_are_on_the_hosts_on_which_their_ranks_are(drawn: tuple[MeshConfig, int], turning: bool) -> None:
     m, each = drawn
-    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning)
+    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard)
     for purpose in PURPOSES:
         groups = mesh.groups(purpose)
         found = spread_of(m, purpose, each)
@@ -72,6 +73,24 @@ def test_where_sixty_thousand_ranks_are_is_known_at_once() -> None:
 # ------------------------------------------------------------------------------------------------ links
 
 
+def test_weights_that_a_host_shares_are_gathered_inside_of_it() -> None:
+    """Only the sum over replicas crosses hosts, with 8 bytes per element of a shard for each microbatch's reduce."""
+    wide = settled("llama3_8b", mesh__pp=1, mesh__dp=64, plan__chunks=1, train__microbatches=4)
+    narrow = settled("llama3_8b", mesh__pp=1, mesh__dp=64, mesh__shard=8, plan__chunks=1, train__microbatches=4)
+    assert crossing(wide)["gather_dense"] == Spread(64, 8, 8)
+    assert {"gather_dense", "reduce_dense"}.isdisjoint(crossing(narrow))
+    assert crossing(narrow)["replicas"] == Spread(8, 8, 1)
+    assert hardware_of(narrow).link("replicas").bandwidth < hardware_of(wide).link("reduce_dense").bandwidth
+    before, after = (costs_of(c, hardware_of(c)) for c in (wide, narrow))
+    key = "dense", "dense"
+    assert after.table["gather", *key].seconds < before.table["gather", *key].seconds
+    assert after.state_bytes[0] == pytest.approx(8 * before.state_bytes[0], rel=0.01)
+    alone = costs_of(changed(narrow, {"mesh.dp": 8, "mesh.shard": 0}), H200).table["reduce", *key].seconds
+    kept = after.table["update", *key].output_bytes
+    sums = hardware_of(narrow).link("replicas").seconds(2 * kept * 7 / 8)
+    assert after.table["reduce", *key].seconds == pytest.approx(alone + sums / 4)
+
+
 def test_links_of_one_host_are_those_of_the_hardware() -> None:
     for name in ("tiny", "llama3_8b", "moe_8gpu"):
         for bandwidth in ("auto", "1GB/s"):
@@ -88,7 +107,7 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
     links, usual = hardware_of(found), H200.links
     assert hosts_of(found) == 4
-    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp"}
+    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp", "replicas"}
     assert links.link("gather_dense").bandwidth == usual["gather"].bandwidth, "8 adapters carry more than NVLink"
     assert links.link("gather_dense").latency == pytest.approx(usual["gather"].latency + 5e-6 + 8 * STEP)
     assert links.link("reduce_experts").bandwidth == 40e9, "of each pair, one is on either host"

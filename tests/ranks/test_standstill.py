@@ -57,7 +57,16 @@ def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -
     """Those of one of two pipeline ranks, with one edge."""
     alone: Any = {
         name: Group(name, (rank,), 0, Local())
-        for name in ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "tp", "control")
+        for name in (
+            "gather_dense",
+            "reduce_dense",
+            "gather_experts",
+            "reduce_experts",
+            "replicas",
+            "a2a",
+            "tp",
+            "control",
+        )
     }
     hops: Any = CopiedHops(None, ranks, CPU, copies)  # type: ignore[arg-type]
     edge: Any = {name: Group(name, ranks, ranks.index(rank), hops)}
