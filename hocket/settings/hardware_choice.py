@@ -13,6 +13,7 @@ from hocket.settings.leaves import changed, problem
 from hocket.settings.rule import Host
 
 GPU, MEASURED = "hardware.gpu", "hardware.measured"
+_NONE = "hocket doctor --measure has kept no file for what is priced"
 
 
 def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[Choice]:
@@ -26,7 +27,7 @@ def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[
     kept = named
     if named == "auto":
         kept = _kept(h, gpu)
-        yield MEASURED, kept, f"hocket doctor --measure kept it for {h.kinds[0]}" if kept != "off" else ""
+        yield MEASURED, kept, f"hocket doctor --measure kept it for {h.kinds[0]}" if kept != "off" else _NONE
     if asked == "auto":
         yield GPU, gpu, f"{reason}; rates {origin_of(changed(c, {GPU: gpu, MEASURED: kept}))}"
 
