@@ -51,7 +51,7 @@ from benchmarks.sharding_tables import (
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
-from hocket.gpus import peak_flops
+from hocket.gpus import GPUS, peak_flops
 from hocket.plan.network import hardware_of
 from hocket.plan.ops import Program
 from hocket.plan.simulate import Timeline
@@ -339,10 +339,24 @@ def make_golden(words: str) -> str:
     return f"```\n$ hocket {command}\n{(ROOT / 'tests' / 'golden' / name).read_text(encoding='utf-8').rstrip()}\n```"
 
 
+def make_gpus() -> str:
+    """The table of GPUs: figures of data sheets."""
+    rows = [
+        [
+            f"`{name}`", f"{gpu.flops / 1e12:g}", f"{gpu.memory}", f"{gpu.memory_bandwidth / 1e12:g}",
+            f"{gpu.link / 1e9:g}", f"{gpu.processors}", f"{gpu.full_clock / 1e9:.2f}", f"{gpu.watts}",
+            "measured" if name == "h200" else "scaled",
+        ]
+        for name, gpu in GPUS.items()
+    ]  # fmt: skip
+    head = ["`hardware.gpu`", "TFLOP/s", "GB", "TB/s", "link GB/s", "processors", "GHz", "W", "rates"]
+    return table(head, rows)
+
+
 MAKERS = {
     "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
     "step": make_step, "golden": make_golden, "settings": reference.table,
-    "presets": lambda words: reference.presets(),
+    "presets": lambda words: reference.presets(), "gpus": lambda words: make_gpus(),
 }  # fmt: skip
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 

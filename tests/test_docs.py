@@ -139,7 +139,7 @@ def check_hocket(words: list[str]) -> None:
         parse_trace(words[1:])
         return
     if words[0] == "doctor":
-        assert set(words[1:]) <= {"--quick", "--json"}, words
+        assert set(words[1:]) <= {"--quick", "--json", "--measure"}, words
         return
     command, recipe, *flags = words
     if recipe.startswith("--from-"):

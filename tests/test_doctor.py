@@ -257,4 +257,7 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "--fast"])
     assert end.value.code == 2
-    assert "doctor --fast (command line): there is no such option; fix: --quick or --json" in capsys.readouterr().err
+    assert (
+        "doctor --fast (command line): there is no such option; fix: --quick, --json or --measure"
+        in capsys.readouterr().err
+    )

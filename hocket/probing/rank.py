@@ -14,6 +14,7 @@ import torch
 
 from hocket.plan.mesh import Mesh
 from hocket.plan.schedule import Kind
+from hocket.probing.rates import rates
 from hocket.probing.request import Measured, Product, Request
 from hocket.runtime.comm import CommOptions, Groups, RowTable, everyone, join_world, leave_world, make_groups
 from hocket.runtime.dtypes import DTYPES
@@ -45,7 +46,11 @@ def measure(request: Request, rank: int) -> Measured:
             transfers.update((key, _worst(call, device)) for key, call in calls)
             if request.names and not pipeline:
                 names = _names_of_a_gather(groups, request, device)
-    return Measured(products=products, transfers=transfers, names=names)
+    slowest: dict[str, float] = {}
+    if request.rates:
+        found = rates(device, DTYPES[request.dtype])
+        slowest = {name: min(everyone(rate)) for name, rate in found.items()}
+    return Measured(products=products, transfers=transfers, names=names, rates=slowest)
 
 
 def _worst(call: Callable[[], None], device: torch.device) -> float:

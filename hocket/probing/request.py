@@ -26,6 +26,8 @@ class Request:
     """Kind of communication and bytes that one rank receives in it."""
     names: bool = False
     """Whether to record what a gather is made of on the device."""
+    rates: bool = False
+    """Whether to load each device for seconds, and time products, attention, kernels and copies."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,10 +48,12 @@ class Measured:
     transfers: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     """Of everything that a gather ran on the device of rank 0."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Work per second on the slowest rank, all ranks at once."""
 
     def to_json(self) -> str:
         found = {"products": list(self.products.items()), "transfers": list(self.transfers.items())}
-        return json.dumps({**found, "names": self.names})
+        return json.dumps({**found, "names": self.names, "rates": dict(self.rates)})
 
     @staticmethod
     def from_json(text: str) -> Measured:
@@ -58,4 +62,5 @@ class Measured:
             products={(m, k, n): seconds for (m, k, n), seconds in fields["products"]},
             transfers={(kind, size): seconds for (kind, size), seconds in fields["transfers"]},
             names=tuple(fields["names"]),
+            rates=fields["rates"],
         )

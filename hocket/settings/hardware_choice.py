@@ -13,6 +13,7 @@ from hocket.settings.leaves import changed, problem
 from hocket.settings.rule import Host
 
 GPU, MEASURED = "hardware.gpu", "hardware.measured"
+_NONE = "hocket doctor --measure has kept no file for what is priced"
 
 
 def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[Choice]:
@@ -23,8 +24,10 @@ def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[
     if file and file.gpu != gpu:
         why = f"it was measured on {file.device}, and rates are asked for of {gpu} ({reason})"
         raise ValueError(problem(MEASURED, named, origins, why, f"{GPU} = {file.gpu}, another file, or off"))
-    kept = named if named != "auto" else _kept(h, gpu)
-    yield MEASURED, kept, f"hocket doctor --measure kept it for {h.kinds[0]}" if kept != "off" else ""
+    kept = named
+    if named == "auto":
+        kept = _kept(h, gpu)
+        yield MEASURED, kept, f"hocket doctor --measure kept it for {h.kinds[0]}" if kept != "off" else _NONE
     if asked == "auto":
         yield GPU, gpu, f"{reason}; rates {origin_of(changed(c, {GPU: gpu, MEASURED: kept}))}"
 

@@ -6,19 +6,25 @@ import os
 
 import pytest
 
+from hocket.plan.measured_hardware import RATES
 from hocket.probing.rank import measure
 from hocket.probing.request import Measured, Request
 from hocket.probing.start import run
 from tests.helpers.ranks import run_ranks
 
 REQUEST = Request(
-    world=2, products=((32, 64, 128),), transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096))
+    world=2,
+    products=((32, 64, 128),),
+    transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096)),
+    rates=True,
 )
 
 
 def test_requests_and_answers_travel_as_json() -> None:
     assert Request.from_json(REQUEST.to_json()) == REQUEST
-    measured = Measured(products={(1, 2, 3): 0.5}, transfers={("pp", 7): 1.5, ("pp", 8): 2.5}, names=("a", "b"))
+    measured = Measured(
+        products={(1, 2, 3): 0.5}, transfers={("pp", 7): 1.5, ("pp", 8): 2.5}, names=("a", "b"), rates={"c": 2.0}
+    )
     assert Measured.from_json(measured.to_json()) == measured
 
 
@@ -31,6 +37,8 @@ def test_all_ranks_measure_what_was_asked_for_and_agree() -> None:
     assert first == second
     assert set(first.products) == set(REQUEST.products)
     assert set(first.transfers) == set(REQUEST.transfers)
+    assert set(first.rates) == set(RATES)
+    assert all(rate > 0 for rate in first.rates.values())
     assert all(0 < seconds < 5 for seconds in (*first.products.values(), *first.transfers.values()))
 
 

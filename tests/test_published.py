@@ -1,0 +1,32 @@
+"""What is predicted of published runs: in the right range, with nothing tuned to them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.published import FACTS, config_of, rows
+from hocket.gpus import GPUS
+from hocket.settings.leaves import types
+
+RUNS = json.loads(FACTS.read_text())
+QUICK = [run for run in RUNS if run["gpus"] <= 128]
+"""Those without a pipeline, whose steps are simulated in a moment."""
+
+
+@pytest.mark.parametrize("run", QUICK, ids=lambda run: run["name"])
+def test_a_published_run_is_predicted_in_a_plausible_range(run: dict[str, Any]) -> None:
+    """Within a factor of 1.5. What runs an H100 of 500 W, or recomputes otherwise, is further off than the others."""
+    (row,) = rows([run])
+    assert 1 / 1.5 < row.ratio < 1.5, row
+
+
+def test_facts_name_their_source_and_settings_that_there_are() -> None:
+    assert len({run["name"] for run in RUNS}) == len(RUNS) >= 8
+    for run in RUNS:
+        assert run["source"]
+        assert run["gpu"] in GPUS
+        assert set(run["settings"]) <= set(types())
+        assert config_of(run, 1).mesh.world == run["gpus"]
