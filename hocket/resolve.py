@@ -31,6 +31,7 @@ from hocket.tune.copies_choice import choose_copies
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.hop_choice import choose_lane, stride_remark
+from hocket.tune.order_choice import choose_layer_order
 from hocket.tune.recompute_choice import choose_recompute
 from hocket.tune.stages_choice import choose_stages
 from hocket.tune.strategy_choice import choose_strategy
@@ -300,6 +301,7 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
     ("plan.recompute", choose_recompute),
+    ("plan.layer_order", choose_layer_order),
     ("overlap.pp.backward_lane", choose_lane),
 )
 """The same of those that go by costs, which only a sound configuration has."""

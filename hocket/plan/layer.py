@@ -95,14 +95,14 @@ CHAINS = tuple(chain.split() for chain in ("aF dF eF cF uF", "cB eB dB aB uB", "
 def merged_order(text: str) -> tuple[Token, ...]:
     """The order of a merged layer step that `plan.layer_order` names or spells out."""
     assert not order_problem(text), f"{text!r}: {order_problem(text)}"
-    return MERGED.get(text) or template(text)
+    return MERGED.get("literature" if text == "auto" else text) or template(text)
 
 
 def order_problem(text: str) -> str:
     """Why `text` names and spells out no order of a merged layer step that can run; empty if it does."""
     words = text.split()
     place = {word: position for position, word in enumerate(words)}
-    if text in MERGED:
+    if text in MERGED or text == "auto":
         return ""
     if len(words) != 12 or set(place) != {word for chain in CHAINS for word in chain}:
         return f"neither one of {', '.join(MERGED)}, nor all twelve ops of a merged layer step"

@@ -269,7 +269,7 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
     assert asked[-1] == 73
     assert short is not None
     assert whole is not None
-    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.005)
     assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
