@@ -147,7 +147,7 @@ class Toy:
 
     def guess(self, changes: Changes) -> Guess | None:
         trial = self(changes, whole=False)
-        return trial and Guess(changes, trial.seconds, trial.peak_bytes)
+        return None if trial is None else Guess(changes, trial.seconds, trial.peak_bytes)
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         self.asked += 1
