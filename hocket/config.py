@@ -213,9 +213,10 @@ class PlanConfig:
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph; the optimizer runs behind it. auto:
     where the host would be late otherwise, and memory allows it."""
-    layer_order: str = "literature"
+    layer_order: str = "auto"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
-    are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF"."""
+    are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF". auto: literature, or what simulations
+    find shorter where all-to-alls are long."""
 
     @property
     def split(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Plan:
         return hardware_of(self.settings)
 
     def start(self) -> PlannedStep:
-        """This rank's part of the step over hocket's own transformer. With several ranks their process group exists.
+        """Make the rank's part of the step over hocket's own transformer. Several ranks have a process group by then.
 
         Raises ValueError if there are not as many ranks as the plan has.
         """
@@ -87,7 +87,7 @@ def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tu
 
 
 def check(step: Plan | Program) -> list[Violation]:
-    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped too early. [] if it holds."""
+    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped early. [] if none is."""
     return check_program(step.program if isinstance(step, Plan) else step)
 
 

@@ -28,17 +28,21 @@ from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
-from hocket.tune.copies_choice import choose_copies
+from hocket.tune.by_cost import (
+    choose_copies,
+    choose_lane,
+    choose_layer_order,
+    choose_recompute,
+    choose_stages,
+    choose_strategy,
+    choose_update,
+    stride_remark,
+)
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
-from hocket.tune.hop_choice import choose_lane, stride_remark
-from hocket.tune.recompute_choice import choose_recompute
-from hocket.tune.stages_choice import choose_stages
-from hocket.tune.strategy_choice import choose_strategy
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
-from hocket.tune.update_choice import choose_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +306,7 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
     ("plan.recompute", choose_recompute),
+    ("plan.layer_order", choose_layer_order),
     ("overlap.pp.backward_lane", choose_lane),
 )
 """The same of those that go by costs, which only a sound configuration has."""

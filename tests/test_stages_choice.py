@@ -13,7 +13,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
-from hocket.tune import stages_choice
+from hocket.tune import by_cost
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.trials import Trials
 
@@ -60,7 +60,7 @@ def test_a_split_that_does_not_fit_is_left(vocab: int, fits: int) -> None:
     """Memory for the split after so many moved layers, or for even stages alone."""
     even = resolved(mesh__pp=2, model__vocab=vocab, plan__layers_per_stage=())
     ways = towards_balance(layout_of(even), Trials().costs(even))
-    held = [stages_choice._step(even, sizes, Trials()).nbytes for sizes in ways]
+    held = [by_cost._split_so(even, sizes, Trials()).nbytes for sizes in ways]
     assert held[fits] < held[fits + 1]
     host = Host(gpus=8, memory=int((held[fits] + held[fits + 1]) / 1.8))
     chosen = resolve(changed(LLAMA, {"mesh.pp": 2, "model.vocab": vocab}), host)

@@ -3,8 +3,7 @@
 Note: [An explanation is quick]
 A step is simulated whole if it has few enough ops. One with more microbatches than it takes to reach the steady state
 is simulated twice with fewer, a period apart, and continued: see Note: [Long steps are priced by their period]. One
-that is too long even so is not simulated at all, which is said: a group or two, before the steady state, have less
-merged, and more exposed.
+that would take minutes even so is not simulated at all, which is said.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ from hocket.plan.stages import costs_of
 from hocket.plan.without_collector import without_collector
 from hocket.planning import adapter_seconds, network, predict, program_of, rates
 from hocket.resolve import Settings
-from hocket.tune.best_plan import steady
+from hocket.tune.period import continued, steady
 
 MOST_OPS = 40_000
-"""Ops of a program that is built and simulated in less than a second."""
+"""Ops of a program that is built and simulated in a second."""
+LONGEST_OPS = 800_000
+"""Ops of the longest program that is simulated at all: in half a minute, and half a GiB."""
 OPS_PER_LAYER = {"dense": 12, "moe": 20}
 """Ops of one layer in one microbatch, forward and backward: an estimate, from above if nothing is recomputed."""
 
@@ -52,19 +53,20 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     hardware = hardware_of(settings)
     count = settings.train.microbatches
     per_microbatch = sum(OPS_PER_LAYER[kind] for kind in settings.model.kinds())
-    if count * per_microbatch <= MOST_OPS:
+    few, more = steady(settings)
+    whole = few + more >= count or count * per_microbatch <= MOST_OPS
+    if (count if whole else more) * per_microbatch > LONGEST_OPS:
+        note = f"not simulated: about {count * per_microbatch:,} operations, which would take minutes"
+        return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
+    if whole:
         step = _step(settings, hardware, count)
         told = filter(None, [rates(settings, hardware), network(settings, step.adapter, step.seconds)])
         return replace(_predicted(hardware, step), note="; ".join(told)), step
-    few, more = steady(settings)
-    if more * per_microbatch > MOST_OPS or more >= count:
-        note = f"not simulated: about {count * per_microbatch:,} operations; hocket plan simulates them"
-        return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
     short, long = _step(settings, hardware, few), _step(settings, hardware, more)
-    whole = _continued(short, long, (count - few) / (more - few))
+    step = _continued(short, long, (count - few) / (more - few))
     how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, rates(settings, hardware), network(settings, whole.adapter, whole.seconds)]
-    return replace(_predicted(hardware, whole), note="; ".join(filter(None, notes))), long
+    notes = [how, rates(settings, hardware), network(settings, step.adapter, step.seconds)]
+    return replace(_predicted(hardware, step), note="; ".join(filter(None, notes))), long
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
@@ -94,24 +96,20 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
 
 def _continued(short: Step, long: Step, periods: float) -> Step:
     """A step with more microbatches of the steady state."""
-
-    def further(a: float, b: float) -> float:
-        return a + periods * (b - a)
-
     kinds = {
         kind: Times(
-            seconds=further(short.kinds[kind].seconds, long.kinds[kind].seconds),
-            exposed=further(short.kinds[kind].exposed, long.kinds[kind].exposed),
+            seconds=continued(short.kinds[kind].seconds, long.kinds[kind].seconds, periods),
+            exposed=continued(short.kinds[kind].exposed, long.kinds[kind].exposed, periods),
         )
         for kind in short.kinds
     }
     return replace(
         long,
-        seconds=further(short.seconds, long.seconds),
-        compute=further(short.compute, long.compute),
-        idle=further(short.idle, long.idle),
+        seconds=continued(short.seconds, long.seconds, periods),
+        compute=continued(short.compute, long.compute, periods),
+        idle=continued(short.idle, long.idle, periods),
         kinds=kinds,
-        adapter=further(short.adapter, long.adapter),
+        adapter=continued(short.adapter, long.adapter, periods),
     )
 
 

@@ -14,7 +14,7 @@ hardware has it (`friction.py`):
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
   that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
   bandwidth that transfers take. A hop runs on the receiver and on the sender. Communication is not slowed, nor are
-  forwards by the updates beside them: see `tune/update_choice.py`.
+  forwards by the updates beside them: see `tune/by_cost.py`.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
   comes to it, nor one that computes, which is many kernels, end before it is issued completely. At a dispatch the host
   stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does

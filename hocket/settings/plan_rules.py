@@ -105,6 +105,8 @@ def order_matters(text: str) -> bool:
     return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
 
 
+_USUAL = ("auto", "literature")
+
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
         ("plan.chunks", "mesh.pp", "model.layers"),
@@ -254,7 +256,7 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.layer_order", "overlap.ep.merge"),
-        lambda c, h: c.plan.layer_order != "literature" and c.overlap.ep.merge == "off",
+        lambda c, h: c.plan.layer_order not in _USUAL and c.overlap.ep.merge == "off",
         "no effect: it orders merged layer steps, and merging is off",
         "overlap.ep.merge = on, or leave plan.layer_order out",
         only_if_set=True,
@@ -262,7 +264,7 @@ PLAN_RULES: tuple[Rule, ...] = (
     Rule(
         ("plan.layer_order", "overlap.defer_wgrad"),
         lambda c, h: (
-            c.plan.layer_order != "literature"
+            c.plan.layer_order not in _USUAL
             and c.overlap.ep.merge == "on"
             and c.overlap.defer_wgrad == "off"
             and not order_matters(c.plan.layer_order)

@@ -13,7 +13,6 @@ from hocket.plan.check import assert_valid
 from hocket.plan.cost import CostTable, Measurement
 from hocket.plan.friction import friction_of
 from hocket.plan.hardware import Hardware
-from hocket.plan.pipeline import smallest_group, warmup
 from hocket.plan.stages import costs_of, layout_of
 from hocket.plan.timeline import duration
 from hocket.plan.without_collector import without_collector
@@ -25,6 +24,7 @@ from hocket.settings.origins import command_words
 from hocket.sizes import parse_bytes
 from hocket.tune.candidates import RELIEF, Changes, Known
 from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds
+from hocket.tune.period import continued, repeats, steady
 from hocket.tune.rough import Rough
 from hocket.tune.search import WORTH, Found, Guess, Search, Trial
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
@@ -40,6 +40,7 @@ _BY_SIMULATION = (
     "plan.graphs",
     "plan.layers_per_stage",
     "plan.recompute",
+    "plan.layer_order",
     "overlap.dp.strategy",
     "overlap.dp.update",
     "overlap.ep.splits",
@@ -121,6 +122,8 @@ def search(task: Task) -> Result:
     seconds = layer_seconds(costs, layout)
     orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
     price = Pricer(task)
+    if price({}, whole=False) is None:
+        program_of(start)  # which says why there is no such step
     found = Search(start, Known(costs, tuple(orders)), price, task.cap, task.origins).run()
     assert_valid(program_of(task.settled(found.path[-1].changes)))
     return Result(
@@ -151,7 +154,7 @@ class Pricer:
         settings = self._settled(changes, whole)
         if settings is None:
             return None
-        key = ((settings.plan, settings.overlap), whole or not _long(settings))
+        key = ((settings.plan, settings.overlap), whole or not repeats(settings))
         if key not in self._known:
             self._known[key] = self._simulated(settings) if key[1] else self._estimated(settings)
         trial = self._known[key]
@@ -191,15 +194,14 @@ class Pricer:
         return self._settings[name]
 
     def _estimated(self, settings: Settings) -> Trial | None:
-        """See Note: [Long steps are priced by their period] in search.py."""
+        """See Note: [Long steps are priced by their period] in period.py."""
         few, more = steady(settings)
         steps = (replace(settings, train=replace(settings.train, microbatches=n)) for n in (few, more))
         short, long = (self._simulated(step) for step in steps)
         if short is None or long is None:
             return self._simulated(settings)
-        period = (long.seconds - short.seconds) / (more - few)
-        ops = short.ops + long.ops
-        return replace(long, seconds=short.seconds + (settings.train.microbatches - few) * period, ops=ops)
+        periods = (settings.train.microbatches - few) / (more - few)
+        return replace(long, seconds=continued(short.seconds, long.seconds, periods), ops=short.ops + long.ops)
 
     def _simulated(self, settings: Settings) -> Trial | None:
         """None if there is no legal order."""
@@ -217,24 +219,6 @@ class Pricer:
             peak_bytes=max(use.peak_bytes for use in ranks) + arrival_bytes(settings),
             ops=len(program),
         )
-
-
-def _long(settings: Settings) -> bool:
-    """Whether there is an estimate that takes half of the time that the whole step takes, or less."""
-    bounded = settings.overlap.pp.defer_head != -1
-    return bounded and sum(steady(settings)) <= settings.train.microbatches // 2
-
-
-def steady(settings: Settings) -> tuple[int, int]:
-    """Two numbers of microbatches that reach the steady state, a period apart, with the same rest as the whole step."""
-    plan, pp, count = settings.plan, settings.mesh.pp, settings.train.microbatches
-    group = plan.group or smallest_group(pp, plan.stride)
-    warm = warmup(pp, plan.chunks, count, group, 0, settings.overlap.ep.merge == "on", plan.stride)
-    period = group if plan.chunks > 1 else 1
-    late = settings.overlap.pp.defer_head
-    assert late != "auto"
-    few = period * (1 - -(warm + max(0, late) * plan.chunks) // (plan.chunks * period)) + count % period
-    return few, few + period
 
 
 def report(task: Task, result: Result) -> str:

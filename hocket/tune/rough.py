@@ -81,7 +81,7 @@ class Rough:
     def _layer(self, verb: Verb, layer: int) -> Block:
         """One layer's share of a block."""
         parts = self._layout.forward_parts(layer)
-        wide = [part for part in parts if part in ("dispatch", "combine")]
+        wide: list[str] = [part for part in parts if part in ("dispatch", "combine")]
         own = [part for part in parts if part not in wide]
         exchange = 0.0 if verb == "wgrad" else sum(self._seconds(verb, part, layer) for part in wide)
         compute = sum(self._seconds(verb, part, layer) for part in own)

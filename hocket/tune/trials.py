@@ -51,6 +51,7 @@ _OPEN = {
     "overlap.pp.defer_layers": 1,
     "overlap.pp.defer_parts": "attn",
     "overlap.pp.defer_head": 0,
+    "plan.layer_order": "literature",
 }
 """As what a program takes settings that are still open. On none of them depends what an op costs."""
 _SENDS = "overlap.pp."

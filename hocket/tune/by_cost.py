@@ -1,0 +1,335 @@
+"""Settings that `auto` chooses by what steps cost: candidates, simulations of a few microbatches, and a reason.
+
+Note: [Copies for each rank]
+One copy for each rank moves fewer bytes, and needs more kernels, whose launches cost the host. So it is for all-to-alls
+that compute does not cover: where nothing is merged, or where they take as long as much of the compute beside them.
+
+Note: [The strategy that moves least]
+The more of weights and gradients stays on every rank, the less is gathered and reduced: once a step, instead of in
+every microbatch. Most of that is hidden either way, and steps take the same time but for contention, which is left out
+here. What is hidden still holds SMs, power and memory bandwidth: so of steps that are about as short the one wins that
+moves the fewest bytes, and of these the one that needs the least memory.
+
+Note: [Updates that hide]
+A step is simulated with both. What is left to the next step runs beside its first gathers, in the bubble at its start,
+and beside forwards. The simulator takes nothing from forwards for that, but both want the same SMs and the same memory
+bandwidth. So all time in which a rank does both counts as lost.
+
+A step of which about 2 % are to be hidden by that count became shorter by 2.1 % on copy engines, and on NCCL's kernels
+by 0.8 %, which is no more than noise there (two H200, `benchmarks/results/updates.json`).
+
+Note: [The rank with the head]
+A head over a large vocabulary takes as long as several layers. With even stages the rank that has it takes longest for
+every microbatch, and all others wait. So layers go from there to ranks that have time, one by one: `balance.py`.
+Ranks that take more layers hold more weights and activations, also the first rank, which holds most. Where the
+last split of that way does not fit into memory, the one before it is tried, and so on; even stages are its first.
+In merged steps uneven stages leave layers without a partner, whose all-to-alls nothing hides. So a small gain is asked
+of the simulator.
+
+Note: [As little recomputed as fits]
+Forwards that run once more cost time and hide nothing but all-to-alls that would be exposed, so nothing is recomputed
+where everything fits. Else sets of parts are simulated, and of those that fit the shortest step wins. More parts than
+those of a set that fits only take longer; all parts need the least memory.
+
+Note: [Another order of parts]
+The literature's order hides all-to-alls that are shorter than the compute beside each of them. Where some are longer,
+all orders are compared on the model of `layer_orders.py`, and whole steps of a few microbatches with those that it
+finds fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from hocket.config import COPIED, Config, Strategy, Update
+from hocket.plan.copies import copies_of, elements_sent
+from hocket.plan.cost import CostTable
+from hocket.plan.hops import smallest_cover, stride_price
+from hocket.plan.layer import MERGED, spelt
+from hocket.plan.network import hardware_of
+from hocket.plan.ops import COMPUTING, Lane, Program, Recomputable
+from hocket.plan.schedule import Time
+from hocket.plan.stages import layout_of
+from hocket.plan.timeline import duration
+from hocket.settings.decision import Choice
+from hocket.settings.leaves import changed, show
+from hocket.settings.plan_rules import (
+    few_microbatches,
+    group_of,
+    lane_matters,
+    nothing_to_put_behind,
+    separate_wgrads,
+    shares_units,
+)
+from hocket.settings.rule import Host
+from hocket.settings.rules import has_experts
+from hocket.tune.balance import longest_rank, towards_balance
+from hocket.tune.candidates import recomputed
+from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds
+from hocket.tune.trials import Predicted, Trials, enough_microbatches, fits, gib, memory_of
+
+STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
+WORTH = 0.01
+"""Share of a step that a value must save to be taken instead of the usual one."""
+
+_FEWER = 0.97
+"""Share of the bytes to which one copy per rank must bring them to be worth its kernels."""
+_COVERED = 0.6
+"""Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
+
+
+def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
+    if not has_experts(c) or c.mesh.ep == 1:
+        return "per_expert", "all experts are on every rank, so nothing is sent"
+    if c.overlap.ep.splits == "device":
+        return "per_expert", "overlap.ep.splits = device places every choice's row"
+    per_expert, per_rank = (copies_of(c.model, c.mesh.ep, way, c.element_bytes) for way in (False, True))
+    before, after = elements_sent(c.model, per_expert), elements_sent(c.model, per_rank)
+    where = f"a token's {c.model.top_k} experts are on {per_rank.count:.1f} of {c.mesh.ep} ranks on average"
+    if after > _FEWER * before:
+        return "per_expert", f"{where}, and what rows must say about them eats up what is saved"
+    fewer = f"{where}: one copy for each is {1 - after / before:.0%} fewer bytes"
+    exchanges, compute = _seconds_of_a_layer(trials.costs(changed(c, {"overlap.ep.copies": "per_expert"})))
+    if c.overlap.ep.merge != "on":
+        return "per_rank", fewer
+    beside = f"all-to-alls of a merged layer take {duration(exchanges)} beside {duration(compute)} of compute"
+    if exchanges <= _COVERED * compute:
+        return "per_expert", f"{beside}, so they are hidden; {fewer}, but more kernels"
+    return "per_rank", f"{beside}; {fewer}"
+
+
+def _seconds_of_a_layer(costs: CostTable) -> tuple[float, float]:
+    """Seconds of all-to-alls, and of compute, of forward and backward of a MoE layer."""
+    seconds = {"exchange": 0.0, "compute": 0.0}
+    for (verb, part, kind), cost in costs.table.items():
+        if kind == "moe" and verb in ("fwd", "bwd", "wgrad", "recompute"):
+            what = "exchange" if part in ("dispatch", "combine") else "compute"
+            seconds[what] += float(cost.seconds)
+    return seconds["exchange"], seconds["compute"]
+
+
+_LEAST: Strategy = "optim_grads_params"
+"""What needs the least memory."""
+
+
+def choose_strategy(c: Config, host: Host, trials: Trials) -> tuple[Strategy, str]:
+    memory = memory_of(c, host)
+    if not shares_units(c):
+        return _LEAST, "with one data-parallel rank nothing is shared out"
+    if not memory:
+        return _LEAST, f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
+    steps: dict[Strategy, Predicted] = {s: trials.step(changed(c, {STRATEGY: s})) for s in reversed(get_args(Strategy))}
+    least = steps[_LEAST]
+    fitting: dict[Strategy, Predicted] = {}
+    for name, step in steps.items():
+        if not step.fits(memory):
+            break  # those that follow keep more
+        fitting[name] = step
+    if not fitting:
+        return _LEAST, f"{gib(least.nbytes)} of {gib(memory)} are needed, and the others need more"
+    shortest = min(step.seconds for step in fitting.values())
+    short = {name: step for name, step in fitting.items() if step.seconds <= (1 + WORTH) * shortest}
+    fewest = min(step.moved for step in short.values())
+    best = next(name for name, step in short.items() if step.moved == fewest)
+    return best, _reason_for_strategy(best, steps[best], least, memory)
+
+
+def _reason_for_strategy(best: Strategy, step: Predicted, least: Predicted, memory: int) -> str:
+    needs = f"{gib(step.nbytes)} of {gib(memory)}"
+    if best == _LEAST:
+        return f"it is the shortest step that fits, with {needs}"
+    plural = "es" if step.microbatches > 1 else ""
+    return (
+        f"a step of {step.microbatches} microbatch{plural} is predicted to take {duration(step.seconds)} and move "
+        f"{_moved(step)} per rank, instead of {duration(least.seconds)} and {_moved(least)} with {_LEAST}; it needs "
+        f"{needs}"
+    )
+
+
+def _moved(step: Predicted) -> str:
+    return f"{step.moved / 2**30:.1f} GiB"
+
+
+_WORTH_UPDATE = 0.02
+"""Share of a step from which on it is taken."""
+
+
+def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
+    if c.train.device != "cuda":
+        return "end", "on CPUs nothing runs beside an update"
+    if c.plan.graphs == "on":
+        return "end", "a recorded step has no update in it (plan.graphs = on)"
+    updates, compute = _updates(trials.costs(c)), _compute(c, trials.costs(c))
+    if updates < _WORTH_UPDATE * compute:  # no more can be hidden, and no step is shorter
+        what = f"all updates take {duration(updates)}, {updates / compute:.1%} of other compute"
+        return "end", f"{what}: that is little"
+    count = enough_microbatches(c)
+    end = trials.seconds(changed(c, {UPDATE: "end"}), count)
+    hidden = _hidden(changed(c, {UPDATE: "next_step"}), count, end, trials)
+    share = hidden * count / (end * c.train.microbatches)
+    what = f"the next step hides {duration(hidden)} of updates beside first gathers and in its bubble"
+    what = f"{what}, {share:.1%} of a step"
+    if share < _WORTH_UPDATE:
+        return "end", f"{what}; that is little, and forwards share SMs and bandwidth with the rest"
+    if c.train.transport not in COPIED:
+        return "end", f"{what}; beside NCCL's kernels no more than noise was gained, unlike beside copies"
+    return "next_step", f"{what}, and more if forwards gain beside them"
+
+
+def _updates(costs: CostTable) -> float:
+    """Seconds of a step's updates, one after the other, of the rank that has most."""
+    return float(costs.table["step", "all", ""].seconds - costs.table["step", "norm", ""].seconds)
+
+
+def _compute(c: Config, costs: CostTable) -> float:
+    """Seconds of a step's other compute, as a mean over pipeline ranks."""
+    kinds, total = layout_of(c).kinds, 0.0
+    for (verb, part, kind), cost in costs.table.items():
+        if verb in ("fwd", "recompute", "bwd", "wgrad") and part not in ("dispatch", "combine"):
+            total += (kinds.count(kind) if kind else 1) * float(cost.seconds)
+    return total * c.train.microbatches / c.mesh.pp
+
+
+def _hidden(later: Config, count: int, end: float, trials: Trials) -> float:
+    """Seconds that are hidden even if forwards gain nothing, in a step that lasts `end` without."""
+    starts, ends = trials.times(later, count)
+    hidden = end - float(max(ends)) - _beside(trials.program(later, count), starts, ends)
+    return max(round(hidden, 9), 0.0)
+
+
+def _beside(program: Program, starts: Sequence[Time], ends: Sequence[Time]) -> float:
+    """Seconds in which a rank updates weights while it computes with others; of the rank that does so most."""
+    spans: list[dict[Lane, list[tuple[float, float]]]] = [{lane: [] for lane in COMPUTING} for _ in program.ranks]
+    for number, (rank, _, op) in enumerate(program):
+        if op.lane in COMPUTING:
+            spans[rank][op.lane].append((float(starts[number]), float(ends[number])))
+    most = 0.0
+    for mine in spans:
+        last = max((end for _, end in mine["update"]), default=0.0)
+        compute = [span for span in mine["compute"] if span[0] < last]
+        both = (min(b, d) - max(a, c) for a, b in mine["update"] for c, d in compute)
+        most = max(most, sum(length for length in both if length > 0))
+    return most
+
+
+Split = tuple[int, ...]
+"""Layers of every virtual stage."""
+
+_PLAIN = 0.05
+"""Share of the longest rank's time that needs no simulation to be worth uneven stages."""
+
+
+def choose_stages(c: Config, host: Host, trials: Trials) -> tuple[Split, str]:
+    """The split that is nearest to balance and fits, and what it brings."""
+    if c.mesh.pp == 1:
+        return (), ""  # whoever asks for no pipeline asks for no stages
+    memory, layout, costs, too_large = memory_of(c, host), layout_of(c), trials.costs(c), ""
+    splits = towards_balance(layout, costs)
+    if len(splits) == 1:
+        return (), "moving a layer would make no rank's work shorter"
+    before = longest_rank(layout, costs, splits[0])
+    for split in reversed(splits[1:]):
+        after = longest_rank(layout, costs, split)
+        times = f"the longest rank computes {duration(after)} a microbatch instead of {duration(before)}"
+        if after > (1 - WORTH) * before:
+            return (), f"uneven stages bring little: {times}{too_large}"
+        step = _split_so(c, split, trials)
+        count = step.microbatches
+        if after > (1 - _PLAIN) * before:
+            usual = trials.seconds(c, count)
+            times += f", and {count} microbatches take {duration(step.seconds)} instead of {duration(usual)}"
+            if step.seconds > (1 - WORTH) * usual:
+                return (), f"uneven stages bring nothing: {times}{too_large}"
+        if not memory or step.fits(memory) or step.nbytes <= _split_so(c, (), trials).nbytes:
+            return split, f"embedding and head take as long as layers; so {times}{too_large}"
+        too_large = too_large or f"; {show(split)} would need {gib(step.nbytes)} of {gib(memory)}"
+    return (), f"no uneven stages fit into memory{too_large}"
+
+
+def _split_so(c: Config, split: Split, trials: Trials) -> Predicted:
+    return trials.step(changed(c, {"plan.layers_per_stage": split}))
+
+
+def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recomputable, ...], str]:
+    memory = memory_of(c, host)
+    if not memory:
+        return (), f"how much memory a {hardware_of(c).name} rank can use is not known"
+    without = trials.step(changed(c, {"plan.recompute": ()}))
+    if fits(without.nbytes, memory):
+        return (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
+    steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in recomputed(c)[1:]}
+    fitting: list[tuple[Recomputable, ...]] = []
+    for parts, step in steps.items():
+        if not any(set(fewer) < set(parts) for fewer in fitting) and step.fits(memory):
+            fitting.append(parts)
+    best = min(fitting, key=lambda parts: steps[parts].seconds) if fitting else max(steps, key=len)
+    longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
+    short = "" if fitting else "; that is the least, and does not fit either"
+    return best, f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}"
+
+
+USUAL = "literature"
+_SIMULATED = 3
+"""Orders of which whole steps are simulated."""
+
+
+def choose_layer_order(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
+    """The order, and why. There is nothing to say where nothing is merged."""
+    if c.overlap.ep.merge != "on" or separate_wgrads(c):
+        return USUAL, ""
+    layout = layout_of(c)
+    seconds = layer_seconds(trials.costs(c), layout)
+    if not seconds or c.overlap.defer_wgrad == "off":
+        return USUAL, ""
+    layers = max(len(layout.layers(rank, chunk)) for rank in range(layout.pp) for chunk in range(layout.chunks))
+    usual = step_seconds(spelt(MERGED[USUAL]).split(), seconds, layers)
+    compute = layers * sum(value for word, value in seconds.items() if word[0] not in "dc")
+    if usual <= (1 + WORTH) * compute:
+        return USUAL, "all-to-alls have compute beside them that is long enough"
+    fastest = sorted(all_orders(), key=lambda order: (step_seconds(order, seconds, layers), order))[:_SIMULATED]
+    named = sorted(MERGED, key=lambda name: step_seconds(spelt(MERGED[name]).split(), seconds, layers))
+    count = few_microbatches(c)
+    texts = dict.fromkeys((USUAL, named[0], *map(" ".join, fastest)))
+    steps = {text: trials.seconds(changed(c, {LAYER_ORDER: text}), count) for text in texts}
+    best, before = min(steps, key=lambda text: steps[text]), steps[USUAL]
+    if steps[best] > (1 - WORTH) * before:
+        return USUAL, f"all-to-alls are long, but no other order makes {count} microbatches shorter by 1% or more"
+    times = f"{count} microbatches take {duration(steps[best])} instead of {duration(before)}"
+    return best, f"all-to-alls are long: {times}"
+
+
+def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
+    if c.mesh.pp == 1:
+        return "off", "with one pipeline rank nothing is sent"
+    if lane_matters(c):
+        return "on", "the forward half of a merged step starts before the gradient for its backward half is there"
+    return "on", "it makes no difference here: every step begins with the op that reads its gradient"
+
+
+def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
+    """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the hop.
+
+    `c` has nothing open.
+    """
+    if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
+        return
+    costs, layers, parts = trials.costs(c), c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
+    assert layers != "auto", "chosen before"
+    assert parts != "auto", "chosen before"
+    cover = smallest_cover(layout_of(c), costs, (0 if nothing_to_put_behind(c) else layers,), (parts,))
+    price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
+    if 2 * cover.exposed <= cover.hop or price is None:
+        return
+    wide, memory = changed(c, {"plan.stride": 3, "plan.group": price.group}), memory_of(c, host)
+    if memory and not trials.step(wide).may_fit(memory):
+        return
+    count = max(few_microbatches(c), price.group)
+    before, after = (trials.seconds(each, count) for each in (c, wide))
+    if after < before:
+        reason = (
+            f"{duration(cover.exposed)} of each hop stay exposed; with plan.stride = 3 and plan.group = {price.group}, "
+            f"{count} microbatches would take {duration(after)} instead of {duration(before)}, for {price.chunks} more "
+            f"chunk activations in flight, {price.nbytes / 2**30:.2f} GiB"
+        )
+        yield "plan.stride", 2, reason

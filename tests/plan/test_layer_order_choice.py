@@ -1,0 +1,61 @@
+"""`plan.layer_order = auto`: another order than the literature's where a simulation finds the step shorter."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.config import Config
+from hocket.machine import host_for_plan
+from hocket.plan.cost import CostTable
+from hocket.plan.layer import order_problem
+from hocket.recipes import RECIPES
+from hocket.resolve import Settings, resolve
+from hocket.settings.leaves import changed
+from hocket.tune.trials import Trials, model_costs
+
+SKEWED = {
+    "aF": 18, "aB": 28, "aW": 9, "eF": 3, "eB": 3, "eW": 3, "uF": 1, "uB": 1, "cF": 11, "dF": 13, "cB": 11, "dB": 13,
+}  # fmt: skip
+"""Long attention, cheap experts, long all-to-alls."""
+VERBS = {"F": "fwd", "B": "bwd", "W": "wgrad"}
+PARTS = {"a": "attn", "d": "dispatch", "e": "experts", "c": "combine", "u": "unpermute"}
+
+
+def skewed(config: Config) -> CostTable:
+    seconds = {(VERBS[word[1]], PARTS[word[0]], "moe"): value / 1e3 for word, value in SKEWED.items()}
+    return model_costs(config).measured(seconds)
+
+
+def resolved(**changes: object) -> Settings:
+    config = changed(RECIPES["moe_8gpu"](), changes)
+    return resolve(config, host_for_plan(config), {}, skewed)
+
+
+def test_long_exchanges_get_another_order_with_the_gain_as_its_reason() -> None:
+    settings = resolved()
+    (decision,) = [d for d in settings.decisions if d.setting == "plan.layer_order"]
+    assert settings.plan.layer_order == decision.value != "literature"
+    assert not order_problem(decision.value)
+    assert decision.reason.startswith("all-to-alls are long: ")
+    assert decision.source == "auto"
+    usual, count = changed(settings, {"plan.layer_order": "literature"}), settings.train.microbatches
+    trials = Trials(skewed)
+    assert trials.seconds(settings, count) < 0.97 * trials.seconds(usual, count)
+
+
+def test_what_is_asked_for_stays() -> None:
+    settings = resolved(**{"plan.layer_order": "early_release"})
+    assert settings.plan.layer_order == "early_release"
+    assert not [d for d in settings.decisions if d.setting == "plan.layer_order"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_keep_the_usual_order(name: str) -> None:
+    config = RECIPES[name]()
+    assert resolve(config, host_for_plan(config), {}).plan.layer_order == "literature"
+
+
+def test_nothing_is_said_where_nothing_is_merged() -> None:
+    settings = resolved(**{"overlap.ep.merge": "off"})
+    assert settings.plan.layer_order == "literature"
+    assert not [d for d in settings.decisions if d.setting == "plan.layer_order"]
