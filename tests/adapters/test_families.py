@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
+pytest.importorskip(
+    "transformers",
+    minversion="5.0",
+    reason="needs transformers 5, which make setup installs where there is a network",
+    exc_type=ImportError,
+)
 
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
 from tests.adapters.runs import far, of_family, plain, planned
