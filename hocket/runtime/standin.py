@@ -132,12 +132,12 @@ def _apart(result: Any, storages: set[int]) -> Any:
 
 def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tensor:
     weight, offset = weight_of(p), None if bias is None else weight_of(bias)
-    if isinstance(x, StandIn) or weight is None or weight.value is None or (bias is not None and offset is None):
+    if weight is None or weight.value is None or isinstance(x, StandIn):
         return _other(func, x, p, bias)
-    if x.dtype != weight.tensor().dtype:
+    if x.dtype != weight.value.dtype or (bias is not None and offset is None):
         return _other(func, x, p, bias)
     if offset is None:
-        return functional.linear(x, p)
+        return apply_managed(functional._Linear, x, weight, x.dtype)
     return apply_managed(_LinearBias, x, weight, offset)
 
 
@@ -157,8 +157,8 @@ def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
     weight = weight_of(p)
     if not isinstance(x, Tensor) or isinstance(x, StandIn) or weight is None or weight.value is None:
         return _other(func, a, b)
-    fits = p.dim() == 1 and x.dim() > 1 and x.shape[-1] == len(p) and x.dtype == weight.tensor().dtype
-    return functional.scale(x, p) if fits and x.requires_grad else _other(func, a, b)
+    fits = x.dim() > 1 and weight.shape == x.shape[-1:] and x.dtype == weight.value.dtype  # of `p` nothing is asked
+    return apply_managed(functional._Scale, x, weight) if fits and x.requires_grad else _other(func, a, b)
 
 
 def _dtype(func: Any, p: Tensor, *_: Any) -> Any:
