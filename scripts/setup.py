@@ -43,6 +43,12 @@ TOOLS = {
     "triton": "triton",
 }
 """What only tests and checks need: the names of packages, and those to import."""
+MODELS = frozenset({
+    "transformers", "annotated-doc", "annotated-types", "anyio", "click", "h11", "hf-xet", "httpcore2", "httpx2",
+    "httpx2-jsfetch", "huggingface-hub", "idna", "pydantic", "pydantic-core", "pyyaml", "regex", "shellingham",
+    "tokenizers", "tqdm", "truststore", "typer", "typing-inspection",
+})  # fmt: skip
+"""What tests of models of transformers need, which are skipped without: it and what it imports."""
 
 SEES_A_GPU = """
 import torch
@@ -91,9 +97,9 @@ def adopt(python: str) -> None:
     write_launcher(python, path=[ROOT, EXTRA])
     installed = output(python, "-c", INSTALLED).split()
     missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
-    tools = set(missing) & set(TOOLS)
+    tools, models = set(missing) & set(TOOLS), set(missing) & MODELS
     # Tools apart, so that a folder with a few wheels (PIP_FIND_LINKS) is enough to train without a network.
-    for names in (sorted(set(missing) - tools), sorted(tools)):
+    for names in (sorted(set(missing) - tools - models), sorted(tools), sorted(models)):
         if names:
             say(f"it lacks {', '.join(names)}: installing in {EXTRA.relative_to(ROOT)}")
             wanted = VENV / "missing.txt"
@@ -121,7 +127,7 @@ def create(python: str) -> None:
 
 def check(*, to_train: bool) -> None:
     """Stop if nothing can run, or if hocket itself cannot and is about to; say so if only tools are missing."""
-    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS.values()).split()
+    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS.values(), "transformers").split()
     fatal = [name for name in missing if name == "torch" or (to_train and name in NEEDED)]
     if fatal:
         forget()

@@ -26,6 +26,15 @@ def test_lock_pins_what_the_project_asks_for() -> None:
     names = {re.split(r"[<>=]", requirement)[0] for requirement in wanted}
     assert names - {"torch"} <= set(pinned())
     assert set(setup.TOOLS) <= set(pinned())
+    assert set(setup.MODELS) <= set(pinned())
+
+
+def test_what_only_transformers_needs_is_installed_with_it() -> None:
+    """Where it cannot be installed, everything else can."""
+    for name, requirement in pinned().items():
+        asked_by = set(re.findall(r"^    #(?: {2}| via) (\S.*)$", requirement, re.MULTILINE))
+        assert asked_by, name
+        assert (name in setup.MODELS) == (name == "transformers" or asked_by <= setup.MODELS), f"{name}: {asked_by}"
 
 
 def test_every_pin_has_a_version_and_a_hash_and_torch_is_apart() -> None:

@@ -57,7 +57,7 @@ class ExpertParts:
         if routing is None:
             routing = placed(ids_TK.detach(), self._experts)
             routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
-        rows, probs = send_rows(rows_TD, weights_TK.float(), routing)
+        rows, probs = send_rows(rows_TD.contiguous(), weights_TK.float().contiguous(), routing)
         return rows, residual, other, probs, routing
 
     def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:

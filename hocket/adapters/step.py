@@ -24,6 +24,7 @@ from hocket.plan.simulate import Timeline, simulate
 from hocket.plan.timeline import text_timeline
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
+from hocket.runtime.comm import everyone
 from hocket.settings.leaves import changed, problem, types
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
@@ -162,6 +163,8 @@ def plan_model(
     if resolved.train.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     _check_device(cut, device)
+    if values is None:
+        _check_alike(cut)
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
     engine.init_weights()
@@ -224,6 +227,21 @@ def _check_device(cut: Cut, device: torch.device) -> None:
             raise ValueError(
                 f"model = {type(cut.adapter.model).__name__}: {cut.theirs[name]} is on {param.device}, and this rank "
                 f"computes on {device}; fix: keep the model on the CPU or the meta device, or move it to {device}"
+            )
+
+
+def _check_alike(cut: Cut) -> None:
+    """That ranks hold one model, by the first and last element of each parameter."""
+    ends = [
+        (name, *(float(param.detach().reshape(-1)[i]) for i in (0, -1)))
+        for name, param in cut.params.items()
+        if param.numel()
+    ]
+    for others in everyone(ends):
+        if differing := [name for (name, *mine), (_, *theirs) in zip(ends, others, strict=True) if mine != theirs]:
+            raise ValueError(
+                f"model = {type(cut.adapter.model).__name__}: ranks hold different weights, such as "
+                f"{cut.theirs[differing[0]]}; fix: torch.manual_seed before the model is made, or the same checkpoint"
             )
 
 

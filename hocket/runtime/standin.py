@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hocket.runtime import functional, table_rows
 from hocket.runtime.functional import grouped_mm, grouped_wgrad
-from hocket.runtime.managed_or_not import apply_managed, push
+from hocket.runtime.destinations import Queued, queued
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
 
 
@@ -67,7 +67,7 @@ def grouped_linear(
     elif weight is None:
         y_RF = grouped_mm(x_RD, p.transpose(1, 2), ends_E)
     else:
-        y_RF = apply_managed(_GroupedRows, x_RD, weight, ends_E)
+        y_RF = _GroupedRows.apply(x_RD, queued(x_RD, weight), ends_E)
     if bias_EF is None:
         return y_RF
     rows = torch.arange(len(y_RF), dtype=ends_E.dtype, device=ends_E.device)
@@ -75,7 +75,7 @@ def grouped_linear(
     bias = weight_of(bias_EF)
     if bias is None:
         return y_RF + bias_EF.index_select(0, expert_R)
-    return apply_managed(_GroupedBias, y_RF, bias, expert_R, ends_E)
+    return _GroupedBias.apply(y_RF, queued(y_RF, bias), expert_R, ends_E)
 
 
 def _with_value(func: Any, args: Any, kwargs: Any) -> Any:
@@ -132,13 +132,13 @@ def _apart(result: Any, storages: set[int]) -> Any:
 
 def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tensor:
     weight, offset = weight_of(p), None if bias is None else weight_of(bias)
-    if isinstance(x, StandIn) or weight is None or weight.value is None or (bias is not None and offset is None):
+    if weight is None or weight.value is None or isinstance(x, StandIn):
         return _other(func, x, p, bias)
-    if x.dtype != weight.tensor().dtype:
+    if x.dtype != weight.value.dtype or (bias is not None and offset is None):
         return _other(func, x, p, bias)
     if offset is None:
-        return functional.linear(x, p)
-    return apply_managed(_LinearBias, x, weight, offset)
+        return functional._Linear.apply(x, None, None, queued(x, weight), None, x.dtype)
+    return _LinearBias.apply(x, queued(x, weight), queued(x, offset))
 
 
 def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,8 +157,8 @@ def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
     weight = weight_of(p)
     if not isinstance(x, Tensor) or isinstance(x, StandIn) or weight is None or weight.value is None:
         return _other(func, a, b)
-    fits = p.dim() == 1 and x.dim() > 1 and x.shape[-1] == len(p) and x.dtype == weight.tensor().dtype
-    return functional.scale(x, p) if fits and x.requires_grad else _other(func, a, b)
+    fits = x.dim() > 1 and weight.shape == x.shape[-1:] and x.dtype == weight.value.dtype  # of `p` nothing is asked
+    return functional._Scale.apply(x, queued(x, weight)) if fits and x.requires_grad else _other(func, a, b)
 
 
 def _dtype(func: Any, p: Tensor, *_: Any) -> Any:
@@ -204,7 +204,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        push(ctx.queue, ctx.weight, partial(_copy, g))
+        ctx.queue.push(ctx.weight, partial(_copy, g))
         return None, None, None
 
 
@@ -214,18 +214,17 @@ def _copy(g: Tensor, out: Tensor) -> None:
 
 class _LinearBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, bias: Weight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: Queued, of_bias: Queued) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.queue, ctx.bias = weight, queue, bias
-        return F.linear(x, weight.tensor(), bias.tensor())
+        ctx.where, ctx.of_bias = where, of_bias
+        return F.linear(x, where.value(), of_bias.value())
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
-        write = partial(functional._linear_wgrad, x.detach(), g, x.dtype)
-        push(ctx.queue, ctx.weight, Product(write))
-        push(ctx.queue, ctx.bias, partial(_sum_rows, g))
-        return g @ ctx.weight.tensor(), None, None, None
+        ctx.where.contribute(ctx, 1, Product(partial(functional._linear_wgrad, ctx.where.keep(x), g, x.dtype)))
+        ctx.of_bias.contribute(ctx, 2, partial(_sum_rows, g))
+        return g @ ctx.where.again(), None, None
 
 
 def _sum_rows(g: Tensor, out_F: Tensor) -> None:
@@ -245,7 +244,7 @@ class _PaddedEmbedding(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
         g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
-        push(ctx.queue, ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
+        ctx.queue.push(ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
         return None, None, None, None, None
 
 
@@ -253,32 +252,32 @@ class _GroupedRows(torch.autograd.Function):
     """`functional.grouped_linear` of weights [E, F, D], output width before input width."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, queue: WgradQueue | None, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, where: Queued, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends)
-        ctx.weight, ctx.queue = weight, queue
-        return grouped_mm(x, weight.tensor().transpose(1, 2), ends)
+        ctx.where = where
+        return grouped_mm(x, where.value().transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, ends = ctx.saved_tensors
         g = g.contiguous()
-        push(ctx.queue, ctx.weight, Product(partial(grouped_wgrad, g, x.detach(), ends)))
-        return grouped_mm(g, ctx.weight.tensor(), ends), None, None, None
+        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, g, ctx.where.keep(x), ends)))
+        return grouped_mm(g, ctx.where.again(), ends), None, None
 
 
 class _GroupedBias(torch.autograd.Function):
     """A bias of each row's expert. Its gradient is a product with ones: no row beyond the last end counts."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Weight, queue: WgradQueue | None, expert: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, where: Queued, expert: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
-        ctx.weight, ctx.queue = weight, queue
-        return y + weight.tensor().index_select(0, expert)
+        ctx.where = where
+        return y + where.value().index_select(0, expert)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        push(ctx.queue, ctx.weight, partial(_sum_groups, g.contiguous(), ctx.saved_tensors[0]))
-        return g, None, None, None, None
+        ctx.where.contribute(ctx, 1, partial(_sum_groups, g.contiguous(), ctx.saved_tensors[0]))
+        return g, None, None, None
 
 
 def _sum_groups(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
+pytest.importorskip(
+    "transformers",
+    minversion="5.0",
+    reason="needs transformers 5, which make setup installs where there is a network",
+    exc_type=ImportError,
+)
 
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
 from tests.adapters.runs import far, of_family, plain, planned
@@ -63,3 +68,25 @@ def test_pipeline_sharding_experts(families: list[str]) -> None:
         compare(family, [list(losses) for losses in zip(*last, strict=True)], mine, plain(model(family), batches(4, 2)))
         assert {"gather dense", "reduce dense", "wgrad attn"} <= set(mine[0]["verbs"])
         assert ("fwd dispatch" in mine[0]["verbs"]) == (family in EXPERTS)
+
+
+WAYS: list[dict[str, Any]] = [
+    {"plan.recompute": ("attn", "experts"), "overlap.ep.copies": "per_rank"},
+    {"plan.order": "merged_v", "overlap.ep.merge": "on"},
+    {"overlap.dp.strategy": "optim", "overlap.dp.update": "next_step", "mesh.ep": 1},
+]
+
+
+def in_ways(rank: int, family: str) -> list[dict[str, Any]]:
+    return [of_family(family, {**PIPELINE, "mesh.ep": 2, **way}, 4, 2) for way in WAYS]
+
+
+def test_other_plans() -> None:
+    """Parts that run once more, one copy of a token for each rank, a merged V, gradients that stay whole."""
+    family = "granitemoe"
+    expected, ranks = plain(model(family), batches(4, 2)), run_ranks(in_ways, 4, family)
+    for i in range(len(WAYS)):
+        mine = [rank[i] for rank in ranks]
+        last = [rank["losses"] for rank in mine if rank["losses"]]
+        compare(family, [list(losses) for losses in zip(*last, strict=True)], mine, expected)
+    assert "recompute experts" in ranks[0][0]["verbs"]

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5: make setup installs it")
+pytest.importorskip(
+    "transformers",
+    minversion="5.0",
+    reason="needs transformers 5, which make setup installs where there is a network",
+    exc_type=ImportError,
+)
 
 import hocket
 from hocket.adapters.costs import count_parts

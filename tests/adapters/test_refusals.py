@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hocket
 from tests.adapters.own_layers import HIDDEN, Dense, Experts, Model, Routed
+from tests.helpers.ranks import run_ranks
 
 SETTINGS: dict[str, Any] = {"train.sequences": 2, "data.sequence_length": 8, "train.device": "cpu"}
 
@@ -173,6 +174,19 @@ def test_a_model_on_the_meta_device_with_values() -> None:
     ]
     assert outcomes[0] == outcomes[1]
     assert all(param.is_meta for param in shell.parameters())
+
+
+def differing(rank: int) -> str:
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="ranks hold different weights") as error:
+        hocket.plan_model(Model([Dense()]), {**SETTINGS, "mesh.dp": 2})
+    return str(error.value)
+
+
+def test_ranks_with_different_weights() -> None:
+    first, second = run_ranks(differing, 2)
+    assert first == second
+    assert first.startswith("model = Model: ranks hold different weights, such as embed.weight; fix: torch.manual_seed")
 
 
 def test_the_model_is_left_as_it_is() -> None:

@@ -1,0 +1,52 @@
+"""docs/any-model.md says what is: its programs run, and its families are those of the tests."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.adapters.families import DENSE, EXPERTS, REFUSED
+from tests.helpers.ranks import run_ranks
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "any-model.md").read_text(encoding="utf-8")
+PRETRAINED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def program(rank: int) -> tuple[float, bool]:
+    known: dict[str, Any] = {}
+    with patch.object(dist, "init_process_group"):  # the group is there already
+        exec(PRETRAINED, known)
+    values = known["step"].state_dict()
+    loaded = all(torch.equal(p.detach(), values[name]) for name, p in known["model"].named_parameters())
+    return known["loss"], loaded
+
+
+def test_the_first_program() -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
+    (loss, loaded), other = run_ranks(program, 2)
+    assert (loss, loaded) == other
+    assert loaded
+    assert 5 < loss < 8
+
+
+@pytest.mark.timeout(180)
+def test_the_layer_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "layer_of_the_page.py").write_text(LAYER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    layer = importlib.import_module("layer_of_the_page")
+    exec(CHECK, {"Layer": layer.Layer})
+
+
+@pytest.mark.parametrize(
+    ("row", "families"), [("without experts", DENSE), ("with experts", EXPERTS), ("refused", REFUSED)]
+)
+def test_the_families(row: str, families: dict[str, Any]) -> None:
+    (cells,) = re.findall(rf"^\| {row} \| (`.*) \|$", TEXT, flags=re.MULTILINE)
+    assert re.findall(r"`(\w+)`", cells) == list(families)
