@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hocket.runtime import functional, table_rows
-from hocket.runtime.functional import grouped_mm, grouped_wgrad
 from hocket.runtime.destinations import Queued, queued
+from hocket.runtime.functional import grouped_mm, grouped_wgrad
 from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
 
 
