@@ -6,6 +6,7 @@ What is predicted in them is what the cost model says now, also beside steps tha
 from __future__ import annotations
 
 import statistics
+from functools import cache
 
 from benchmarks.bubbles import SIZES, in_units, on_hardware
 from benchmarks.markdown import Result, table
@@ -15,6 +16,7 @@ from benchmarks.orders import of_result as orders_predicted
 from benchmarks.send_controls import of_result as sends_predicted
 
 
+@cache
 def bubbles() -> str:
     """The share of a step in which a rank rests, and the most layers it holds, by order and size."""
     rows = [row for size in SIZES for row in in_units(*size)]
@@ -30,6 +32,7 @@ def bubbles() -> str:
     return table(["order", *(f"{pp} ranks, {m} microbatches" for pp, m in sizes)], lines)
 
 
+@cache
 def bubbles_of_8b() -> str:
     """Predicted steps on 8 H200s."""
     lines = []
@@ -65,6 +68,7 @@ def send_controls(result: Result) -> str:
     return table(head, lines)
 
 
+@cache
 def merged_ends() -> str:
     """Predicted steps without and with pairs at the ends, and what `auto` chooses."""
     lines = []

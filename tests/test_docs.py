@@ -81,6 +81,7 @@ def test_every_result_is_shown() -> None:
     assert [table for table in TABLES if f"<!-- table:{table} -->" not in text] == []
 
 
+@pytest.mark.timeout(180)  # likewise
 def test_a_changed_figure_would_be_noticed() -> None:
     text = read("docs/benchmarks.md")
     row = next(line for line in text.splitlines() if line.startswith("| merged |"))
