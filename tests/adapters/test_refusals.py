@@ -114,6 +114,16 @@ def test_layers_that_choose_different_numbers() -> None:
     refused(Model([Routed(), Choosy()]), r"layers choose different numbers of experts per token: \[1, 2\]")
 
 
+def test_experts_of_odd_widths() -> None:
+    layer = Routed()
+    layer.stacked.up = nn.Parameter(torch.randn(4, 22, HIDDEN))
+    layer.stacked.down = nn.Parameter(torch.randn(4, HIDDEN, 22))
+    words = (
+        r"the pieces of layer 0, Routed, do not fit|layers.0.stacked.up has the shape \(4, 22, 16\), .* multiple of 4"
+    )
+    refused(Model([layer]), words)
+
+
 def test_parameters_on_the_meta_device() -> None:
     refused(Model([Dense()]).to("meta"), r"its parameters are on the meta device; fix: plan_model\(..., values=...\)")
 
