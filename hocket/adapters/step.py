@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
-from hocket.adapters.cut import Adapter, Cut, Values, refuse
+from hocket.adapters.cut import ELSE, Adapter, Cut, Values, refuse
 from hocket.adapters.own import OwnModel
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.verify import verify
@@ -151,7 +151,8 @@ def plan_model(
     """
     config, given = _configured(settings)
     cut = Cut(_adapter(model))
-    device = _check(cut, config, values)
+    _check(cut, config, values)
+    _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
     top_k = verify(cut)
     config = replace(config, model=sizes_of(cut, top_k))
     price = price_of(cut)
@@ -160,9 +161,10 @@ def plan_model(
             config, {"plan.graphs": "off"}
         )  # nobody knows what a foreign forward does while it is recorded
     resolved = resolve(config, _host(), given, price)
-    if resolved.train.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    on_gpu = resolved.train.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     _check_device(cut, device)
+    _check_widths(cut, resolved)
     if values is None:
         _check_alike(cut)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -194,7 +196,7 @@ def _configured(settings: Config | Mapping[str, Any] | None) -> tuple[Config, di
     return changed(DEFAULTS, settings or {}), dict.fromkeys(settings or {}, where)
 
 
-def _check(cut: Cut, config: Config, values: Values | None) -> torch.device:
+def _check(cut: Cut, config: Config, values: Values | None) -> None:
     model = cut.adapter.model
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     problems = []
@@ -218,7 +220,6 @@ def _check(cut: Cut, config: Config, values: Values | None) -> torch.device:
             f"model = {type(model).__name__}: its parameters are on the meta device; fix: plan_model(..., values=...)"
         )
     stop_if(problems)
-    return torch.device("cpu")
 
 
 def _check_device(cut: Cut, device: torch.device) -> None:
@@ -227,6 +228,19 @@ def _check_device(cut: Cut, device: torch.device) -> None:
             raise ValueError(
                 f"model = {type(cut.adapter.model).__name__}: {cut.theirs[name]} is on {param.device}, and this rank "
                 f"computes on {device}; fix: keep the model on the CPU or the meta device, or move it to {device}"
+            )
+
+
+def _check_widths(cut: Cut, config: Config) -> None:
+    """Products of experts take rows of whole 16 bytes."""
+    unit = 16 // config.element_bytes
+    for name, param in cut.params.items():
+        if ".experts." in name and param.dim() > 2 and any(width % unit for width in param.shape[1:]):
+            raise refuse(
+                cut.adapter.model,
+                f"{cut.theirs[name]} has the shape {tuple(param.shape)}, and products of experts in "
+                f"{config.precision.compute} need widths of a multiple of {unit}",
+                f"other widths; {ELSE}",
             )
 
 

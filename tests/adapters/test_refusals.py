@@ -114,6 +114,19 @@ def test_layers_that_choose_different_numbers() -> None:
     refused(Model([Routed(), Choosy()]), r"layers choose different numbers of experts per token: \[1, 2\]")
 
 
+def wide(width: int) -> Routed:
+    layer = Routed()
+    layer.stacked.up = nn.Parameter(torch.randn(4, width, HIDDEN))
+    layer.stacked.down = nn.Parameter(torch.randn(4, HIDDEN, width))
+    return layer
+
+
+def test_experts_of_odd_widths() -> None:
+    words = r"layers.0.stacked.up has the shape \(4, 22, 16\), .* in fp32 need widths of a multiple of 4"
+    refused(Model([wide(22)]), words)
+    refused(Model([wide(20)]), r"in bf16 need widths of a multiple of 8", {"precision.compute": "bf16"})
+
+
 def test_parameters_on_the_meta_device() -> None:
     refused(Model([Dense()]).to("meta"), r"its parameters are on the meta device; fix: plan_model\(..., values=...\)")
 
