@@ -125,7 +125,7 @@ def search(task: Task) -> Result:
     if price({}, whole=False) is None:
         program_of(start)  # which says why there is no such step
     found = Search(start, Known(costs, tuple(orders)), price, task.cap, task.origins).run()
-    assert_valid(program_of(task.settled(found.path[-1].changes)))
+    assert_valid(program_of(task.without_simulations().settled(found.path[-1].changes)))
     return Result(
         found=found,
         tried=price.tried,
@@ -139,7 +139,7 @@ class Pricer:
     """Builds plans and asks the simulator; equal ones once."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._quick = task, task.without_simulations()
+        self._task = task.without_simulations()
         self._known: dict[tuple[Any, bool], Trial | None] = {}
         self._settings: dict[tuple[tuple[str, Any], ...], Settings | None] = {}
         self._guesses: dict[tuple[tuple[str, Any], ...], Guess | None] = {}
@@ -151,7 +151,7 @@ class Pricer:
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         """See `search.Price`."""
-        settings = self._settled(changes, whole)
+        settings = self._settled(changes)
         if settings is None:
             return None
         key = ((settings.plan, settings.overlap), whole or not repeats(settings))
@@ -169,7 +169,7 @@ class Pricer:
 
     def _guessed(self, changes: Changes) -> Guess | None:
         relief = {choice.setting: changes[choice.setting] for choice in RELIEF if choice.setting in changes}
-        plain = self._settled({name: value for name, value in changes.items() if name not in relief}, False)
+        plain = self._settled({name: value for name, value in changes.items() if name not in relief})
         if plain is None:
             return None
         settings = changed(plain, relief)  # no rule is about these
@@ -180,17 +180,14 @@ class Pricer:
             return None
         return Guess(changes, rough.seconds, rough.nbytes + arrival_bytes(settings))
 
-    def _settled(self, changes: Changes, whole: bool) -> Settings | None:
-        """The settings of a plan; None if they are refused. Those of whole plans are asked for once."""
+    def _settled(self, changes: Changes) -> Settings | None:
+        """The settings of a plan; None if they are refused."""
         name = tuple(sorted(changes.items()))
-        if whole or name not in self._settings:
+        if name not in self._settings:
             try:
-                settings = (self._task if whole else self._quick).settled(changes)
+                self._settings[name] = self._task.settled(changes)
             except ValueError:
-                settings = None
-            if whole:
-                return settings
-            self._settings[name] = settings
+                self._settings[name] = None
         return self._settings[name]
 
     def _estimated(self, settings: Settings) -> Trial | None:
@@ -290,11 +287,16 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 def words(task: Task, changes: Changes) -> list[str]:
     """What to give to `hocket train` for a plan: the recipe or file, what the user set, and what the search changed.
 
-    Also what `auto` would choose otherwise there, since it does not know the costs that the search knows.
+    Also what `auto` would choose otherwise there: it does not know the costs that the search knows, and the search left
+    some of it as it was chosen for the plan that it began with.
     """
-    settings, there = task.settled(changes), task.settled(changes, model_costs)
-    otherwise = (name for name in types() if leaf(settings, name) != leaf(there, name))
-    return command_words(settings, task.origins, {*changes, *otherwise})
+    settings, names = task.without_simulations().settled(changes), set(changes)
+    while True:
+        there = task.settled({name: leaf(settings, name) for name in names}, model_costs)
+        otherwise = {name for name in types() if leaf(settings, name) != leaf(there, name)} - names
+        if not otherwise:
+            return command_words(settings, task.origins, names)
+        names |= otherwise
 
 
 def as_json(task: Task, result: Result) -> dict[str, Any]:
