@@ -1,10 +1,10 @@
 """How much of a step pipeline ranks rest, and what they hold: the zero-bubble orders beside 1F1B. Needs no GPU.
 
 The tables of `docs/orders.md` are made of these rows whenever documents are. They have two predictions by the
-simulator, of programs as they are run. In *units* hops take nothing, and forward, input gradient and weight gradient of
-a layer are as long in proportion as a transformer's, so what is left is the order's own bubble; activations count
-layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's layers on H200s,
-hops and gathers included, with a vocabulary small enough for the head not to weigh on one rank.
+simulator, of programs as they are run. In *units* p2p transfers take nothing, and forward, input gradient and weight
+gradient of a layer are as long in proportion as a transformer's, so what is left is the order's own bubble; activations
+count layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's layers on
+H200s, p2p transfers and gathers included, with a vocabulary small enough for the head not to weigh on one rank.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from hocket.plan.hardware import H200
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.planning import predict, program_of
+from hocket.program.hardware import H200
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.resolve import resolve
 from hocket.settings.families import llama3_8b
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 
 CHUNKS: dict[str, Any] = {"plan.order": "interleaved", "plan.chunks": 2}
 ORDERS: dict[str, dict[str, Any]] = {

@@ -41,17 +41,17 @@ from hocket.environment import prepare
 from hocket.measured.calibrate import calibrate
 from hocket.measured.predict import predict as beside
 from hocket.model.microbatch import Microbatch
-from hocket.plan.cost import CostTable, Measurement
-from hocket.plan.mesh import Mesh
-from hocket.plan.network import hardware_of
-from hocket.plan.stages import mesh_of
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
+from hocket.program.cost import CostTable, Measurement
+from hocket.program.mesh import Mesh
+from hocket.program.network import hardware_of
+from hocket.program.stages import mesh_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.runtime.comm import Groups, everyone, join_world, leave_world
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.train.recording import Recording
 from hocket.tune.best_plan import Task, search
 from hocket_trace.align import align

@@ -23,7 +23,7 @@ from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.kernels.sums import PROGRAMS, launch
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.copy_engine import CopyEngine
 

@@ -19,9 +19,9 @@ import torch
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.engine.executor import Executor
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Op
-from hocket.plan.stages import layout_of, sharding_of
+from hocket.program.lower import build_program
+from hocket.program.ops import Op
+from hocket.program.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.runtime.comm import Pending
 from hocket.runtime.lanes import CpuLanes, CudaLanes

@@ -18,7 +18,7 @@ from hocket.explain.text import to_text
 from hocket.machine import host_for_plan
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.variables import survey
 
 OPEN = {"plan.recompute": ("auto",), "overlap.dp.strategy": "auto", "plan.layers_per_stage": ("auto",)}

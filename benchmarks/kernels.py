@@ -44,7 +44,7 @@ from hocket.parallel.dispatch import (
 )
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
-from hocket.plan.cost import model_flops_per_token
+from hocket.program.cost import model_flops_per_token
 from hocket.runtime.functional import score
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.runtime.transports import RowTable

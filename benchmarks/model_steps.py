@@ -25,17 +25,17 @@ from benchmarks.markdown import Result
 from benchmarks.record import RESULTS
 from benchmarks.stored import config_of, put
 from hocket.config import COPIED
-from hocket.plan.cost import CostTable
-from hocket.plan.friction import friction_of
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.schedule import Friction
-from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.stages import costs_of
 from hocket.planning import program_of
+from hocket.program.cost import CostTable
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.overheads import overheads_of
+from hocket.program.schedule import Overheads
+from hocket.program.simulate import Timeline, simulate
+from hocket.program.stages import costs_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 
 OTHER_KERNELS = ("dense_peers", "fsdp_steps")
 """Results of a time when the layers were torch's operations."""
@@ -148,8 +148,8 @@ class Modelled:
                 key: replace(cost, seconds=0.0) for key, cost in costs.table.items() if key[0] in ("step", "update")
             }
             costs = replace(costs, table={**costs.table, **none})
-        friction = friction_of(settings, hardware, costs.table)
-        return cls(program, costs, simulate(program, costs, friction if issued else Friction(friction.contention)))
+        overheads = overheads_of(settings, hardware, costs.table)
+        return cls(program, costs, simulate(program, costs, overheads if issued else Overheads(overheads.contention)))
 
     @property
     def seconds(self) -> float:

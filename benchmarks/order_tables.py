@@ -50,7 +50,7 @@ def send_controls(result: Result) -> str:
     """
     rows, predicted = result["rows"], sends_predicted(result)
     (free,) = (row["seconds"] for row in rows if row["link"] in ("free", "signal"))
-    over = "over no waits" if any(row["link"] == "free" for row in rows) else "over hops of an element"
+    over = "over no waits" if any(row["link"] == "free" for row in rows) else "over p2p transfers of an element"
     by_plan: dict[str, dict[str, Result]] = {}
     for row in rows:
         by_plan.setdefault(row["plan"], {})[row["link"]] = row
@@ -99,5 +99,5 @@ def orders(result: Result) -> str:
     count = result["microbatches"]
     head = ["order", "chunks in flight", f"measured step of {count} microbatches", "of which bubble"]
     head += ["predicted step", "of which bubble"]
-    head += ["measured, over hops of an element"] if "signal_seconds" in result["rows"][0] else []
+    head += ["measured, over p2p transfers of an element"] if "signal_seconds" in result["rows"][0] else []
     return table(head, lines)

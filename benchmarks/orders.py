@@ -6,8 +6,8 @@
 One pipeline rank per process, a dense model of Llama-3 8B's widths with four layers per rank. Every order runs M and
 2 M microbatches. The longer step has M microbatches more in its steady state, so what a step takes apart from its
 microbatches is `2 * T(M) - T(2 M)`: the bubble, and the end of the step, in which nothing is updated here. The same
-step with hops that carry one element has the bubble and no sends. Orders that place layers alike share an engine and
-take turns.
+step with p2p transfers that carry one element has the bubble and no sends. Orders that place layers alike share an
+engine and take turns.
 
 About 90 s on 4 H200, of which 15 are the start. The small CPU form shows that everything works.
 """
@@ -27,10 +27,10 @@ from benchmarks.bench.workload import Workload, batches
 from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
 from hocket.config import Config
-from hocket.plan.lower import build_program
-from hocket.plan.network import hardware_of
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of, layout_of, sharding_of
+from hocket.program.lower import build_program
+from hocket.program.network import hardware_of
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.runtime.collection import no_collection
 from hocket.runtime.comm import Groups
 
@@ -64,7 +64,7 @@ def programs_of(options: argparse.Namespace, orders: Mapping[str, Config]) -> di
 
 
 def measure(options: argparse.Namespace, bench: Bench, rank: int) -> dict[str, list[list[float]]]:
-    """Seconds of steps by order and number of microbatches, block by block; `signal`: with hops of an element."""
+    """Seconds of steps by order and number of microbatches, block by block; `signal`: p2p transfers of an element."""
     timer = Timer(bench.device)
     tokens = batches(Workload(bench.engine.config), rank, 0, bench.device)
     used = {name: tokens[: program.microbatches] for name, program in bench.programs.items()}
@@ -146,8 +146,8 @@ def main() -> None:
     model = predicted(options, dist.get_world_size()) if rank == 0 else {}
     for row in rows if rank == 0 else ():
         few, said = 1e3 * row["seconds"][0], 1e3 * model[row["order"]][0]
-        hops = row["seconds"][0] / row["signal_seconds"] - 1
-        print(f"{row['order']:52} {few:8.2f} ms, predicted {said:8.2f} ms; hops {hops:+.1%}", flush=True)
+        p2p = row["seconds"][0] / row["signal_seconds"] - 1
+        print(f"{row['order']:52} {few:8.2f} ms, predicted {said:8.2f} ms; p2p transfers {p2p:+.1%}", flush=True)
     result = {"config": asdict(config), "microbatches": options.microbatches, "rows": rows}
     finish("orders", result if rank == 0 else None, options)
 

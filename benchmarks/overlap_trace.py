@@ -44,8 +44,8 @@ from hocket.model.microbatch import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.train.recording import Recording
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json

@@ -22,10 +22,10 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
-from hocket.plan.check import assert_valid
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Program
-from hocket.plan.stages import sharding_of
+from hocket.program.check import assert_valid
+from hocket.program.lower import build_program
+from hocket.program.ops import Program
+from hocket.program.stages import sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.comm import Groups, join_world
 from hocket.runtime.lanes import spinner

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, options, peak_mib
 from hocket.config import Config, PlanConfig
-from hocket.plan.check import check
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout
-from hocket.plan.shard import Sharding
+from hocket.program.check import check
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout
+from hocket.program.shard import Sharding
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from benchmarks.markdown import Result, ms, table
 from benchmarks.model_steps import SHARDED, host_was_late, measured, modelled
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
-from hocket.plan.formulas import STOCK
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
 from hocket.presets import PLAIN
+from hocket.program.formulas import STOCK
+from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())

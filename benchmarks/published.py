@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks.markdown import table
 from hocket.config import Config, ModelConfig
 from hocket.machine import host_for_plan
-from hocket.plan.cost import model_flops_per_token
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
+from hocket.program.cost import model_flops_per_token
+from hocket.program.network import hardware_of
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 
 FACTS = Path(__file__).with_name("published.json")
 GROUPS = 3

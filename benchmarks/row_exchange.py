@@ -24,7 +24,7 @@ from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.parallel.dispatch import Splits, group_rows
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.comm import make_groups
 from hocket.runtime.peer_copies import PeerCopies, peer_copies

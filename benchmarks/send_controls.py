@@ -5,12 +5,12 @@
 
 One pipeline rank per process, a dense model of Llama-3 8B's widths, two chunks of two layers per rank, merged 1F1B. All
 plans run on the same weights and groups and take turns, so that nothing but the order of ops and the link differs.
-Beside them: what `auto` picks, a stride of 3, the classic interleaved order, and one plan whose hops carry an element,
-so that its waits are those of the pipeline. On the emulated link every send is late by latency and bytes over
+Beside them: what `auto` picks, a stride of 3, the classic interleaved order, and one plan whose p2p transfers carry an
+element, so that its waits are those of the pipeline. On the emulated link every send is late by latency and bytes over
 bandwidth.
 
-About 90 s on 4 H200, of which 15 are the start. The small CPU form shows that everything works, and what slow hops do
-to each plan.
+About 90 s on 4 H200, of which 15 are the start. The small CPU form shows that everything works, and what slow p2p
+transfers do to each plan.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from hocket.config import (
     PlanConfig,
     Switch,
 )
-from hocket.plan.hops import Parts
-from hocket.plan.lower import build_program
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of, layout_of, sharding_of
+from hocket.program.lower import build_program
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.p2p import Parts
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.collection import no_collection
 from hocket.runtime.pretended import Link
-from hocket.settings.leaves import changed, leaf
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, leaf
 
 LAYERS = 2
 """Of one chunk."""

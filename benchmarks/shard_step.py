@@ -40,7 +40,7 @@ class Step:
     accumulating: bool = False
     """Whether all microbatches but the last are inside of `ctx.accumulating()`."""
     by_unit: bool = False
-    """Whether units are updated one by one, with `hocket.step_and_gather`."""
+    """Whether units are updated one by one, with `hocket.sharding.step_and_gather`."""
 
 
 def record(rank: int, step: Step) -> History:
@@ -67,7 +67,7 @@ def record(rank: int, step: Step) -> History:
                     model(x).sum().backward()
             else:
                 model(x).sum().backward()
-        hocket.step_and_gather(ctx, optimizer) if step.by_unit else optimizer.step()
+        hocket.sharding.step_and_gather(ctx, optimizer) if step.by_unit else optimizer.step()
         optimizer.zero_grad()
     return history
 

@@ -28,7 +28,7 @@ from benchmarks.record import write
 from hocket.config import Config
 from hocket.presets import PLAIN
 from hocket.recipes import recipe
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 
 
 def contenders(config: Config) -> dict[str, Config]:

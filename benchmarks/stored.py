@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.leaves import changed, flat, leaf, types
 from hocket.settings.origins import DEFAULTS
+from hocket.settings.schema import changed, flat, leaf, types
 
 _FORMER = {
     "plan.merge": "overlap.ep.merge",

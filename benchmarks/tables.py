@@ -52,12 +52,12 @@ from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_ta
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.simulate import Timeline
-from hocket.plan.text import to_text
-from hocket.plan.timeline import svg_timeline
 from hocket.planning import predict, program_of, report
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.simulate import Timeline
+from hocket.program.text import to_text
+from hocket.program.timeline import svg_timeline
 from hocket.settings import reference
 from hocket.tune import best_plan
 from hocket_trace import load

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.model.layers import swiglu
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
-from hocket.plan.mesh import Mesh
-from hocket.plan.tensor_times import COLUMNS, ROLES, Method
-from hocket.plan.tensor_ways import possible
+from hocket.program.mesh import Mesh
+from hocket.program.tensor_times import COLUMNS, ROLES, Method
+from hocket.program.tensor_ways import possible
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl
@@ -194,7 +194,7 @@ class Role:
             y = self.forward(case)
 
         def backward() -> Sequence[Tensor]:
-            with torch.autograd.set_multithreading_enabled(False):  # as in islands
+            with torch.autograd.set_multithreading_enabled(False):  # as in segments
                 dx = torch.autograd.grad(y, self.x, self.g, retain_graph=True)
             queue.drain(lambda weight: self.grad)
             return dx[0], self.grad

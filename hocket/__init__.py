@@ -1,6 +1,30 @@
-"""Training whose communication runs beside compute: by a plan of the step, or under a loop of your own.
+"""Training whose communication costs nothing: the optimizer step is a plan, written down as data before it runs.
 
-`fully_shard` and what belongs to it are loaded when first used, since they need torch and the command line does not.
+A plan lists, for every rank, all that a step does: gathers of sharded weights, reductions of gradients, expert
+all-to-alls, pipeline sends, deferred weight gradients. It is checked for deadlocks and races, simulated, drawn, run.
+
+    import hocket
+
+    step = hocket.plan("moe_8gpu")                       # needs no GPU
+    hocket.check(step)                                   # [] if nothing is wrong
+    hocket.simulate(step).makespan                       # predicted seconds
+    print(hocket.draw(step))                             # what runs beside what, on every lane of every rank
+
+    step = hocket.plan_model(model, {"mesh.dp": 8})      # a model of transformers, or your own
+    loss, norm = step((ids, targets))                    # one optimizer step
+
+    hocket.fully_shard(model, units=Block)               # any module, under a loop of your own, without a plan
+
+plan            a step of hocket's own transformer: settings, decisions and program; `.start()` makes it train
+plan_model      the same over somebody's model
+check           every broken rule of a step, with the ops involved
+simulate        when each op would run, what is exposed, and how much memory it takes
+draw            the predicted timeline as text, SVG or a page
+fully_shard     shards the weights of any module; ShardOptions, Precision and clip_grad_norm_ go with it
+checkpoint      saving and loading what `fully_shard` has sharded, on any number of ranks
+sharding        what else belongs to `fully_shard`: parameter groups, the update beside gathers, placement
+
+Names are loaded when they are first used: torch is needed by those that run, and by no other.
 """
 
 from __future__ import annotations
@@ -9,61 +33,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hocket import checkpoint, sharding
     from hocket.adapters.step import plan_model
-    from hocket.fsdp.api import clip_grad_norm_, fully_shard, param_groups, unit_of
+    from hocket.fsdp.api import clip_grad_norm_, fully_shard
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
-    from hocket.fsdp.saving.checkpoint import load as load_checkpoint
-    from hocket.fsdp.saving.checkpoint import save as save_checkpoint
-    from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
-    from hocket.fsdp.saving.state import load_model_state, model_state
-    from hocket.fsdp.shard_groups import Placement
-    from hocket.fsdp.update import step_and_gather
+    from hocket.planned import check, draw, plan, simulate
 
 __all__ = [
-    "Placement",
     "Precision",
     "ShardOptions",
+    "check",
+    "checkpoint",
     "clip_grad_norm_",
+    "draw",
     "fully_shard",
-    "load_checkpoint",
-    "load_model_state",
-    "load_optimizer_state",
-    "model_state",
-    "optimizer_state",
-    "param_groups",
+    "plan",
     "plan_model",
-    "save_checkpoint",
-    "step_and_gather",
-    "unit_of",
+    "sharding",
+    "simulate",
 ]
 
 _HOMES = {
-    "Placement": "fsdp.shard_groups:Placement",
-    "Precision": "fsdp.precision:Precision",
-    "ShardOptions": "fsdp.options:ShardOptions",
-    "clip_grad_norm_": "fsdp.api:clip_grad_norm_",
-    "fully_shard": "fsdp.api:fully_shard",
-    "load_checkpoint": "fsdp.saving.checkpoint:load",
-    "load_model_state": "fsdp.saving.state:load_model_state",
-    "load_optimizer_state": "fsdp.saving.optimizer_state:load_optimizer_state",
-    "model_state": "fsdp.saving.state:model_state",
-    "optimizer_state": "fsdp.saving.optimizer_state:optimizer_state",
-    "param_groups": "fsdp.api:param_groups",
-    "plan_model": "adapters.step:plan_model",
-    "save_checkpoint": "fsdp.saving.checkpoint:save",
-    "step_and_gather": "fsdp.update:step_and_gather",
-    "unit_of": "fsdp.api:unit_of",
+    "Precision": "fsdp.precision",
+    "ShardOptions": "fsdp.options",
+    "check": "planned",
+    "clip_grad_norm_": "fsdp.api",
+    "draw": "planned",
+    "fully_shard": "fsdp.api",
+    "plan": "planned",
+    "plan_model": "adapters.step",
+    "simulate": "planned",
 }
-"""Name -> the file that has it, and its name there."""
+"""Name -> the file that has it. The others are modules."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("checkpoint", "sharding"):
+        return import_module(f"hocket.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
-    file, there = _HOMES[name].split(":")
-    return getattr(import_module(f"hocket.{file}"), there)
+    return getattr(import_module(f"hocket.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *__all__]

@@ -205,8 +205,8 @@ class PlanConfig:
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order; 0 means the fewest
     that work: mesh.pp, or 1.5 times as many with a stride of 3."""
     stride: Literal[2, 3] = 2
-    """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a hop a step of its own, and keeps
-    more activations."""
+    """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a p2p transfer a step of its own,
+    and keeps more activations."""
     recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
     """Parts of layers that keep only their inputs after forward and run it once more for their backward, which takes
     less memory and more time; attn has the norms, router and shared expert in it. auto: as few as fit into memory."""
@@ -215,7 +215,7 @@ class PlanConfig:
     where the host would be late otherwise, and memory allows it."""
     layer_order: str = "auto"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
-    are in hocket/plan/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF". auto: literature, or what simulations
+    are in hocket/program/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF". auto: literature, or what simulations
     find shorter where all-to-alls are long."""
 
     @property

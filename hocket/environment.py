@@ -269,7 +269,7 @@ def _look() -> Gpus:
     """Touches CUDA."""
     import torch
 
-    from hocket.runtime import copy_engine, reach
+    from hocket.runtime import copy_engine, peer_access
 
     count = torch.cuda.device_count()
     if not count:
@@ -283,7 +283,7 @@ def _look() -> Gpus:
         capability=torch.cuda.get_device_capability(0),
         memory=min(each.total_memory for each in every),
         no_copy_engine=copy_engine.problem(),
-        no_peer_memory=reach.unreachable(),
+        no_peer_memory=peer_access.unreachable(),
     )
 
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from hocket.config import Config
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
-from hocket.plan.check import Violation
-from hocket.plan.check import check as check_program
-from hocket.plan.hardware import Hardware
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.simulate import Timeline
-from hocket.plan.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.planning import predict, program_of
 from hocket.problems import stop_if
+from hocket.program.check import Violation
+from hocket.program.check import check as check_program
+from hocket.program.hardware import Hardware
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.simulate import Timeline
+from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed, types
+from hocket.settings.schema import changed, types
 from hocket.settings.sources import begin
 from hocket.settings.suggest import meant_setting
 

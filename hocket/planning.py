@@ -7,17 +7,17 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
-from hocket.plan.cost import CostTable, Measurement
-from hocket.plan.friction import friction_of
-from hocket.plan.hardware import Hardware
-from hocket.plan.lower import build_program
-from hocket.plan.network import adapter_times, crossing, hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.schedule import cost_key
-from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.stages import carried_by, costs_of, layout_of, sharding_of
-from hocket.plan.text import to_text
-from hocket.plan.timeline import duration, summary, text_timeline
+from hocket.program.cost import CostTable, Measurement
+from hocket.program.hardware import Hardware
+from hocket.program.lower import build_program
+from hocket.program.network import adapter_times, crossing, hardware_of
+from hocket.program.ops import Program
+from hocket.program.overheads import overheads_of
+from hocket.program.schedule import cost_key
+from hocket.program.simulate import Timeline, simulate
+from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
+from hocket.program.text import to_text
+from hocket.program.timeline import duration, summary, text_timeline
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.hardware_choice import GPU
@@ -31,7 +31,7 @@ def program_of(settings: Settings) -> Program:
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
     """When every op of the program would run on that hardware, with what was measured there where it is given."""
     costs = costs_of(settings, hardware, measured)
-    return simulate(program, costs, friction_of(settings, hardware, costs.table, measured))
+    return simulate(program, costs, overheads_of(settings, hardware, costs.table, measured))
 
 
 def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
@@ -129,13 +129,13 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
 
 def costs_as_json(measured: Measurement) -> dict[str, Any]:
     """Measured costs for machines: seconds by verb, part and kind of the layer."""
-    friction = measured.friction
+    overheads = measured.overheads
     return {
         "from": measured.source,
         "op_seconds": {" ".join(filter(None, key)): float(value) for key, value in measured.seconds.items()},
-        "contention": {kind: float(factor) for kind, factor in friction.contention.items()},
-        "issue_seconds": {" ".join(filter(None, key)): float(value) for key, value in friction.issue.items()},
-        "host_stops_seconds": None if friction.counts is None else float(friction.counts),
+        "contention": {kind: float(factor) for kind, factor in overheads.contention.items()},
+        "issue_seconds": {" ".join(filter(None, key)): float(value) for key, value in overheads.issue.items()},
+        "host_stops_seconds": None if overheads.counts is None else float(overheads.counts),
         "notes": list(measured.notes),
     }
 
@@ -160,7 +160,7 @@ def late_host(settings: Settings, program: Program, hardware: Hardware, timeline
 
 def _origin_of_costs(measured: Measurement) -> Iterator[str]:
     yield f"costs  of {len(measured.seconds)} kinds of ops from {measured.source}; the others are modelled"
-    factors = ", ".join(f"{factor:.0%} beside {kind}" for kind, factor in measured.friction.contention.items())
+    factors = ", ".join(f"{factor:.0%} beside {kind}" for kind, factor in measured.overheads.contention.items())
     yield f"       compute is slower by {factors}" if factors else "       no contention"
     yield from (f"       {note}" for note in measured.notes)
 

@@ -24,7 +24,7 @@ from hocket.config import (
 )
 from hocket.problems import stop_if
 from hocket.settings import families
-from hocket.settings.leaves import ill_typed
+from hocket.settings.schema import ill_typed
 
 
 def tiny() -> Config:

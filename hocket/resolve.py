@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.config import Config
-from hocket.plan.without_collector import without_collector
 from hocket.problems import stop_if
+from hocket.program.without_collector import without_collector
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.effects import effect_of
 from hocket.settings.hardware_choice import choose_hardware
-from hocket.settings.leaves import changed, impossible, leaf, show, types
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.schema import changed, impossible, leaf, show, types
 from hocket.tune.by_cost import (
     choose_copies,
     choose_lane,

@@ -12,9 +12,9 @@ import pytest
 from hocket import cli
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.leaves import ANY, BOUNDS, MOST_RANKS, changed, leaf
 from hocket.settings.plan_rules import MOST_PASSES
 from hocket.settings.rule import Host
+from hocket.settings.schema import ANY, BOUNDS, MOST_RANKS, changed, leaf
 
 AT_ONCE = 10.0
 """Seconds, most of them for imports on a busy machine; without bounds it is minutes."""

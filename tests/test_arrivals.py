@@ -11,12 +11,12 @@ import torch
 from hocket.config import Config
 from hocket.engine.comm_options import comm_options
 from hocket.explain.build import explain
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of, report
+from hocket.program.network import hardware_of
 from hocket.resolve import resolve
 from hocket.settings.arrivals import arrival_bytes, parts_bytes
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
 
 GPUS = Host(gpus=8)
@@ -72,8 +72,8 @@ def test_a_step_fits_only_beside_what_others_write_into(transport: str, fits: bo
     assert ("DOES NOT FIT" not in report(c, replace(hardware, memory=peak), 80, 0)) == fits
 
 
-def test_a_hop_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:
+def test_a_p2p_has_no_more_room_than_it_needs_and_never_more_than_64_mib() -> None:
     c = resolve(changed(Config(), BASE | COPIED | {"mesh.pp": 2}), GPUS)
-    assert comm_options(c, torch.device("cpu")).hop == TOKENS
+    assert comm_options(c, torch.device("cpu")).p2p == TOKENS
     long = changed(c, {"data.sequence_length": 1 << 20})
-    assert comm_options(long, torch.device("cpu")).hop == 64 << 20
+    assert comm_options(long, torch.device("cpu")).p2p == 64 << 20

@@ -22,7 +22,7 @@ from hocket.launching.ports import nobody_met, port_in_use
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.runtime.exchanges import STATE
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.command import (
     ALONE,
     SMALL,

@@ -12,13 +12,13 @@ from typing import cast
 import pytest
 
 from benchmarks import calibration, prediction, tables
-from hocket.plan.check import assert_valid
-from hocket.plan.hardware import HARDWARE
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
+from hocket.program.check import assert_valid
+from hocket.program.hardware import HARDWARE
+from hocket.program.network import hardware_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket_trace.align import load
 from tests.measured.simulated import QUICK, settings_for, traces_of
 

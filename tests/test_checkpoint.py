@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks

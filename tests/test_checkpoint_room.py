@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hocket.fsdp.saving import whole
 from hocket.fsdp.saving.dcp import CheckpointWriter
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train import damage as damage_module
 from tests.helpers.ranks import run_ranks

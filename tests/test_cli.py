@@ -19,8 +19,8 @@ from hocket.commands.train import Train
 from hocket.environment import Worker, find_worker, first_host, prepare, tasks_here
 from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, recipe
-from hocket.settings.leaves import leaf, types
 from hocket.settings.overrides import given
+from hocket.settings.schema import leaf, types
 from hocket.train.signals import StopRequest
 from tests.helpers.command import (
     ALONE,

@@ -15,17 +15,17 @@ import pytest
 
 from hocket import config as config_module
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
-from hocket.plan.check import assert_valid
-from hocket.plan.hardware import H200
-from hocket.plan.tensor_times import DIRECTIONS, ROLES
-from hocket.plan.tensor_ways import possible
 from hocket.planning import predict, program_of
+from hocket.program.check import assert_valid
+from hocket.program.hardware import H200
+from hocket.program.tensor_times import DIRECTIONS, ROLES
+from hocket.program.tensor_ways import possible
 from hocket.recipes import RECIPES, recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import BOUNDS, leaf, types
-from hocket.settings.leaves import changed as replaced
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES
+from hocket.settings.schema import BOUNDS, leaf, types
+from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
 from tests.refused_orders import REFUSED_ORDERS
 

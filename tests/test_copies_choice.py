@@ -8,7 +8,7 @@ import pytest
 
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 
 APART = {"overlap.ep.merge": "off"}
 SLOW = {"train.transport": "slow", "train.slow_bandwidth": (1e7,), "train.slow_latency": (0.0,)}

@@ -23,10 +23,10 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
-from hocket.plan.ops import LANES, UNITS, Verb
-from hocket.plan.transformer import STANDARD, standard_types
+from hocket.program.ops import LANES, UNITS, Verb
+from hocket.program.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
-from hocket.settings.leaves import types
+from hocket.settings.schema import types
 from hocket.settings.sources import begin
 from hocket_trace import load, report
 from hocket_trace.cli import parse as parse_trace

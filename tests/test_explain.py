@@ -30,14 +30,14 @@ from hocket.explain.predicted import simulated
 from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
 from hocket.machine import host_for_plan
-from hocket.plan.mesh import HOP_SMS, PURPOSES, SMS, Mesh
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
+from hocket.program.mesh import P2P_SMS, PURPOSES, SMS, Mesh
+from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed, digest
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, digest
 from hocket.variables import survey
 from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
@@ -264,7 +264,7 @@ def test_groups_know_what_moves_them() -> None:
     moved = {group.purpose: group.moved_by for group in known.groups}
     assert moved["gather_dense"] == moved["a2a"] == moved["pp_fwd"] == "copy engines, no SM"
     by_nccl = {group.purpose: group.moved_by for group in explained("moe_8gpu", train__transport="nccl").groups}
-    assert by_nccl["pp_fwd"] == f"NCCL, at most {HOP_SMS} SMs"
+    assert by_nccl["pp_fwd"] == f"NCCL, at most {P2P_SMS} SMs"
     assert moved["control"] == f"NCCL, at most {SMS} SMs"
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.plan.check import check
-from hocket.plan.dryrun import dry_run
-from hocket.plan.simulate import simulate
-from hocket.plan.timeline import text_timeline
+from hocket.program.check import check
+from hocket.program.dryrun import dry_run
+from hocket.program.simulate import simulate
+from hocket.program.timeline import text_timeline
 from tests.helpers.costs import Table
 from tests.helpers.parity import batches_of, config, learn, whole
 from tests.helpers.ranks import run_ranks

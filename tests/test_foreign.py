@@ -18,7 +18,7 @@ from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTI
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
 from hocket.problems import problems_of
-from hocket.settings.leaves import is_a, types
+from hocket.settings.schema import is_a, types
 from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
 

@@ -13,8 +13,8 @@ from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.trials import Trials, fits
 
 GPU = Host(gpus=4)

@@ -14,15 +14,15 @@ from hocket.doctor.measure import LARGE, LINKED, SMALL, as_hardware, asked, meas
 from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
-from hocket.plan.hardware import H200, HARDWARE
-from hocket.plan.measured_hardware import kept_file
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of, report
 from hocket.probing.request import Measured
+from hocket.program.hardware import H200, HARDWARE
+from hocket.program.measured_hardware import kept_file
+from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 
 DEVICES = {
     "NVIDIA A100-SXM4-80GB": "a100-sxm", "NVIDIA A100-SXM4-40GB": "a100-sxm-40", "NVIDIA A100 80GB PCIe": "a100-pcie",

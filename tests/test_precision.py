@@ -12,14 +12,14 @@ from hocket.config import PrecisionConfig
 from hocket.foreign import read
 from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
 from hocket.foreign.translate import translate
-from hocket.plan.hardware import H200
-from hocket.plan.stages import costs_of
+from hocket.program.hardware import H200
+from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.absent import ABSENT
-from hocket.settings.leaves import changed, types
 from hocket.settings.overrides import given
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, types
 from hocket.settings.sources import begin
 
 TINY, MOE = recipe("tiny"), recipe("moe_8gpu")

@@ -21,7 +21,7 @@ from hocket.engine import Engine
 from hocket.measured.stored import VERSION
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.train.metrics import Metrics
 from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
 from hocket.train.recording import Recording, describe

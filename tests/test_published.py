@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.published import FACTS, config_of, rows
 from hocket.gpus import GPUS
-from hocket.settings.leaves import types
+from hocket.settings.schema import types
 
 RUNS = json.loads(FACTS.read_text())
 QUICK = [run for run in RUNS if run["gpus"] <= 128]

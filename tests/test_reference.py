@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.presets import PRESETS
-from hocket.settings.leaves import types
 from hocket.settings.reference import docstrings, presets, table
+from hocket.settings.schema import types
 
 
 def test_every_setting_and_section_has_a_docstring_of_its_own() -> None:

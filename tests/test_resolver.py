@@ -15,8 +15,8 @@ from hocket.launching.launch import check_memory, too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed, leaf, types
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, leaf, types
 from hocket.variables import survey
 from tests.helpers.seconds import cpu_seconds
 from tests.overlap_cases import CASES, CONNECTIONS, MESHES, Case

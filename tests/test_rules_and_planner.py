@@ -19,8 +19,8 @@ from hocket.config import (
     Strategy,
     TrainConfig,
 )
-from hocket.plan.check import assert_valid
 from hocket.planning import program_of
+from hocket.program.check import assert_valid
 from hocket.resolve import resolve
 
 

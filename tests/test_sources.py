@@ -19,8 +19,8 @@ from hocket.commands.plan import Plan
 from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed, leaf, types
 from hocket.settings.origins import Implied, asked, source
+from hocket.settings.schema import changed, leaf, types
 from hocket.settings.sources import begin
 from hocket.settings.tomlfile import keys, read
 
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_text(here: Path) -> None:
 
 MODULE = """
 from hocket.config import Config, TrainConfig
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 def mine(): return Config(train=TrainConfig(steps=7))
 def merged(): return changed(Config(), {"overlap.ep.merge": "on"})
 def number(): return 3

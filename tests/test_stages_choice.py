@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hocket.plan.hardware import H200
-from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
+from hocket.program.hardware import H200
+from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune import by_cost
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.trials import Trials

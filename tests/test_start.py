@@ -20,7 +20,7 @@ from hocket.launching.worker import Job
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.command import ALONE, SMALL, finish, start, text_in
 from tests.helpers.ranks import server_environment
 from tests.test_bad_input import one_message

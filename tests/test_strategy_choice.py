@@ -8,8 +8,8 @@ import pytest
 
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 
 DENSE = {"model.layers": 14, "mesh.dp": 4, "train.microbatches": 1}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [

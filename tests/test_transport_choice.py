@@ -15,12 +15,12 @@ from hocket.config import Config
 from hocket.explain.build import explain
 from hocket.launching import launch
 from hocket.launching.copies import tried
-from hocket.plan.mesh import Purpose
+from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.decision import Decision
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import Trials
 from hocket.variables import survey

@@ -21,7 +21,7 @@ from hocket.adapters.verify import verify
 from hocket.engine import Engine
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 
 _OURS = {
     "input_layernorm.weight": "attn_norm",

@@ -15,7 +15,7 @@ from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed, problem
+from hocket.settings.schema import changed, problem
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.comm_options import comm_options
 from hocket.model.microbatch import Microbatch
-from hocket.plan.capacity import lack
-from hocket.plan.mesh import Mesh
-from hocket.plan.network import hardware_of
-from hocket.plan.stages import costs_of, layout_of, mesh_of
+from hocket.program.capacity import lack
+from hocket.program.mesh import Mesh
+from hocket.program.network import hardware_of
+from hocket.program.stages import costs_of, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null
 from hocket.runtime.transports import Pending, Transport
-from hocket.settings.leaves import changed, flat
+from hocket.settings.schema import changed, flat
 
 _groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}
 """Groups of this process by mesh, transport, who knows splits, copies, and tokens of a microbatch, for which they have
@@ -37,7 +37,7 @@ _lenders: WeakValueDictionary[int, Planned] = WeakValueDictionary()
 
 @dataclasses.dataclass
 class Signal(Null):
-    """Hops that carry an element each: a receiver waits until its sender is there, and for nothing else.
+    """p2p transfers that carry an element each: a receiver waits until its sender is there, and for nothing else.
 
     With it between pipeline ranks, and `Null` elsewhere, a step has the bubble of its order and no communication.
     """
@@ -96,18 +96,18 @@ class Planned:
 class Muted:
     """Another contender, whose groups only pretend while it steps. Weights must not be updated.
 
-    `hops` are groups whose members wait for each other all the same.
+    `p2p transfers` are groups whose members wait for each other all the same.
     """
 
     def __init__(
-        self, lender: Contender, groups: Iterable[Group], device: torch.device, hops: Iterable[Group] = ()
+        self, lender: Contender, groups: Iterable[Group], device: torch.device, p2p: Iterable[Group] = ()
     ) -> None:
         self.lender = lender
         self.pretending: list[tuple[Group, Transport]] = [
             (group, Null(group.size, group.rank, device)) for group in groups if group.size > 1
         ]
-        self.pretending += [(group, Signal(group.size, group.rank, device, group.transport)) for group in hops]
-        waits = "hops carry an element each, all else is null" if hops else "null"
+        self.pretending += [(group, Signal(group.size, group.rank, device, group.transport)) for group in p2p]
+        waits = "p2p transfers carry an element each, all else is null" if p2p else "null"
         self.settings: Mapping[str, str] = {
             **lender.settings,
             "transport": f"{waits}; weights and memory are those of another contender, which has the other settings",
@@ -154,9 +154,9 @@ def signal(workload: Workload, rank: int, device: torch.device) -> Contender:
             "fix: --against hocket,hocket_signal --optimizer off"
         )
     groups = lender.engine.groups
-    hops = list({id(hop): hop for hop in groups.edges()}.values())
-    real = [*hops, groups.control]  # ranks that wait for each other agree on whether a step is made again
-    return Muted(lender, [group for group in groups if group not in real], device, hops)
+    p2p = list({id(p2p): p2p for p2p in groups.edges()}.values())
+    real = [*p2p, groups.control]  # ranks that wait for each other agree on whether a step is made again
+    return Muted(lender, [group for group in groups if group not in real], device, p2p)
 
 
 class Exchanges:

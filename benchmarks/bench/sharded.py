@@ -25,7 +25,7 @@ from hocket.config import Strategy
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
-from hocket.plan.mesh import SMS
+from hocket.program.mesh import SMS
 from hocket.runtime.comm import Group
 from hocket.runtime.destinations import set_sink
 
@@ -142,12 +142,12 @@ class Sharded:
         if how.fixed and how.strategy == "optim_grads_params":
             _lenders[id(workload)] = self
 
-    def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.Placement | None] | None:
+    def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.sharding.Placement | None] | None:
         """Where experts go that are spread over ranks: they see the tokens of all of these."""
         if self.grid is None:
             return None
         mesh = self.workload.mesh
-        experts = hocket.Placement(self.grid["edp"], divide=float(mesh.dp), part=(position, mesh.ep))
+        experts = hocket.sharding.Placement(self.grid["edp"], divide=float(mesh.dp), part=(position, mesh.ep))
         return lambda name, param: experts if ".experts." in name else None
 
     @property
@@ -189,7 +189,7 @@ class Sharded:
             with more:
                 losses.append(backward(self.model, microbatch, count))
         if self.optimizer is not None:
-            hocket.step_and_gather(self.context, self.optimizer)
+            hocket.sharding.step_and_gather(self.context, self.optimizer)
         else:
             self.context.finish_step()
             self.context.weights_updated()

@@ -9,9 +9,9 @@ import torch
 
 from hocket.config import Config
 from hocket.model.microbatch import Microbatch
-from hocket.plan.cost import model_flops_per_token
-from hocket.plan.mesh import Mesh
-from hocket.plan.stages import mesh_of
+from hocket.program.cost import model_flops_per_token
+from hocket.program.mesh import Mesh
+from hocket.program.stages import mesh_of
 from hocket.runtime.dtypes import DTYPES
 
 

@@ -14,8 +14,9 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.adapters.step import PlannedStep, plan_model
+from hocket.adapters.step import plan_model
 from hocket.runtime.comm import join_world
+from hocket.step import PlannedStep
 
 _VOCAB = 32
 _MICROBATCHES = 2
@@ -90,18 +91,19 @@ def gradients(step: PlannedStep, microbatches: list[Batch]) -> Found:
     def keep(*args: Any, **kwargs: Any) -> Tensor:
         for unit in step.engine.sharded.units.values():
             for piece in unit.pieces():
-                shape = step.cut.params[piece.name].shape
-                whole = held.setdefault(step.cut.theirs[piece.name], torch.full((shape.numel(),), -torch.inf))
+                theirs, shape = step.parameters[piece.name]
+                whole = held.setdefault(theirs, torch.full((shape.numel(),), -torch.inf))
                 whole[piece.lo : piece.hi] = piece.grad
         return finish(*args, **kwargs)
 
     step.engine.optimizer.step = keep  # type: ignore[method-assign]
     step((torch.cat([ids for ids, _ in microbatches]), torch.cat([targets for _, targets in microbatches])))
-    for name in sorted(step.cut.theirs.values()):
-        whole = held.setdefault(name, torch.full((step.cut.adapter.model.get_parameter(name).numel(),), -torch.inf))
+    shapes = dict(step.parameters.values())
+    for name in sorted(shapes):
+        whole = held.setdefault(name, torch.full((shapes[name].numel(),), -torch.inf))
         step.engine.groups.control.all_reduce(whole, "max").wait()
     losses = [loss.item() for loss in step.engine.executor.actions.losses]
-    return losses, {name: whole.view(step.cut.adapter.model.get_parameter(name).shape) for name, whole in held.items()}
+    return losses, {name: whole.view(shapes[name]) for name, whole in held.items()}
 
 
 def _planned(model: nn.Module, shape: tuple[int, int], ranks: int) -> PlannedStep:

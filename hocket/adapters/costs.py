@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hocket.adapters.cut import Cut
 from hocket.adapters.layer import ExpertLayer
 from hocket.config import Config, ModelConfig
-from hocket.plan.cost import CostTable
-from hocket.plan.network import hardware_of
-from hocket.plan.stages import costs_of
+from hocket.program.cost import CostTable
+from hocket.program.network import hardware_of
+from hocket.program.stages import costs_of
 from hocket.runtime.dtypes import DTYPES
 from hocket.tune.trials import Price
 

@@ -13,8 +13,8 @@ from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
 from hocket.config import Config
 from hocket.model.source import ChunkLike, ChunkPlace
-from hocket.plan.ops import Layout
-from hocket.plan.stages import layout_of
+from hocket.program.ops import Layout
+from hocket.program.stages import layout_of
 from hocket.runtime.standin import StandIn
 
 

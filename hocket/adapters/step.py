@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
@@ -18,122 +18,14 @@ from hocket.adapters.source import AdaptedModel
 from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
-from hocket.plan.ops import Program
-from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.timeline import text_timeline
+from hocket.planned import with_settings
 from hocket.problems import stop_if
-from hocket.resolve import Settings, resolve
+from hocket.resolve import resolve
 from hocket.runtime.comm import everyone
-from hocket.settings.leaves import changed, problem, types
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
-from hocket.settings.suggest import meant_setting
-from hocket.tune.trials import Price
-
-_PIECE = 1 << 26
-"""Elements that ranks put together at a time."""
-
-
-class Outcome(NamedTuple):
-    """What a step says of itself, the same on all ranks."""
-
-    loss: float
-    """Mean cross-entropy over the microbatches of all ranks."""
-    grad_norm: float
-    """Norm of the whole gradient, before it is clipped."""
-
-
-class PlannedStep:
-    """One rank of a planned step over somebody's model, as `plan_model` makes it. All ranks call the same methods."""
-
-    def __init__(self, engine: Engine, cut: Cut, settings: Settings, price: Price) -> None:
-        self.engine, self.settings = engine, settings
-        self.cut, self._price = cut, price
-
-    def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
-        """Train on this data-parallel rank's part of a batch: one optimizer step.
-
-        `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
-        are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
-        is `train.lr`.
-        """
-        result = self.engine.train_step(self._microbatches(batch), self.settings.train.lr if lr is None else lr)
-        loss, _, _ = self.engine.agree(result.loss)
-        return Outcome(loss, float(result.grad_norm))
-
-    def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
-        """The mean cross-entropy without training."""
-        return self.engine.agree(self.engine.evaluate(self._microbatches(batch)))[0]
-
-    @property
-    def program(self) -> Program:
-        """The plan."""
-        return self.engine.program
-
-    def simulate(self) -> Timeline:
-        """When each op is expected to run."""
-        return simulate(self.program, self._price(self.settings))
-
-    def draw(self, width: int = 120) -> str:
-        """The expected step as text."""
-        return text_timeline(self.simulate(), self.program, width)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model by its own name, whole, fp32, on the CPU: put together one after the other."""
-        self.engine.catch_up()
-        control, device = self.engine.groups.control, self.engine.device
-        pieces: dict[str, list[Any]] = {}
-        for unit in self.engine.sharded.units.values():
-            for piece in unit.pieces():
-                pieces.setdefault(piece.name, []).append(piece)
-        for name, param in self.cut.params.items():
-            whole = torch.empty(param.numel())
-            for lo in range(0, param.numel(), _PIECE):
-                hi = min(lo + _PIECE, param.numel())
-                # What several ranks have is alike, so the largest is what it is.
-                part = torch.full((hi - lo,), -torch.inf, device=device)
-                for piece in pieces.get(name, ()):
-                    first, last = max(lo, piece.lo), min(hi, piece.hi)
-                    if first < last:
-                        part[first - lo : last - lo] = piece.main[first - piece.lo : last - piece.lo]
-                control.all_reduce(part, "max").wait()
-                whole[lo:hi] = part.cpu()
-            yield self.cut.theirs[name], whole.view(param.shape)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All of `named_weights`. A whole model in fp32 on each rank."""
-        return dict(self.named_weights())
-
-    def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into a model of the same shape, such as the one that was planned."""
-        params = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, value in self.named_weights():
-                params[name].copy_(value)
-
-    def close(self) -> None:
-        """Give back memory and process groups."""
-        self.engine.close()
-
-    def _microbatches(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> list[Microbatch]:
-        c, device = self.settings, self.engine.device
-        found = [one for one in batch if isinstance(one, Microbatch)]
-        if not found:
-            ids, targets = batch
-            assert isinstance(ids, Tensor)
-            assert isinstance(targets, Tensor)
-            parts = zip(ids.chunk(c.train.microbatches), targets.chunk(c.train.microbatches), strict=True)
-            found = [Microbatch(*pair) for pair in parts]
-        shape = c.train.sequences, c.data.sequence_length
-        shapes = {tuple(tensor.shape) for one in found for tensor in (one.ids, one.targets)}
-        if shapes != {shape} or len(found) != c.train.microbatches:
-            raise ValueError(
-                f"batch: {len(found)} microbatches of {sorted(shapes)}, and the step was planned for "
-                f"train.microbatches = {c.train.microbatches} of {shape}; fix: ids and targets of "
-                f"{c.train.microbatches * shape[0]} sequences of {shape[1]} tokens"
-            )
-        return [Microbatch(one.ids.to(device).contiguous(), one.targets.to(device).contiguous()) for one in found]
+from hocket.settings.schema import changed, problem
+from hocket.step import PlannedStep
 
 
 def plan_model(
@@ -170,7 +62,8 @@ def plan_model(
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
     engine.init_weights()
-    return PlannedStep(engine, cut, resolved, price)
+    names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
+    return PlannedStep(engine, resolved, price, names)
 
 
 def _adapter(model: nn.Module) -> Adapter:
@@ -184,16 +77,15 @@ def _adapter(model: nn.Module) -> Adapter:
 def _configured(settings: Config | Mapping[str, Any] | None) -> tuple[Config, dict[str, str]]:
     if isinstance(settings, Config):
         return settings, {}
-    where, problems = "plan_model", []
-    for name, value in (settings or {}).items():
-        origins = {name: where}
-        if name not in types():
-            guess = meant_setting(name, types())
-            problems.append(f"{name} = {value} ({where}): no such setting; fix: {guess or 'see docs/settings.md'}")
-        elif name.startswith("model."):
-            problems.append(problem(name, value, origins, "the model itself says that", "leave it out"))
-    stop_if(problems)
-    return changed(DEFAULTS, settings or {}), dict.fromkeys(settings or {}, where)
+    given = settings or {}
+    stop_if(
+        [
+            problem(name, value, {name: "plan_model"}, "the model itself says that", "leave it out")
+            for name, value in given.items()
+            if name.startswith("model.")
+        ]
+    )
+    return with_settings(DEFAULTS, given, "plan_model")
 
 
 def _check(cut: Cut, config: Config, values: Values | None) -> None:

@@ -24,7 +24,7 @@ from hocket.measured.stored import other_ways
 from hocket.probing import start
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.variables import passed, survey
 from hocket_trace import load, report
 from hocket_trace.cli import trace_files

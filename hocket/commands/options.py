@@ -16,9 +16,9 @@ from hocket.config import Config
 from hocket.machine import host_for_plan
 from hocket.problems import problems_of, stop_if
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed, leaf, problem
 from hocket.settings.overrides import given, split
 from hocket.settings.reference import field_docstrings
+from hocket.settings.schema import changed, leaf, problem
 from hocket.settings.sources import begin
 
 

@@ -15,11 +15,11 @@ from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
-from hocket.plan.check import assert_valid
-from hocket.plan.cost import CostTable, Measurement
-from hocket.plan.network import hardware_of
-from hocket.plan.stages import costs_of
-from hocket.plan.timeline import html_timeline, svg_timeline
+from hocket.program.check import assert_valid
+from hocket.program.cost import CostTable, Measurement
+from hocket.program.network import hardware_of
+from hocket.program.stages import costs_of
+from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.overrides import split
 from hocket.tune import best_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, describe
-from hocket.settings.leaves import show
+from hocket.settings.schema import show
 
 
 def run(words: list[str]) -> int:

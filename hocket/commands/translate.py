@@ -8,7 +8,7 @@ from hocket.commands.options import write
 from hocket.foreign.systems import SYSTEMS
 from hocket.foreign.translate import translate
 from hocket.foreign.write import to_json, to_text, to_toml
-from hocket.settings.leaves import show
+from hocket.settings.schema import show
 
 USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--toml FILE] [--json]
        hocket explain --from-bridge "KEY=VALUE ..."

@@ -1,14 +1,15 @@
 """What each op of a plan does to tensors.
 
-An action takes the op and the values it reads, in the order of `plan/values.py` (values that an op only keeps
+An action takes the op and the values it reads, in the order of `program/values.py` (values that an op only keeps
 alive come last and are ignored), and returns the op's value. Actions of communication lanes return the value
-and a `Pending`. State that outlives an op, islands, routings and splits, is kept here by (microbatch, chunk, layer)
+and a `Pending`. State that outlives an op, segments, routings and splits, is kept here by (microbatch, chunk, layer)
 and dropped by the op that uses it last; `assert_clean` proves that nothing is left after a step.
 
-What the parts of a layer read, and of what their gradients are made, is in the layer's description (`plan/parts.py`):
-a part that computes is the method `forward_<part>` of the layer's module, which takes its inputs and the state that the
-part `takes`, and returns its outputs and what it `makes`. Experts' rows are exchanged here. A part that communicates
-otherwise is two methods of the module, `forward_<part>` and `backward_<part>`, which return a value and a `Pending`.
+What the parts of a layer read, and of what their gradients are made, is in the layer's description
+(`program/parts.py`): a part that computes is the method `forward_<part>` of the layer's module, which takes its inputs
+and the state that the part `takes`, and returns its outputs and what it `makes`. Experts' rows are exchanged here. A
+part that communicates otherwise is two methods of the module, `forward_<part>` and `backward_<part>`, which return a
+value and a `Pending`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
 from hocket.parallel.placed import place_counts
-from hocket.plan.ops import UNIT_VERBS, Layout, Op
-from hocket.plan.parts import INPUT, LayerKind, Part
-from hocket.plan.values import UnitName, unit_moved, unit_read, unit_written
+from hocket.program.ops import UNIT_VERBS, Layout, Op
+from hocket.program.parts import INPUT, LayerKind, Part
+from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
-from hocket.runtime.island import Island
+from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight
 
 Place = tuple[int, int, int]
@@ -67,7 +68,7 @@ class Actions:
         """Without an `on_step`, in programs of forwards alone, no graphs are kept."""
         self._layout, self._chunks, self._units, self._groups = layout, chunks, units, groups
         self._activation, self.on_step, self._room = activation, on_step, room
-        self._islands: dict[tuple[str, Place], Island] = {}
+        self._segments: dict[tuple[str, Place], Segment] = {}
         self._state: dict[Place, dict[str, Any]] = {}  # what parts take and make: routing, splits
         self._wiring: dict[tuple[str, str], _Wiring] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
@@ -109,12 +110,12 @@ class Actions:
 
     def assert_clean(self) -> None:
         """Nothing may be left after a step."""
-        left = [*self._islands, *self._state, *self._written]
+        left = [*self._segments, *self._state, *self._written]
         assert not left, f"left after the step: {left[:5]}"
 
     def discard(self) -> None:
         """Forget everything that an interrupted step left behind."""
-        self._islands.clear()
+        self._segments.clear()
         self._state.clear()
         self._written.clear()
         self.loads.clear()
@@ -122,12 +123,12 @@ class Actions:
     # -- parts of layers that compute ------------------------------------------------------------------------
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part: as an island, or without a graph if there is no backward or it will run once more for it."""
+        """Run a part: as an segment, or without a graph if there is no backward or it will run once more for it."""
         if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part)):
             with torch.no_grad():
                 return fn(*inputs)
-        island = self._islands[op.part, _place(op)] = Island()
-        return island.forward(fn, *inputs)
+        segment = self._segments[op.part, _place(op)] = Segment()
+        return segment.forward(fn, *inputs)
 
     def fwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
         """A part's output, or a list of its outputs."""
@@ -147,7 +148,7 @@ class Actions:
         return list(result) if part.outputs else result
 
     def recompute(self, wiring: _Wiring, op: Op, *values: Any) -> None:
-        """Forward once more, for the island. What the part made stays what it was: a row is where forward put it."""
+        """Forward once more, for the segment. What the part made stays what it was: a row is where forward put it."""
         part, state = wiring.part, self._state.get(_place(op), {})
         kept = [self._taken(name, op) for name in part.takes] + [state[name] for name in part.makes]
         self._forward(op, self._method(op), *wiring.inputs(values), *kept)
@@ -233,26 +234,26 @@ class Actions:
 
     def _backward(self, op: Op, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         place = _place(op)
-        island = self._islands[op.part, place]
-        result = island.backward(*grads)
+        segment = self._segments[op.part, place]
+        result = segment.backward(*grads)
         if self._layout.unit(op.part) is None:
-            del self._islands[op.part, place]
+            del self._segments[op.part, place]
         return result
 
     # -- weight gradients and sharded units ------------------------------------------------------------------
 
     def wgrad(self, op: Op, *_kept: Any) -> None:
-        """Drain the queue of a part's island into the unit's gradient slot."""
+        """Drain the queue of a part's segment into the unit's gradient slot."""
         name = unit_written(op, self._layout)
         assert name is not None
         unit = self._units[name]
-        island = self._islands.pop((op.part, _place(op)))
+        segment = self._segments.pop((op.part, _place(op)))
         if unit.collects:
-            unit.collect(island.queue, op.microbatch)
+            unit.collect(segment.queue, op.microbatch)
             return
         written = self._written.setdefault((name, op.slot), set())
         views = unit.grad_views(op.slot)
-        island.queue.drain(lambda weight: views[weight], written, unit.group.compute_dtype)
+        segment.queue.drain(lambda weight: views[weight], written, unit.group.compute_dtype)
 
     def add(self, op: Op) -> None:
         self._complete(op).add(op.slot)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from hocket.config import Config
-from hocket.plan.stages import layout_of
+from hocket.program.stages import layout_of
 from hocket.runtime.comm import CommOptions, Link
 from hocket.runtime.lanes import spinner
 from hocket.runtime.recorder import MARGIN
-from hocket.settings.arrivals import hop_bytes, rows_bytes, tokens_bytes
+from hocket.settings.arrivals import p2p_bytes, rows_bytes, tokens_bytes
 
 
 def comm_options(config: Config, device: torch.device) -> CommOptions:
@@ -21,7 +21,7 @@ def comm_options(config: Config, device: torch.device) -> CommOptions:
         timeout=train.hang_timeout + MARGIN,
         arrival=rows_bytes(config),
         tokens=tokens_bytes(config),
-        hop=hop_bytes(config),
+        p2p=p2p_bytes(config),
         device_splits=layout_of(config).uncounted,
     )
     if train.transport != "slow":

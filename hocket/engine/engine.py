@@ -30,11 +30,11 @@ from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransform
 from hocket.parallel.linears import WHOLE, Linears, SplitLinears
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
-from hocket.plan.check import assert_valid
-from hocket.plan.linearize import linearize
-from hocket.plan.lower import build_forward, build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.stages import mesh_of, sharding_of
+from hocket.program.check import assert_valid
+from hocket.program.linearize import linearize
+from hocket.program.lower import build_forward, build_program
+from hocket.program.ops import Layout, Program
+from hocket.program.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
@@ -290,7 +290,7 @@ class Engine:
         return "" if recorder is None else Standstill(rank, recorder, self.groups, self.lanes, device).text()
 
     def assert_clean(self) -> None:
-        """After a step nothing may be left: no value, island, slot or pending collective."""
+        """After a step nothing may be left: no value, segment, slot or pending collective."""
         for executor in self._executors:
             executor.assert_clean()
         self.sharded.assert_clean()

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hocket.engine.actions import Actions
 from hocket.model.microbatch import Microbatch
-from hocket.plan.ops import COMPUTING, Key, Lane, Layout, Op, Program
-from hocket.plan.values import reads
+from hocket.program.ops import COMPUTING, Key, Lane, Layout, Op, Program
+from hocket.program.values import reads
 from hocket.runtime.lanes import Lanes
 from hocket.runtime.recorder import Recorder
 
@@ -48,7 +48,7 @@ class Compiled:
 class Executor:
     """Runs the ops of one rank.
 
-    `order` is this rank's part of an order that is legal for all ranks together (`plan/linearize.py`). On a CPU
+    `order` is this rank's part of an order that is legal for all ranks together (`program/linearize.py`). On a CPU
     every step follows it, since ranks wait inside collectives there; on a GPU the first one, the rehearsal, and all
     others follow the list.
     """
@@ -138,7 +138,7 @@ class Executor:
         self.actions.discard()
 
     def assert_clean(self) -> None:
-        """After a step no value, island or routing may be left."""
+        """After a step no value, segment or routing may be left."""
         left = [str(c.op) for c in self._list if self._values[c.position] is not None]
         assert not left, f"values left after the step: {left[:5]}"
         self.actions.assert_clean()

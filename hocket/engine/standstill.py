@@ -1,9 +1,9 @@
-"""What a rank does and waits for when a step stands still, from its ops, its groups and the words in memory.
+"""What a rank does and waits for when a step stands still, from its ops, its groups and the flags in memory.
 
 Note: [Who waits for whom]
 Ops tell where the lanes stand, as far as it is known which are complete (`runtime/stands.py`). A lane that stands at
 ops which have called groups waits in the first of these exchanges that is not over; one that stands at other ops is
-busy. Where ranks wait for words in memory, these say more: how many exchanges are over, and whose word is missing. Of a
+busy. Where ranks wait for flags in memory, these say more: how many exchanges are over, and whose word is missing. Of a
 step that is replayed nothing is known of ops, and words are all there is.
 """
 
@@ -136,7 +136,7 @@ class Standstill:
             assert came is not None
             since = f", issued {came.seconds:.0f} s ago" if came.seconds else ""
             whom = ", ".join(str(rank) for rank in came.absent or came.ranks if rank != state.rank)
-            by = "by words in memory" if came.absent else "as it seems"
+            by = "by flags in memory" if came.absent else "as it seems"
             lines.append(f"  waits for {came.thing(came.done + 1)}, {came.what}{since}: {by} for rank {whom}")
         lines += [f"  stands at {text}" for text in state.at]
         lines += [f"  or at {text}, of which nothing tells whether they are complete" for text in state.doubts]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from hocket.explain.explanation import Predicted, Probed, Times
 from hocket.gpus import GPUS, gpu_named
-from hocket.plan.hardware import HARDWARE, LAPTOP, Hardware
-from hocket.plan.network import on_one_host
-from hocket.plan.schedule import KINDS, CostKey, Kind
-from hocket.plan.stages import costs_of, layout_of
-from hocket.plan.timeline import duration
 from hocket.probing.request import Measured, Product, Request
+from hocket.program.hardware import HARDWARE, LAPTOP, Hardware
+from hocket.program.network import on_one_host
+from hocket.program.schedule import KINDS, CostKey, Kind
+from hocket.program.stages import costs_of, layout_of
+from hocket.program.timeline import duration
 from hocket.resolve import Settings
 from hocket_trace.columns import listed, several
 

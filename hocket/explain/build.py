@@ -9,10 +9,10 @@ from hocket.explain.explanation import Explanation
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
-from hocket.plan.network import hosts_of
+from hocket.program.network import hosts_of
 from hocket.resolve import Settings
-from hocket.settings.leaves import digest
 from hocket.settings.origins import command_words
+from hocket.settings.schema import digest
 from hocket.variables import Finding
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hocket.explain.explanation import Axis, Overlap, State
-from hocket.plan.tensor_times import DIRECTIONS, ROLES
+from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.resolve import Settings
-from hocket.settings.leaves import leaf
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
+from hocket.settings.schema import leaf
 from hocket.settings.tensor_rules import setting_of
 
 ALWAYS = "always"

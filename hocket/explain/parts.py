@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
-from hocket.plan.cost import unit_weights
-from hocket.plan.mesh import HOPS, PURPOSES, most_sms, mover_of
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import UNITS, Unit
-from hocket.plan.shard import ALIGN
-from hocket.plan.stages import layout_of, mesh_of, sharding_of
-from hocket.plan.tensor_costs import model_of_rank
+from hocket.program.cost import unit_weights
+from hocket.program.mesh import P2P, PURPOSES, most_sms, mover_of
+from hocket.program.network import hardware_of
+from hocket.program.ops import UNITS, Unit
+from hocket.program.shard import ALIGN
+from hocket.program.stages import layout_of, mesh_of, sharding_of
+from hocket.program.tensor_costs import model_of_rank
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes, by_pieces
 from hocket.settings.rules import has_experts
@@ -68,7 +68,7 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
         members = settings.mesh.members(purpose)
         if members == 1:
             continue
-        count = len(mesh.edges) * mesh.dp * mesh.tp if purpose in HOPS else settings.world // members
+        count = len(mesh.edges) * mesh.dp * mesh.tp if purpose in P2P else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
         yield GroupRow(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)

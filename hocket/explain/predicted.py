@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
-from hocket.plan.cost import CostTable
-from hocket.plan.hardware import Hardware
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.schedule import KIND_OF
-from hocket.plan.stages import costs_of
-from hocket.plan.without_collector import without_collector
 from hocket.planning import adapter_seconds, network, predict, program_of, rates
+from hocket.program.cost import CostTable
+from hocket.program.hardware import Hardware
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.schedule import KIND_OF
+from hocket.program.stages import costs_of
+from hocket.program.without_collector import without_collector
 from hocket.resolve import Settings
 from hocket.tune.period import continued, steady
 

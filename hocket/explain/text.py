@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from hocket.explain.explanation import Explanation, Overlap, Times
-from hocket.plan.timeline import duration
-from hocket.settings.leaves import show
+from hocket.program.timeline import duration
+from hocket.settings.schema import show
 from hocket.variables import Finding
 
 WIDTH = 120

@@ -10,7 +10,7 @@ from typing import Any
 from hocket.foreign.entry import Answer, Entry, Given, State
 from hocket.foreign.read import Pairs
 from hocket.problems import stop_if
-from hocket.settings.leaves import beyond, describe, is_a, types
+from hocket.settings.schema import beyond, describe, is_a, types
 from hocket.settings.tomlfile import MOST_KEYS
 
 Default = tuple[str, Callable[[Given], Answer | None]]

@@ -104,7 +104,7 @@ def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Place
     placements = {found.name: place(found.name, found.param) if place else None for found in params}
     for name, placement in placements.items():
         if placement is not None and not isinstance(placement, Placement):
-            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.Placement, or None")
+            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.sharding.Placement, or None")
     return placements
 
 

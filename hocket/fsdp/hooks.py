@@ -28,7 +28,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.module_context import ShardContext
-from hocket.fsdp.module_unit import Lease, Unit
+from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.precision import FORMATS
 
 
@@ -41,7 +41,7 @@ class Invocation:
         """Which forward pass, and which backward runs it, to make a graph of its own; -1 for none."""
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
-        self._lease: Lease | None = None
+        self._claim: Claim | None = None
         self._weights = [group.edition for group in unit.groups]
 
     def open(self) -> None:
@@ -67,15 +67,15 @@ class Invocation:
             )
         context = self._context
         begin_backward(context)
-        if self._lease is None:
-            self._lease = context.need_backward(self.unit)
+        if self._claim is None:
+            self._claim = context.need_backward(self.unit)
             context.started[self] = None
 
     def finish(self) -> None:
         """The gradients of all inputs are done."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
             self._context.started.pop(self, None)
         opened = self.unit.open
         if opened[self.forward] > 1:
@@ -114,7 +114,7 @@ def begin_backward(context: ShardContext) -> None:
 class _Call:
     """A call of a unit's module that is under way."""
 
-    lease: Lease | None = None
+    claim: Claim | None = None
     invocation: Invocation | None = None
     writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Of the unit's weights, before."""
@@ -135,7 +135,7 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = _Call()
         calls.append(call)
-        call.lease = context.need_forward(unit)
+        call.claim = context.need_forward(unit)
         call.writes = unit.writes()
         if not torch.is_grad_enabled() or _is_replay(unit):
             return args, kwargs
@@ -146,7 +146,7 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
         call = calls.pop()
         if output is None:  # after an exception
             _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
-        if call.lease is not None:
+        if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
         if call.invocation is not None:
@@ -155,13 +155,13 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
             if outputs:
                 call.invocation.open()
                 register_multi_grad_hook(outputs, call.invocation.start, mode="any")
-        if call.lease is not None:
+        if call.claim is not None:
             lent = unit.lends(tensors)
             if not lent:
-                call.lease.release()
+                call.claim.release()
             context.leave_forward(unit)
             if lent:
-                context.hold(call.lease)
+                context.hold(call.claim)
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
     module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)

@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hocket.plan.shard import ALIGN
+from hocket.program.shard import ALIGN
 
 Granularity = Literal["element", "row", "tensor"]
 """What is never split between ranks."""

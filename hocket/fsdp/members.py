@@ -208,7 +208,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
     def reduce(self: nn.Module, protocol: int) -> Any:
         raise ValueError(
             f"a sharded {cls.__name__} can't be pickled or copied, since this rank holds a part of each weight only: "
-            f"save it with hocket.save_checkpoint, or copy the model before it is sharded"
+            f"save it with hocket.checkpoint.save, or copy the model before it is sharded"
         )
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -230,8 +230,8 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
             if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found.shape != shard.shape:
                 raise ValueError(
                     f"{prefix}{key} is {tuple(found.shape)} in the state dict, and this rank keeps {shard.numel()} "
-                    f"elements of {tuple(shard.full_shape)}: load whole weights with hocket.load_model_state(ctx, "
-                    f"state), or a checkpoint with hocket.load_checkpoint"
+                    f"elements of {tuple(shard.full_shape)}: load whole weights with "
+                    "hocket.checkpoint.load_model_state(ctx, state), or a checkpoint with hocket.checkpoint.load"
                 )
         cls._load_from_state_dict(self, state, prefix, *rest)
 

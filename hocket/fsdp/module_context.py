@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hocket.fsdp.buffers import Staging
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.memory import place_gradients, place_weights
-from hocket.fsdp.module_unit import Lease, Unit
+from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.shard_groups import ShardGroups
@@ -76,7 +76,7 @@ class ShardContext:
         self._depth = 0
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
-        self._read_outside: list[Lease] = []
+        self._read_outside: list[Claim] = []
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, Staging] = {}
@@ -168,7 +168,7 @@ class ShardContext:
             unit.repeated.clear()
         self._drop_outside()
 
-    def need_forward(self, unit: Unit) -> Lease:
+    def need_forward(self, unit: Unit) -> Claim:
         """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
         recomputing = torch._C._current_graph_task_id() != -1
         if self.in_backward and not recomputing:
@@ -177,14 +177,14 @@ class ShardContext:
             self.begin_forward()
         self._depth += 1
         try:
-            lease = unit.acquire()
+            claim = unit.acquire()
         except BaseException:
             self._depth -= 1  # nobody leaves a forward that has not begun
             raise
         if not recomputing:
             self.ahead.reach_forward(unit)
-        lease.wait()
-        return lease
+        claim.wait()
+        return claim
 
     def leave_forward(self, unit: Unit) -> None:
         """A unit's forward is over."""
@@ -200,12 +200,12 @@ class ShardContext:
         """A backward begins."""
         self.in_backward = True
 
-    def need_backward(self, unit: Unit) -> Lease:
+    def need_backward(self, unit: Unit) -> Claim:
         """A unit's backward begins; like `need_forward`."""
-        lease = unit.acquire()
+        claim = unit.acquire()
         self.ahead.reach_backward(unit)
-        lease.wait()
-        return lease
+        claim.wait()
+        return claim
 
     def look_back(self) -> None:
         """Start gathers for which there was no room before."""
@@ -280,16 +280,16 @@ class ShardContext:
 
         What is written to them is lost, unless `changed` says that it is to be kept, the same on all ranks.
         """
-        leases: list[Lease] = []
+        claims: list[Claim] = []
         try:
             for unit in self.units:
-                leases.append(unit.acquire())  # noqa: PERF401 - those before one that fails are given back
-            for lease in leases:
-                lease.wait()
+                claims.append(unit.acquire())  # noqa: PERF401 - those before one that fails are given back
+            for claim in claims:
+                claim.wait()
             before = [param.data_ptr() for unit in self.units for param in unit.parameters]
             yield
-            for lease in leases:
-                lease.wait()  # the weights are still there
+            for claim in claims:
+                claim.wait()  # the weights are still there
             after = [param.data_ptr() for unit in self.units for param in unit.parameters]
             if changed:
                 for group in (group for unit in self.units for group in unit.groups):
@@ -299,8 +299,8 @@ class ShardContext:
                 for unit in self.units:
                     unit.rebind()
         finally:
-            for lease in leases:
-                lease.release()
+            for claim in claims:
+                claim.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -359,14 +359,14 @@ class ShardContext:
         """
         if not self._depth:
             return False
-        lease = unit.acquire()
-        lease.wait()
-        self.hold(lease)
+        claim = unit.acquire()
+        claim.wait()
+        self.hold(claim)
         return True
 
-    def hold(self, lease: Lease) -> None:
+    def hold(self, claim: Claim) -> None:
         """Keep a claim until all backwards of this time are over: a unit's weights are read outside of its forward."""
-        self._read_outside.append(lease)
+        self._read_outside.append(claim)
 
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
@@ -381,6 +381,6 @@ class ShardContext:
         """
         if any(unit.open for unit in self.units):
             return
-        leases, self._read_outside = self._read_outside, []
-        for lease in leases:
-            lease.release()
+        claims, self._read_outside = self._read_outside, []
+        for claim in claims:
+            claim.release()

@@ -1,12 +1,12 @@
 """A unit of a sharded module: the parameters that are gathered and reduced together.
 
-A unit has no phases. Its state is how many leases readers hold on its gathered weights, of which version these are, and
+A unit has no phases. Its state is how many claims readers hold on its gathered weights, of which version these are, and
 which gradients have been staged. So any number of microbatches may be inside, forward and backward at once, and
 weights from before the last update can't be read by mistake.
 
 Note: [The five calls]
 Whatever drives a unit, hooks or a schedule, makes five calls. `acquire` claims the weights and starts their gather if
-they are not here; it never waits. `Lease.wait` comes before the first read. `Lease.release` comes after the last read
+they are not here; it never waits. `Claim.wait` comes before the first read. `Claim.release` comes after the last read
 of forward, or after the *input* gradient: weight gradients need no weights. `grad_ready` takes over a parameter's
 gradient, and `reduce` sends what has been taken over. Release and reduce are two events, since a schedule may compute
 weight gradients much later. All of them only issue work, in the same order on all ranks.
@@ -49,7 +49,7 @@ class Shared(Protocol):
     def forget_old_forwards(self) -> None: ...
 
 
-class Lease:
+class Claim:
     """A reader's claim on the gathered weights of a unit."""
 
     __slots__ = ("_aborts", "_held", "unit")
@@ -63,15 +63,15 @@ class Lease:
 
         Raises: ValueError for a claim of before an `abort`, which has forgotten it.
         """
-        assert self._held, f"{self.unit} is read through a lease that was given back"
+        assert self._held, f"{self.unit} is read through a claim that was given back"
         if self._aborts != self.unit.aborts:
-            raise ValueError(f"a lease of {self.unit} is from before abort(), which ended it: acquire() another one")
+            raise ValueError(f"a claim of {self.unit} is from before abort(), which ended it: acquire() another one")
         self.unit.wait_gathered()
 
     def release(self) -> None:
         """Give the claim back: what the caller has issued so far is the last that reads through it."""
         if not self._held:
-            raise ValueError(f"a lease of {self.unit} is released twice: each acquire() is released once")
+            raise ValueError(f"a claim of {self.unit} is released twice: each acquire() is released once")
         self._held = False
         if self._aborts == self.unit.aborts:  # else it was forgotten with its step
             self.unit.give_back()
@@ -90,7 +90,7 @@ class Unit:
         self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
-        self.leases = self.aborts = 0
+        self.claims = self.aborts = 0
         self.open: Counter[tuple[int, int]] = Counter()
         """Invocations whose backward is still to come, by forward pass (`Invocation.forward`); kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
@@ -102,7 +102,7 @@ class Unit:
         self.views = [View(owner, key, m.param) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
-        self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its lease back
+        self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its claim back
         self._trainable = sum(group.trainable for group in self.groups)
         self._staged: dict[ParamGroup, Staged] = {}
         self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
@@ -156,7 +156,7 @@ class Unit:
 
     def use(self, group: ParamGroup, buffer: FullBuffer) -> None:
         """Have a group's weights gathered into `buffer` from now on. Nothing may be gathered or saved for backward."""
-        assert not self.leases
+        assert not self.claims
         self.full[group] = buffer
         buffer.allocate()  # views are made of memory that is there
         group.bind(buffer.flat[: group.layout.total])
@@ -169,27 +169,27 @@ class Unit:
         """Whether the weights are gathered, or being gathered, and newer ones don't exist."""
         return self._gathered and not any(group.stale() for group in self.groups)
 
-    def acquire(self) -> Lease:
+    def acquire(self) -> Claim:
         """Claim the weights; starts their gather if they are not here. Never waits. Every claim is released once."""
         self.prefetch(wanted=True)
-        self.leases += 1
-        if self.leases == 1:
+        self.claims += 1
+        if self.claims == 1:
             for view in self.views:
                 view.show()
-        return Lease(self)
+        return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
         """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
         if self.current:
             self.context.residency_of(self).touch(self)
             return True
-        if self.leases and any(group.stale() for group in self.groups):
+        if self.claims and any(group.stale() for group in self.groups):
             self.context.forget_old_forwards()
-            if self.leases:
+            if self.claims:
                 raise ValueError(
                     f"the weights of {self} changed while they were in use: update weights after backward, or abort()"
                 )
-        if self.leases:
+        if self.claims:
             return True
         if not self.context.residency_of(self).admit(self, wanted):
             return False
@@ -227,9 +227,9 @@ class Unit:
 
     def give_back(self) -> None:
         """End one claim. With the last one the weights may go, after what the callers had issued when they did this."""
-        assert self.leases > 0
-        self.leases -= 1
-        if self.leases == 0:
+        assert self.claims > 0
+        self.claims -= 1
+        if self.claims == 0:
             for view in self.views:
                 view.hide()
         self._note_reader()
@@ -240,7 +240,7 @@ class Unit:
 
     def evict(self) -> None:
         """Give up the gathered weights, which nobody claims."""
-        assert not self.leases, f"{self} is thrown out while it is in use"
+        assert not self.claims, f"{self} is thrown out while it is in use"
         if not self._gathered:
             return
         self._gathered = False
@@ -364,11 +364,11 @@ class Unit:
 
     def abort(self) -> None:
         """Forget claims and staged gradients of an interrupted step."""
-        if self.leases:
+        if self.claims:
             for view in self.views:
                 view.hide()
             self._note_reader()
-        self.leases = 0
+        self.claims = 0
         self.aborts += 1
         self.open.clear()
         self.repeated.clear()

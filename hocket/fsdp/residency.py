@@ -17,7 +17,7 @@ from typing import Protocol
 class Resident(Protocol):
     """A unit, as far as it matters here."""
 
-    leases: int
+    claims: int
 
     @property
     def full_bytes(self) -> int: ...
@@ -76,7 +76,7 @@ class Budget:
         if unit in self._gathered:  # gathered again, with newer weights
             self.touch(unit)
             return True
-        idle = [other for other in self._gathered if not other.leases]
+        idle = [other for other in self._gathered if not other.claims]
         while not self._fits(unit) and idle:
             idle.pop(0).evict()
         if not self._fits(unit):
@@ -116,7 +116,7 @@ class FixedSlots:
         slot = self._slot[unit]
         holder = self._holder[slot]
         if holder is not None and holder is not unit:
-            if holder.leases:
+            if holder.claims:
                 if not wanted:
                     return False
                 raise ValueError(

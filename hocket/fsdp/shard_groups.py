@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
-from hocket.plan.mesh import Purpose
+from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, everyone, make_group
 
 Ranks = tuple[int, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hocket.resolve import Settings
 from hocket.runtime.comm import everyone
-from hocket.settings.leaves import leaf, problem, show, types
+from hocket.settings.schema import leaf, problem, show, types
 
 _OWN = ("run.", "data.paths", "data.tokenizer", "data.cache")
 """How settings begin that say where things are, which may be elsewhere on each host. The trainer compares the text."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.explain.record import record
-from hocket.plan.mesh import Purpose
+from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, without_copies
 from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.tune.transport_choice import TRANSPORT, chose_copies

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hocket.explain.record import record
 from hocket.resolve import Settings
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 
 LOCK_WAIT = 2.0
 """Seconds in which the workers of a run that was just killed are gone."""

@@ -14,7 +14,7 @@ from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job, end_now, outcome
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey

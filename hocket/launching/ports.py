@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hocket.environment import Worker, find_port
 from hocket.resolve import Settings
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 
 
 def free_port(wanted: int, origins: Mapping[str, str]) -> int:

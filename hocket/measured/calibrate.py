@@ -5,9 +5,10 @@
                      others wait for it in their collectives
     communication    without waiting for peers: median over ops. If the waiting is not known, because not all ranks of a
                      group are given, the tenth percentile: the ops that happened to wait least
-    a hop            from when both sides have started to the end of the receive; not measured if the sender's trace is
-                     not given, since a receive is posted early and mostly waits, nor of a hop by copies, which do
-                     not tell whose they are
+    a p2p transfer            from when both sides have started to the end of the receive; not measured if the sender's
+    trace is
+                     not given, since a receive is posted early and mostly waits, nor of a p2p transfer by copies, which
+                     do not tell whose they are
     the host         from an op's first launch to the next op's; at a dispatch, from its start until the host goes on
 
 A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. Who computes longest is asked
@@ -25,9 +26,9 @@ import numpy as np
 from hocket.measured.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.measured.planops import PlanOps, all_plan_ops
 from hocket.measured.stored import stored_in
-from hocket.plan.cost import Measurement
-from hocket.plan.ops import Layout
-from hocket.plan.schedule import KINDS, CostKey, Friction, cost_key, stops_host
+from hocket.program.cost import Measurement
+from hocket.program.ops import Layout
+from hocket.program.schedule import KINDS, CostKey, Overheads, cost_key, stops_host
 from hocket_trace.columns import several
 from hocket_trace.compare import assert_same_work
 from hocket_trace.data import Floats, RankTrace
@@ -66,11 +67,11 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
         notes.append(f"no contention was found with {', '.join(absent)}")
     on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
     issue, counts = _host(runs, program.layout) if on_gpu else ({}, None)
-    friction = Friction(contention, issue, counts)
+    overheads = Overheads(contention, issue, counts)
     return Measurement(
         source=several([trace.source for trace in traces]),
         seconds=compute | communication,
-        friction=friction,
+        overheads=overheads,
         notes=tuple(notes),
     )
 

@@ -1,6 +1,6 @@
 """By how much compute is slower while communication runs, from ops that met more and less of it.
 
-The model is that of the simulator (`plan/schedule.py`): while the kinds S of communication run, compute gets on at
+The model is that of the simulator (`program/schedule.py`): while the kinds S of communication run, compute gets on at
 1 / (1 + sum of their factors). So an op of work w that took d, of it a share x_S beside the kinds S, satisfies
 
     w / d = sum over S of x_S / (1 + sum over k in S of factor_k)
@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from hocket.plan.schedule import KINDS, CostKey, Kind
+from hocket.program.schedule import KINDS, CostKey, Kind
 from hocket_trace.data import Floats, Ints, RankTrace
 from hocket_trace.intervals import union
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from hocket.measured.stored import ops_by_name, pipeline_rank
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.schedule import stops_host
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.schedule import stops_host
 from hocket_trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket_trace.exposure import last_starts, waits
 from hocket_trace.intervals import covered

@@ -23,10 +23,10 @@ import numpy as np
 
 from hocket.measured.planops import PlanOps, all_plan_ops
 from hocket.measured.stored import pipeline_rank, stored_in
-from hocket.plan.cost import Measurement
-from hocket.plan.ops import Program
-from hocket.plan.schedule import CostKey, cost_key
-from hocket.plan.simulate import Timeline, simulate
+from hocket.program.cost import Measurement
+from hocket.program.ops import Program
+from hocket.program.schedule import CostKey, cost_key
+from hocket.program.simulate import Timeline, simulate
 from hocket_trace.compare import middle_steps
 from hocket_trace.data import COMMUNICATION, Floats, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
 from hocket_trace.exposure import exposed, last_starts, waits
@@ -45,13 +45,13 @@ def predict(
     from other reasons for longer compute. Raises ValueError if the traces don't say which run they are of.
     """
     stored = stored_in(traces[0])
-    program, friction = stored.program, costs.friction if costs else stored.friction
-    timeline = simulate(program, stored.costs.measured(costs.seconds) if costs else stored.costs, friction)
+    program, overheads = stored.program, costs.overheads if costs else stored.overheads
+    timeline = simulate(program, stored.costs.measured(costs.seconds) if costs else stored.costs, overheads)
     steps, ops = middle_steps(measured), all_plan_ops(traces, program)
     causes = [_causes(step, traces, timeline, _step_ops(step, traces, ops), program) for step in steps]
     explained = {cause: float(np.mean([each[cause] for each in causes])) for cause in causes[0]}
     notes = list(costs.notes) if costs else []
-    if tax is not None and not friction.contention:
+    if tax is not None and not overheads.contention:
         explained["contention"] = tax.parts["compute"]
         explained["longer compute"] -= tax.parts["compute"]
     waiting = "the costs are those of that one" if costs else "that the others wait for it is not predicted"

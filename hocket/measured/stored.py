@@ -4,8 +4,8 @@ A trace holds it under the key `hocket`, as JSON:
 
     version     of all this
     plan        what the ops of this rank are, for whoever reads the trace (`hocket_trace/plan.py`)
-    program     the ops of all pipeline ranks: JSON of `plan/text.py`, packed by zlib, in base64
-    costs       what the ops were predicted to cost when they were recorded: hardware, seconds and friction
+    program     the ops of all pipeline ranks: JSON of `program/text.py`, packed by zlib, in base64
+    costs       what the ops were predicted to cost when they were recorded: hardware, seconds and overheads
     settings    all of them, nested
     work        settings, or whole sections of them, by which an op has other work to do
 """
@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
 from hocket.config import Config
-from hocket.plan.cost import CostTable, OpCost
-from hocket.plan.friction import friction_of
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import COMPUTING, LANES, Op, Program
-from hocket.plan.schedule import KIND_OF, CostKey, Friction, Kind, cost_key
-from hocket.plan.stages import carried_by, costs_of
-from hocket.plan.text import from_json, to_json
-from hocket.settings.leaves import changed, flat, leaf, types
+from hocket.program.cost import CostTable, OpCost
+from hocket.program.network import hardware_of
+from hocket.program.ops import COMPUTING, LANES, Op, Program
+from hocket.program.overheads import overheads_of
+from hocket.program.schedule import KIND_OF, CostKey, Kind, Overheads, cost_key
+from hocket.program.stages import carried_by, costs_of
+from hocket.program.text import from_json, to_json
+from hocket.settings.schema import changed, flat, leaf, types
 from hocket_trace.data import RankTrace
 
 VERSION = 2
@@ -52,7 +52,7 @@ class Stored:
     """For which the costs were predicted."""
     costs: CostTable
     """Seconds alone: no bytes."""
-    friction: Friction
+    overheads: Overheads
 
 
 def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def _costs(settings: Config) -> dict[str, Any]:
     """What the recorded ops cost, which have names and so were issued one by one."""
     hardware = hardware_of(settings)
     table = costs_of(settings, hardware).table
-    friction = friction_of(changed(settings, {"plan.graphs": "off"}), hardware, table)
+    overheads = overheads_of(changed(settings, {"plan.graphs": "off"}), hardware, table)
     return {
         "hardware": hardware.name,
         "seconds": {" ".join(key).strip(): [float(c.seconds), float(c.inner_seconds)] for key, c in table.items()},
-        "contention": {kind: float(factor) for kind, factor in friction.contention.items()},
-        "issue": {" ".join(key).strip(): float(seconds) for key, seconds in friction.issue.items()},
-        "counts": None if friction.counts is None else float(friction.counts),
+        "contention": {kind: float(factor) for kind, factor in overheads.contention.items()},
+        "issue": {" ".join(key).strip(): float(seconds) for key, seconds in overheads.issue.items()},
+        "counts": None if overheads.counts is None else float(overheads.counts),
     }
 
 
@@ -106,7 +106,7 @@ def stored_in(trace: RankTrace) -> Stored:
             program=program,
             hardware=str(costs["hardware"]),
             costs=CostTable(program.layout.kinds, seconds),
-            friction=Friction(contention, issue, costs["counts"]),
+            overheads=Overheads(contention, issue, costs["counts"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise ValueError(

@@ -14,8 +14,8 @@ from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import WHOLE, Linears
-from hocket.plan.ops import Layout
-from hocket.plan.stages import layout_of
+from hocket.program.ops import Layout
+from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups
 
 

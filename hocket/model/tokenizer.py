@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from hocket.config import BYTE_VOCAB, BYTES
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
 """Names under which tokenizers know the token that ends a document, by preference."""

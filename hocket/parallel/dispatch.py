@@ -37,7 +37,7 @@ from hocket.parallel.per_rank import open_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import CountExchange, Routing, inverse_of
 from hocket.parallel.rows import gather, spread, total
-from hocket.plan.copies import label_bytes
+from hocket.program.copies import label_bytes
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.transports import RowTable
 

@@ -50,7 +50,7 @@ class Linears:
     def total(self, values: Tensor) -> Arriving:
         """The sum over ranks, on its way, of whole numbers that each has of its own tokens. Leaves `values` alone.
 
-        Whoever asks for it also waits for it before its op ends: see `runtime.lanes.Side`.
+        Whoever asks for it also waits for it before its op ends: see `runtime.lanes.SideStream`.
         """
         return Arriving(values)
 

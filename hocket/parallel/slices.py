@@ -2,7 +2,7 @@
 
 Heads, columns of MLPs and the vocabulary are spread evenly. Where there are fewer key and value heads than ranks, as
 many neighbours as have the same one each keep it. Norms and routers are whole on every rank, and so are routed experts,
-which are spread over ranks in other ways (`plan/mesh.py`).
+which are spread over ranks in other ways (`program/mesh.py`).
 """
 
 from __future__ import annotations

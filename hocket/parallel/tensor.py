@@ -41,11 +41,11 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.plan.tensor_times import DIRECTIONS, ROLES, Method, pieces
-from hocket.plan.tensor_ways import splits_of
+from hocket.program.tensor_times import DIRECTIONS, ROLES, Method, pieces
+from hocket.program.tensor_ways import splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.destinations import Destination, Ordinary, Queued, keep
-from hocket.runtime.lanes import Side
+from hocket.runtime.lanes import SideStream
 from hocket.runtime.token_copies import CopiedTokens
 from hocket.runtime.tokens import Spread, Tokens
 from hocket.runtime.weights import Product, current_queue, sum_of_products, weight_of, write_product
@@ -95,9 +95,9 @@ class Tensors:
     """The tensor-parallel ranks of a microbatch, as one of them sees them."""
 
     group: Group
-    side: Side
+    side: SideStream
     """Where communication runs that a product runs beside."""
-    twin: Side
+    twin: SideStream
     """Where every other piece's product runs: see Note: [Pieces take turns on two queues]."""
     tokens: Tokens | None = None
     """How pieces are moved. Without it nothing can be done piece by piece."""
@@ -106,8 +106,8 @@ class Tensors:
     def of(cls, group: Group, device: torch.device) -> Tensors:
         """What a group can do."""
         tokens = group.tokens()
-        side = tokens.side if isinstance(tokens, CopiedTokens) else Side(device)
-        return cls(group, side, Side(device, priority=0), tokens)
+        side = tokens.side if isinstance(tokens, CopiedTokens) else SideStream(device)
+        return cls(group, side, SideStream(device, priority=0), tokens)
 
     @property
     def size(self) -> int:

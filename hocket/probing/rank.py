@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from hocket.plan.mesh import Mesh
-from hocket.plan.schedule import Kind
 from hocket.probing.rates import rates
 from hocket.probing.request import Measured, Product, Request
+from hocket.program.mesh import Mesh
+from hocket.program.schedule import Kind
 from hocket.runtime.comm import CommOptions, Groups, RowTable, everyone, join_world, leave_world, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import drain
@@ -101,7 +101,7 @@ def _transfers(
         elif kind == "a2a":
             yield (kind, wire), _a2a(groups, max(1, shard // ROW), dtype, device)
         else:
-            yield (kind, wire), _hop(groups, max(1, wire // dtype.itemsize), dtype, device)
+            yield (kind, wire), _p2p(groups, max(1, wire // dtype.itemsize), dtype, device)
 
 
 def gather(groups: Groups, shard: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
@@ -130,7 +130,7 @@ def _a2a(groups: Groups, rows: int, dtype: torch.dtype, device: torch.device) ->
     return lambda: group.all_to_all(out, mine, table).wait()
 
 
-def _hop(groups: Groups, numel: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _p2p(groups: Groups, numel: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     """Every other rank sends to the next one, which receives. The last of an odd number of ranks looks on."""
     rank, world = groups.control.rank, groups.control.size
     tensor = torch.ones(numel, device=device, dtype=dtype)

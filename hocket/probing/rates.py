@@ -31,7 +31,7 @@ SIZES = {"cpu": Sizes(128, 2, 128, 32, 1 << 20), "cuda": Sizes(8192, 32, 8192, 1
 
 
 def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Work per second by the name of the field of `Hardware`; FLOPs and bytes are counted as `plan/cost.py` does."""
+    """Work per second by the name of the field of `Hardware`; FLOPs and bytes are counted as `program/cost.py` does."""
     size = SIZES[device.type]
     calls = {**_products(size, device, dtype), **_kernels(size, device, dtype)}
     seconds = {name: _seconds(call, device) for name, (_, call) in calls.items()}

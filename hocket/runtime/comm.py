@@ -2,7 +2,7 @@
 
 This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
 collectives; `group_transport.py` chooses a group's transport. Every purpose and direction has a group of its own
-(`plan/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
+(`program/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
 collective creates anything while lanes are running.
 """
 
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.config import COPIED
-from hocket.plan.mesh import HOPS, PURPOSES, Mesh, Purpose
+from hocket.program.mesh import P2P, PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.copy_engine import CopyEngine, problem
 from hocket.runtime.exchanges import Issued, Words
 from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
-from hocket.runtime.hop_copies import CopiedHops
+from hocket.runtime.p2p_copies import CopiedHops
+from hocket.runtime.peer_access import place, refuse, unreachable
 from hocket.runtime.peer_copies import CopiedRows
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
-from hocket.runtime.reach import place, refuse, unreachable
 from hocket.runtime.shared_memory import Barrier
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
@@ -385,7 +385,7 @@ def make_group(
 
 def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
     """The field of `Groups` that a group fills. Activations flow along an edge, gradients against it."""
-    if purpose not in HOPS:
+    if purpose not in P2P:
         return purpose
     part = "act" if purpose == "pp_fwd" else "grad"
     sends = (ranks[0] == rank) == (part == "act")
@@ -400,7 +400,7 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
             if rank not in ranks:
                 continue
             group = getattr(groups, _field(purpose, ranks, rank, mesh))
-            if purpose in HOPS:
+            if purpose in P2P:
                 sends = (group.rank == 0) == (purpose == "pp_fwd")
                 (group.send if sends else group.recv)(row[0], group.other).wait()
             else:

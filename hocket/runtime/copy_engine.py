@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.lanes import drain, on_default_stream
-from hocket.runtime.reach import unreachable
+from hocket.runtime.peer_access import unreachable
 from hocket.runtime.transports import DONE, Nccl, Pending, Window, gather_flat, local_sum, nccl_options
 
 NCCL_VERSION = (2, 28)

@@ -1,6 +1,6 @@
 """Where a weight's gradient goes. A function that reads a weight asks once, in forward, and backward contributes there.
 
-A managed weight's gradient is left to the queue of the island (`Queued`). An ordinary parameter's is a tensor that
+A managed weight's gradient is left to the queue of the segment (`Queued`). An ordinary parameter's is a tensor that
 autograd hands on; or, if a sharded unit has given the parameter a *sink*, it is written where the reduction reads it
 (`Ordinary`). Autograd would compute it into a tensor of its own, from which it would be copied into the buffer that is
 sent, or added to it. With a sink the matrix product writes or adds to that buffer itself: no gradient tensor, no copy.
@@ -40,11 +40,11 @@ def sink_of(param: Tensor) -> Sink | None:
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """The queue of an island, for a managed weight."""
+    """The queue of an segment, for a managed weight."""
 
     weight: Weight
     queue: WgradQueue | None
-    """None outside of any island: then there is a forward and no backward."""
+    """None outside of any segment: then there is a forward and no backward."""
 
     @property
     def given(self) -> Tensor | None:

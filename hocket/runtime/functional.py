@@ -3,9 +3,9 @@
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
 enter autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left
-to the island's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the formulas
-and their operand order are those of torch's own derivatives. On a GPU gradients that products add
-up are rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
+to the segment's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the
+formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are
+rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import Purpose
-from hocket.plan.mesh import HOPS, Mover, most_sms, mover_of
+from hocket.program.mesh import P2P, Mover, most_sms, mover_of
 from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
-from hocket.runtime.hop_copies import CopiedHops, hop_copies
-from hocket.runtime.lanes import Side
+from hocket.runtime.lanes import SideStream
+from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
 from hocket.runtime.pushed_rows import PushedRows, pushes
@@ -33,7 +33,7 @@ class CommOptions:
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
     tokens: int = 0
     """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
-    hop: int = 32 << 20
+    p2p: int = 32 << 20
     """Bytes that a pipeline rank has room for on each edge, where copy engines move what is sent over it."""
     device_splits: bool = False
     """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
@@ -62,7 +62,7 @@ def make_transport(
     if mover == "gloo":
         made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
     else:
-        collective = mover == "copies" and purpose != "a2a" and purpose not in HOPS
+        collective = mover == "copies" and purpose != "a2a" and purpose not in P2P
         pg_options = (copy_engine_options if collective else nccl_options)(most_sms(purpose), timeout)
         made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     if not member:
@@ -89,12 +89,12 @@ def _on_gpus(
     if mover == "kernels":
         return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
     if mover == "pieces":
-        tokens = copied_tokens(made, options.tokens, device, options.timeout, Side(device))
+        tokens = copied_tokens(made, options.tokens, device, options.timeout, SideStream(device))
         return CopyingNccl(made, ranks, device, tokens)
     if mover == "nccl":
         return Nccl(made, ranks, device)
     if purpose == "a2a":
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
-    if purpose in HOPS:
-        return CopiedHops(made, ranks, device, hop_copies(made, ranks, options.hop, device, options.timeout))
+    if purpose in P2P:
+        return CopiedHops(made, ranks, device, p2p_copies(made, ranks, options.p2p, device, options.timeout))
     return CopyEngine(made, ranks, device)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from hocket.plan.ops import COMPUTING, LANES, Lane
+from hocket.program.ops import COMPUTING, LANES, Lane
 from hocket.runtime.driver import reader
 from hocket.runtime.transports import Pending
 
@@ -51,7 +51,7 @@ def current_queue(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-class Side:
+class SideStream:
     """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
 
     What is issued on it comes behind all that was issued before, and the queue in use comes behind a `mark` of it only
@@ -220,7 +220,7 @@ class CudaLanes:
 
     needs_rehearsal = True
 
-    def __init__(self, device: torch.device, sides: Sequence[Side] = (), lanes: Sequence[Lane] = LANES) -> None:
+    def __init__(self, device: torch.device, sides: Sequence[SideStream] = (), lanes: Sequence[Lane] = LANES) -> None:
         """`sides` are what ops fork to. Only an interrupted one leaves work there that nobody has waited for."""
         self._device, self._sides = device, sides
         self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in lanes}

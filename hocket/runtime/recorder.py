@@ -22,7 +22,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
-from hocket.plan.ops import Op
+from hocket.program.ops import Op
 from hocket.runtime.exchanges import Issued
 
 HANG_EXIT_CODE = 75

@@ -1,8 +1,8 @@
 """Memory of this rank into which the other ranks of its group write.
 
 All memory of one NVLink domain can be mapped into each process: torch calls that symmetric memory. Whether ranks are in
-one domain is asked before (`reach.py`). NVLink multicast must be switched off (`hocket/environment.py`): torch would
-make a multicast object.
+one domain is asked before (`peer_access.py`). NVLink multicast must be switched off (`hocket/environment.py`): torch
+would make a multicast object.
 """
 
 from __future__ import annotations

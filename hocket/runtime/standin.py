@@ -5,14 +5,14 @@ and no value. Torch hands every function that takes it to `StandIn.__torch_funct
 activations alone cost nothing more. There, three things can happen:
 
 - A product, a table lookup or a scale becomes hocket's function of the same name (`runtime/functional.py`), which saves
-  no weight and leaves its weight gradient to the island's queue.
+  no weight and leaves its weight gradient to the segment's queue.
 - A question about the parameter itself (its shape, its dtype) is answered.
 - Any other function gets the weight's value as of now. See Note: [A value that is looked up again].
 
 Note: [A value that is looked up again]
 A function that hocket does not know may save the weight for its backward. A slot holds another layer's weights by then,
 so the hooks around the call replace every saved view of the weight by where it lies inside of the weight, and backward
-looks the weight up again. The gradient that autograd computes for the value goes into the island's queue. A result
+looks the weight up again. The gradient that autograd computes for the value goes into the segment's queue. A result
 that shares memory with the weight, such as a reshape, would carry the slot to functions that no hook surrounds: it is
 copied.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hocket.plan.ops import Lane, Op
+from hocket.program.ops import Lane, Op
 
 
 class Stands:

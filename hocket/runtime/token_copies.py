@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.exchanges import Told
-from hocket.runtime.lanes import Side
+from hocket.runtime.lanes import SideStream
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.tokens import Collect, Spread, add_up
 from hocket.runtime.transports import Nccl
@@ -41,7 +41,7 @@ WORDS = 256
 class CopiedTokens:
     """Pieces written by copy engines. See Note: [Arrivals take turns in two buffers]."""
 
-    def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: Side) -> None:
+    def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: SideStream) -> None:
         """`memories[p]` are bytes of rank p: two buffers, and `WORDS`, which are zero."""
         self.rank, self.size, self.memories = rank, len(memories), tuple(memories)
         assert self.size <= WORDS // 4, f"{self.size} ranks, and words for {WORDS // 4}"
@@ -192,7 +192,7 @@ class CopyingNccl(Nccl):
 
 
 def copied_tokens(
-    group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float, side: Side
+    group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float, side: SideStream
 ) -> CopiedTokens:
     """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
     nbytes = -(-nbytes // WORDS) * WORDS

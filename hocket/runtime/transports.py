@@ -14,7 +14,7 @@ else. That is at most 96 of the 132 SMs of a Hopper. 16 is also the number at wh
 its default; 8 lose a third.
 Groups on the copy engine (`copy_engine.py`) hold no SM: their ranks wait for each other in the stream, not in a kernel,
 and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline sends
-that are copies (`hop_copies.py`).
+that are copies (`p2p_copies.py`).
 """
 
 from __future__ import annotations

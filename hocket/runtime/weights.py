@@ -73,7 +73,7 @@ def weight_of(param: Tensor) -> Weight | None:
 
 
 class WgradQueue:
-    """Weight gradients that one island's backward left to compute, oldest first.
+    """Weight gradients that one segment's backward left to compute, oldest first.
 
     The work holds the activations and output gradients it needs, so a queue is memory until it is drained.
     """
@@ -83,7 +83,7 @@ class WgradQueue:
     def __init__(self) -> None:
         self._work: list[tuple[Weight, Write]] = []
         self.anchor: Tensor | None = None
-        """A leaf without elements, made when a function of the island has no input that requires a gradient."""
+        """A leaf without elements, made when a function of the segment has no input that requires a gradient."""
 
     def __len__(self) -> int:
         return len(self._work)
@@ -201,5 +201,5 @@ def collecting(queue: WgradQueue) -> Iterator[None]:
 
 
 def current_queue() -> WgradQueue | None:
-    """The queue of the island whose forward is running, None outside of any."""
+    """The queue of the segment whose forward is running, None outside of any."""
     return _current.queue

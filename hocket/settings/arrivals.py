@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 
 from hocket.config import COPIED, Config
-from hocket.plan.capacity import rows_allowed
-from hocket.plan.copies import copies_of
-from hocket.plan.cost import unit_weights, units_of
-from hocket.plan.stages import layout_of, mesh_of, sharding_of
-from hocket.plan.tensor_costs import model_of_rank
-from hocket.plan.tensor_times import DIRECTIONS, ROLES
-from hocket.settings.leaves import leaf
+from hocket.program.capacity import rows_allowed
+from hocket.program.copies import copies_of
+from hocket.program.cost import unit_weights, units_of
+from hocket.program.stages import layout_of, mesh_of, sharding_of
+from hocket.program.tensor_costs import model_of_rank
+from hocket.program.tensor_times import DIRECTIONS, ROLES
+from hocket.settings.schema import leaf
 from hocket.settings.tensor_rules import setting_of
 
-_HOP = 64 << 20
+_P2P = 64 << 20
 """Most bytes that wait at an edge of a pipeline for their receiver."""
 _SLACK = 1.25
 """Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
@@ -40,9 +40,9 @@ def tokens_bytes(c: Config) -> int:
     return tokens * c.model.hidden * c.element_bytes if by_pieces(c) else 0
 
 
-def hop_bytes(c: Config) -> int:
+def p2p_bytes(c: Config) -> int:
     """Bytes that a rank has room for in each direction of an edge of a pipeline."""
-    return min(c.tokens * c.model.hidden * c.element_bytes, _HOP)
+    return min(c.tokens * c.model.hidden * c.element_bytes, _P2P)
 
 
 def parts_bytes(c: Config, rank: int) -> int:
@@ -73,7 +73,7 @@ def arrival_bytes(c: Config) -> int:
     rows = c.mesh.ep > 1 and (layout_of(c).uncounted or "a2a" in copied)
     edges = mesh_of(c).edges if "pp_fwd" in copied else ()
     of_rank = (
-        2 * sum(rank in edge for edge in edges) * hop_bytes(c)
+        2 * sum(rank in edge for edge in edges) * p2p_bytes(c)
         + (parts_bytes(c, rank) if "reduce_dense" in copied else 0)
         for rank in range(c.mesh.pp)
     )

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from hocket.config import Config
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
-from hocket.plan.measured_hardware import MeasuredHardware, kept_file, read
-from hocket.plan.network import hardware_of
+from hocket.program.measured_hardware import MeasuredHardware, kept_file, read
+from hocket.program.network import hardware_of
 from hocket.settings.decision import Choice
-from hocket.settings.leaves import changed, problem
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, problem
 
 GPU, MEASURED = "hardware.gpu", "hardware.measured"
 _NONE = "hocket doctor --measure has kept no file for what is priced"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.leaves import leaf, types
+from hocket.settings.schema import leaf, types
 
 DEFAULTS = Config()
 BELOW = ("recipe", "preset")

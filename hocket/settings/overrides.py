@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
 from hocket.settings.absent import why_no, why_not
-from hocket.settings.leaves import describe, leaf, show, types
+from hocket.settings.schema import describe, leaf, show, types
 from hocket.settings.suggest import meant_setting
 
 

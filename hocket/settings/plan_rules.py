@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from hocket.config import Config
-from hocket.plan.layer import MERGED, at_once, merged_order, order_problem
-from hocket.plan.pipeline import groups, smallest_group, warmup
-from hocket.plan.stages import layout_of
-from hocket.plan.zero_bubble import ZERO_BUBBLE
+from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.pipeline import groups, smallest_group, warmup
+from hocket.program.stages import layout_of
+from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.rule import Rule
 
 MOST_PASSES = 200_000

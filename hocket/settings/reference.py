@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hocket.config import Config
 from hocket.presets import PRESETS
-from hocket.settings.leaves import ANY, BOUNDS, describe, leaf, show, types, written
 from hocket.settings.origins import DEFAULTS
+from hocket.settings.schema import ANY, BOUNDS, describe, leaf, show, types, written
 from hocket.sizes import WITH_UNITS
 
 

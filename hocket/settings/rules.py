@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
-from hocket.plan.layer import order_problem
+from hocket.program.layer import order_problem
 from hocket.settings.graph_rules import GRAPH_RULES
-from hocket.settings.leaves import MOST_RANKS, line
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, stages
 from hocket.settings.rule import Host, Rule
+from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.transport_rules import TRANSPORT_RULES
 

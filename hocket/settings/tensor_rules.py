@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.plan.tensor_times import DIRECTIONS, ROLES
-from hocket.plan.tensor_ways import possible
+from hocket.program.tensor_times import DIRECTIONS, ROLES
+from hocket.program.tensor_ways import possible
 from hocket.settings.network_rules import leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host, Rule
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.leaves import flat, leaf, show
+from hocket.settings.schema import flat, leaf, show
 
 TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "clip")
 TOLD = ("model.", "data.", "precision.", *(f"train.{name} " for name in TRAINED_BY))

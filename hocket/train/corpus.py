@@ -32,7 +32,7 @@ import numpy as np
 from hocket.config import DataConfig
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.tokenizer import Tokenizer, load_tokenizer
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 
 FORMAT = 3
 """Changes whenever what is cached changes its meaning."""

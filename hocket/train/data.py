@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hocket.kernels import IGNORED
 from hocket.resolve import Settings
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 from hocket.train.corpus import Corpus
 
 

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from hocket.config import LABELS, TrainConfig
 from hocket.explain.record import FILE
 from hocket.gpus import peak_flops
-from hocket.plan.cost import model_flops_per_token
+from hocket.program.cost import model_flops_per_token
 from hocket.resolve import Settings
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
 from hocket_trace.columns import counted

@@ -17,11 +17,11 @@ from hocket.fsdp.planned.adamw import PieceState
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
-from hocket.plan.capacity import lack
+from hocket.program.capacity import lack
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
-from hocket.settings.leaves import problem
+from hocket.settings.schema import problem
 from hocket.train.checkpoint import SaveFailed, make_place, restore, save
 from hocket.train.corpus import open_corpus
 from hocket.train.data import Stream, make_streams

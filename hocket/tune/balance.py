@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from hocket.plan.ops import Layout, Op, Verb
-from hocket.plan.simulate import Costs
+from hocket.program.ops import Layout, Op, Verb
+from hocket.program.simulate import Costs
 
 _VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.plan.check import assert_valid
-from hocket.plan.cost import CostTable, Measurement
-from hocket.plan.friction import friction_of
-from hocket.plan.hardware import Hardware
-from hocket.plan.stages import costs_of, layout_of
-from hocket.plan.timeline import duration
-from hocket.plan.without_collector import without_collector
 from hocket.planning import network, predict, program_of
+from hocket.program.check import assert_valid
+from hocket.program.cost import CostTable, Measurement
+from hocket.program.hardware import Hardware
+from hocket.program.overheads import overheads_of
+from hocket.program.stages import costs_of, layout_of
+from hocket.program.timeline import duration
+from hocket.program.without_collector import without_collector
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
-from hocket.settings.leaves import changed, leaf, show, types
 from hocket.settings.origins import command_words
+from hocket.settings.schema import changed, leaf, show, types
 from hocket.sizes import parse_bytes
 from hocket.tune.candidates import RELIEF, Changes, Known
 from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds
@@ -175,7 +175,9 @@ class Pricer:
         settings = changed(plain, relief)  # no rule is about these
         costs = self._task.costs(settings)
         try:
-            rough = Rough(settings, costs, friction_of(settings, self._task.hardware, costs.table, self._task.measured))
+            rough = Rough(
+                settings, costs, overheads_of(settings, self._task.hardware, costs.table, self._task.measured)
+            )
         except ValueError:
             return None
         return Guess(changes, rough.seconds, rough.nbytes + arrival_bytes(settings))

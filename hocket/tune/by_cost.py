@@ -43,17 +43,16 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from hocket.config import COPIED, Config, Strategy, Update
-from hocket.plan.copies import copies_of, elements_sent
-from hocket.plan.cost import CostTable
-from hocket.plan.hops import smallest_cover, stride_price
-from hocket.plan.layer import MERGED, spelt
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import COMPUTING, Lane, Program, Recomputable
-from hocket.plan.schedule import Time
-from hocket.plan.stages import layout_of
-from hocket.plan.timeline import duration
+from hocket.program.copies import copies_of, elements_sent
+from hocket.program.cost import CostTable
+from hocket.program.layer import MERGED, spelt
+from hocket.program.network import hardware_of
+from hocket.program.ops import COMPUTING, Lane, Program, Recomputable
+from hocket.program.p2p import smallest_cover, stride_price
+from hocket.program.schedule import Time
+from hocket.program.stages import layout_of
+from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
-from hocket.settings.leaves import changed, show
 from hocket.settings.plan_rules import (
     few_microbatches,
     group_of,
@@ -64,6 +63,7 @@ from hocket.settings.plan_rules import (
 )
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
+from hocket.settings.schema import changed, show
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.candidates import recomputed
 from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds
@@ -308,7 +308,7 @@ def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
 
 
 def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the hop.
+    """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the p2p transfer.
 
     `c` has nothing open.
     """
@@ -319,7 +319,7 @@ def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     assert parts != "auto", "chosen before"
     cover = smallest_cover(layout_of(c), costs, (0 if nothing_to_put_behind(c) else layers,), (parts,))
     price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
-    if 2 * cover.exposed <= cover.hop or price is None:
+    if 2 * cover.exposed <= cover.p2p or price is None:
         return
     wide, memory = changed(c, {"plan.stride": 3, "plan.group": price.group}), memory_of(c, host)
     if memory and not trials.step(wide).may_fit(memory):
@@ -328,8 +328,8 @@ def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     before, after = (trials.seconds(each, count) for each in (c, wide))
     if after < before:
         reason = (
-            f"{duration(cover.exposed)} of each hop stay exposed; with plan.stride = 3 and plan.group = {price.group}, "
-            f"{count} microbatches would take {duration(after)} instead of {duration(before)}, for {price.chunks} more "
-            f"chunk activations in flight, {price.nbytes / 2**30:.2f} GiB"
+            f"{duration(cover.exposed)} of each p2p transfer stay exposed; with plan.stride = 3 and "
+            f"plan.group = {price.group}, {count} microbatches would take {duration(after)} instead of "
+            f"{duration(before)}, for {price.chunks} more chunk activations in flight, {price.nbytes / 2**30:.2f} GiB"
         )
         yield "plan.stride", 2, reason

@@ -8,9 +8,9 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any, get_args
 
 from hocket.config import Config, Strategy
-from hocket.plan.layer import MERGED
-from hocket.plan.ops import Layout, Recomputable, recomputable
-from hocket.plan.simulate import Costs
+from hocket.program.layer import MERGED
+from hocket.program.ops import Layout, Recomputable, recomputable
+from hocket.program.simulate import Costs
 from hocket.tune.balance import balanced
 
 Changes = Mapping[str, Any]
@@ -83,7 +83,7 @@ def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
 
 
 def _groups(c: Config, known: Known) -> Sequence[int]:
-    """The smallest, and one so large that the hop around the ring has time."""
+    """The smallest, and one so large that the p2p transfer around the ring has time."""
     return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 

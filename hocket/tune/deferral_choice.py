@@ -3,11 +3,11 @@
 Weight gradients can wait behind sends (`overlap.pp.defer_layers` and `defer_parts`), and those of the head until the
 end of a step (`overlap.pp.defer_head`). `overlap.ep.merge_ends` makes pairs of what runs alone at both ends.
 
-Note: [What hides a hop may uncover something else]
+Note: [What hides a p2p transfer may uncover something else]
 A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. On the other hand, what
 stands behind the send delays nobody: the more of it, the sooner a gradient comes through the pipeline, and the shorter
-is the bubble. So the fewest weight gradients that cover the hop are only one proposal; none, as few as possible and all
-are the others.
+is the bubble. So the fewest weight gradients that cover the p2p transfer are only one proposal; none, as few as
+possible and all are the others.
 
 Note: [The end of a step]
 The rank of the head has one product more than others, and is done before them: it sends its last gradient, and they
@@ -30,18 +30,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hocket.config import Config, Switch
-from hocket.plan.cost import CostTable
-from hocket.plan.hops import Cover, Parts, smallest_cover
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Op
-from hocket.plan.simulate import quiet_end
-from hocket.plan.stages import layout_of
-from hocket.plan.timeline import duration
+from hocket.program.cost import CostTable
+from hocket.program.network import hardware_of
+from hocket.program.ops import Op
+from hocket.program.p2p import Cover, Parts, smallest_cover
+from hocket.program.simulate import quiet_end
+from hocket.program.stages import layout_of
+from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
-from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, has_pairs, nothing_to_put_behind, separate_wgrads
 from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts
+from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_most
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
 
@@ -108,7 +108,7 @@ def _no_late_heads(c: Config) -> str:
 
 
 def _covers(c: Config, costs: CostTable) -> list[Cover]:
-    """What may be put behind sends: nothing, little, as much as hides the hop, and all. Equal ones once."""
+    """What may be put behind sends: nothing, little, as much as hides the p2p transfer, and all. Equal ones once."""
     layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
     if nothing_to_put_behind(c):
         return [Cover(0, "attn", 0.0, 0.0)]
@@ -279,8 +279,8 @@ def _fewest(tried: dict[int, float]) -> int:
 
 def _describe(cover: Cover) -> str:
     if cover.layers == 0:
-        return f"nothing behind a send; a gradient's hop takes {duration(cover.hop)}"
-    return f"{_name(cover)} take {duration(cover.seconds)}, a gradient's hop {duration(cover.hop)}"
+        return f"nothing behind a send; a gradient's p2p transfer takes {duration(cover.p2p)}"
+    return f"{_name(cover)} take {duration(cover.seconds)}, a gradient's p2p transfer {duration(cover.p2p)}"
 
 
 def _name(cover: Cover) -> str:

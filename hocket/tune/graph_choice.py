@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hocket.config import Config
-from hocket.plan.network import hardware_of
-from hocket.plan.timeline import duration
+from hocket.program.network import hardware_of
+from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
-from hocket.settings.leaves import changed, leaf
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
+from hocket.settings.schema import changed, leaf
 from hocket.tune.trials import Trials, fits, gib, memory_of
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hocket.plan.cost import CostTable
-from hocket.plan.hops import activation
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.values import reads
+from hocket.program.cost import CostTable
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.p2p import activation
+from hocket.program.values import reads
 
 _STARTS = ("act", "grad", "embed")
 """What a chunk's forward and backward start from: these values may live until its backward is done."""

@@ -7,8 +7,8 @@ if no compute stands between attention and dispatch even then, `order_problem` r
 
 Note: [The model of a merged step]
 Two lanes, compute and all-to-alls, run one step of a chunk after the other, and each step's first values are there when
-it starts, as in the steady state of a pipeline. No contention, no host, no hops, no gathers: a thousand orders take
-hundredths of a second. What it finds is a suggestion: `search.py` prices whole programs with it.
+it starts, as in the steady state of a pipeline. No contention, no host, no p2p transfers, no gathers: a thousand orders
+take hundredths of a second. What it finds is a suggestion: `search.py` prices whole programs with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from hocket.plan.layer import CHAINS, MERGED, order_problem, spelt
-from hocket.plan.ops import Layout, Op, Verb
-from hocket.plan.simulate import Costs
+from hocket.program.layer import CHAINS, MERGED, order_problem, spelt
+from hocket.program.ops import Layout, Op, Verb
+from hocket.program.simulate import Costs
 
 _WORTH = 0.999
 """A suggested order takes at most this share of the time of every order that has a name."""

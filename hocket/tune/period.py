@@ -10,7 +10,7 @@ head's weight gradients wait for the end.
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.plan.pipeline import warmup
+from hocket.program.pipeline import warmup
 from hocket.settings.plan_rules import group_of
 
 

@@ -3,10 +3,10 @@
 Note: [What the rough model knows]
 A forward or a backward of a chunk is one block of time. Its compute adds up, all-to-alls count as far as nothing covers
 them, and no block is shorter than its gathers, its reductions, or the time that the host needs to issue it. Blocks run
-in the order of the plan's own steps; what comes from another rank arrives a hop later. Memory is what is always held,
-and the activations of all chunks in flight. That is ten thousandths of a second for a small step and a hundredth for a
-large one, and mostly within a tenth of the simulation. The search corrects it by what simulations of plans with the
-same order showed.
+in the order of the plan's own steps; what comes from another rank arrives a p2p transfer later. Memory is what is
+always held, and the activations of all chunks in flight. That is ten thousandths of a second for a small step and a
+hundredth for a large one, and mostly within a tenth of the simulation. The search corrects it by what simulations of
+plans with the same order showed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hocket.config import Config
-from hocket.plan.cost import CostTable, units_of
-from hocket.plan.hops import activation
-from hocket.plan.lower import choose_order
-from hocket.plan.ops import Layout, Op, Verb
-from hocket.plan.pipeline import Item, Order, Step, in_flight
-from hocket.plan.schedule import Friction
-from hocket.plan.stages import layout_of, sharding_of
+from hocket.program.cost import CostTable, units_of
+from hocket.program.lower import choose_order
+from hocket.program.ops import Layout, Op, Verb
+from hocket.program.p2p import activation
+from hocket.program.pipeline import Item, Order, Step, in_flight
+from hocket.program.schedule import Overheads
+from hocket.program.stages import layout_of, sharding_of
 from hocket.tune.layer_orders import layer_seconds, step_seconds
 
 _OPS = {"fwd": 4, "bwd": 5, "wgrad": 2}
@@ -50,11 +50,11 @@ class Block:
 class Rough:
     """The rough model of a plan. See Note: [What the rough model knows]. Raises ValueError if it has no order."""
 
-    def __init__(self, config: Config, costs: CostTable, friction: Friction) -> None:
-        self._config, self._costs, self._friction = config, costs, friction
+    def __init__(self, config: Config, costs: CostTable, overheads: Overheads) -> None:
+        self._config, self._costs, self._overheads = config, costs, overheads
         self._layout, self._sharding = layout_of(config), sharding_of(config)
         self._order: Order = choose_order(self._layout, config.train.microbatches, config)[0]
-        self._contention = {kind: float(value) for kind, value in friction.contention.items()}
+        self._contention = {kind: float(value) for kind, value in overheads.contention.items()}
 
     @cached_property
     def seconds(self) -> float:
@@ -93,7 +93,7 @@ class Rough:
 
     @cached_property
     def _issue(self) -> float:
-        return max((float(value) for value in self._friction.issue.values()), default=0.0)
+        return max((float(value) for value in self._overheads.issue.values()), default=0.0)
 
     def _moved(self, verb: Verb, layer: int) -> float:
         kind, found = self._layout.kinds[layer], 0.0
@@ -154,7 +154,7 @@ class Rough:
 
     def _makespan(self) -> float:
         layout, done = self._layout, dict[tuple[str, int, int], float]()
-        hop = self._seconds("recv", "act")
+        p2p = self._seconds("recv", "act")
         known: dict[tuple[str, tuple[int, ...], bool], float] = {}
         place, clocks = [0] * layout.pp, [0.0] * layout.pp
         apart = [{step.wgrad for step in steps} - {None} for steps in self._order]
@@ -169,7 +169,7 @@ class Rough:
                     if any(key not in done for key in needed):
                         break
                     own = layout.owner
-                    arrivals = [done[key] + (hop if own(key[1])[0] != rank else 0.0) for key in needed]
+                    arrivals = [done[key] + (p2p if own(key[1])[0] != rank else 0.0) for key in needed]
                     verb = "both" if step.fwd and step.bwd else items[0][0]
                     what = verb, tuple(stage for _, stage, _ in items), bool(apart[rank]) and step.bwd in apart[rank]
                     if what not in known:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.plan.schedule import Kind
-from hocket.settings.leaves import changed, leaf
+from hocket.program.schedule import Kind
+from hocket.settings.schema import changed, leaf
 from hocket.tune.candidates import GROUPS, ORDER, RELIEF, Changes, Choice, Known
 
 BEAM = 3

@@ -1,8 +1,8 @@
 """How tensor-parallel layers communicate: what is possible here, what is worth it, and what was asked for.
 
 For each weight's role and direction the rule compares all that can be done, on the layer's own shapes, by the model of
-`plan/tensor_times.py`. More pieces hide more and take the host longer. What a busy host would not issue in time is not
-done, nor what doesn't save a few per cent.
+`program/tensor_times.py`. More pieces hide more and take the host longer. What a busy host would not issue in time is
+not done, nor what doesn't save a few per cent.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hocket.config import Config
-from hocket.plan.network import BANDWIDTH, LATENCY, hardware_of
-from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
-from hocket.plan.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
+from hocket.program.network import BANDWIDTH, LATENCY, hardware_of
+from hocket.program.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
+from hocket.program.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
 from hocket.settings.decision import Choice
 from hocket.settings.network_rules import ranks_of_a_host
 from hocket.settings.rule import Host

@@ -14,19 +14,19 @@ from functools import cached_property
 from typing import Any
 
 from hocket.config import Config
-from hocket.plan.cost import CostTable
-from hocket.plan.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Layout, Program
-from hocket.plan.pipeline import in_flight
-from hocket.plan.schedule import Time, cost_key
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import peak_bytes, simulate, spans_of, times
-from hocket.plan.stages import costs_of, layout_of, sharding_of
+from hocket.program.cost import CostTable
+from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
+from hocket.program.network import hardware_of
+from hocket.program.ops import Layout, Program
+from hocket.program.pipeline import in_flight
+from hocket.program.schedule import Time, cost_key
+from hocket.program.shard import Sharding
+from hocket.program.simulate import peak_bytes, simulate, spans_of, times
+from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.settings.arrivals import arrival_bytes
-from hocket.settings.leaves import changed, leaf
 from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_least, at_most, forwards_at_most
 
 Price = Callable[[Config], CostTable]

@@ -47,8 +47,8 @@ def planned(made: nn.Module, settings: dict[str, Any], given: Batches, **how: An
 
 def pieces_of(step: PlannedStep) -> list[Piece]:
     """What this rank has of all gradients."""
-    units, theirs = step.engine.sharded.units.values(), step.cut.theirs
-    return [(theirs[p.name], p.shape, p.lo, p.hi, p.grad.clone()) for unit in units for p in unit.pieces()]
+    units, theirs = step.engine.sharded.units.values(), step.parameters
+    return [(theirs[p.name][0], p.shape, p.lo, p.hi, p.grad.clone()) for unit in units for p in unit.pieces()]
 
 
 def plain(made: Any, given: Batches, logits: Callable[[Tensor], Tensor] | None = None) -> tuple[list[list[float]], Any]:

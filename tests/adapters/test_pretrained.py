@@ -18,6 +18,8 @@ pytest.importorskip(
 
 import hocket
 from hocket.adapters.costs import count_parts
+from hocket.adapters.cut import Cut
+from hocket.adapters.transformers import Pretrained
 from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model
 from tests.adapters.runs import SETTINGS, plain, planned
 from tests.adapters.test_families import compare
@@ -115,7 +117,7 @@ def test_costs_are_counted() -> None:
     made = model("llama")
     step = hocket.plan_model(made, SETTINGS)
     c = step.settings
-    found = count_parts(step.cut, c)
+    found = count_parts(Cut(Pretrained(made)), c)
     tokens, d = 16, 32
     attention, square = d * (32 + 16 + 16 + 32), 2 * 2 * 2 * 8 * 8 * 32  # q, k, v, o; two products of two sequences
     assert found["mlp", "dense"].flops == 2 * tokens * 3 * d * 48

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.runtime.island import Island
+from hocket.runtime.segment import Segment
 from hocket.runtime.standin import StandIn, grouped_linear
 from hocket.runtime.weights import Weight, manage
 
@@ -64,13 +64,13 @@ def managed(shapes: dict[str, tuple[int, ...]]) -> tuple[Params, dict[str, Stand
 def moved_backward(
     x: Tensor, fn: Callable[[Tensor, Params], Tensor], values: Params, params: Params, weights: list[Weight]
 ) -> tuple[Tensor, Tensor | None, Params]:
-    island, old = Island(), slots(weights, values)
-    y = island.forward(lambda x: fn(x, params), x)
+    segment, old = Segment(), slots(weights, values)
+    y = segment.forward(lambda x: fn(x, params), x)
     new = slots(weights, values)
     old.fill_(torch.nan)
-    (gx,) = island.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+    (gx,) = segment.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
     found = {weight.name: torch.full(weight.shape, torch.nan) for weight in weights}
-    island.queue.drain(lambda weight: found[weight.name])
+    segment.queue.drain(lambda weight: found[weight.name])
     assert not new[3:].isnan().any()
     return y, gx, found
 

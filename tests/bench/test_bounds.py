@@ -1,4 +1,4 @@
-"""Bounds that keep a part of what a step waits for: the pipeline's hops, or the exchanges of rows."""
+"""Bounds that keep a part of what a step waits for: the pipeline's p2p transfers, or the exchanges of rows."""
 
 from __future__ import annotations
 

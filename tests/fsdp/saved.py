@@ -82,10 +82,10 @@ def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
         dist.broadcast(param.data, 0)
     grid = init_device_mesh("cpu", (way.world // way.ep, way.ep), mesh_dim_names=("edp", "ep"))
 
-    def place(name: str, param: nn.Parameter) -> hocket.Placement | None:
+    def place(name: str, param: nn.Parameter) -> hocket.sharding.Placement | None:
         if way.ep == 1 or not name.startswith("experts."):
             return None
-        return hocket.Placement(grid["edp"], divide=way.world, part=(grid["ep"].get_local_rank(), way.ep))
+        return hocket.sharding.Placement(grid["edp"], divide=way.world, part=(grid["ep"].get_local_rank(), way.ep))
 
     mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=("outer", "shard")) if way.mesh else None
     ctx = hocket.fully_shard(

@@ -56,7 +56,7 @@ CALLS = {
     ),
     "place": (dict(place=lambda name, param: "there"), "place returned 'there' for first.weight"),
     "divide": (
-        dict(place=lambda name, param: hocket.Placement(None, 0.0) if name == "first.weight" else None),
+        dict(place=lambda name, param: hocket.sharding.Placement(None, 0.0) if name == "first.weight" else None),
         "divide=0.0 must be above 0",
     ),
 }
@@ -89,7 +89,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize(("arguments", "words"), PLACEMENTS)
 def test_placements(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        hocket.Placement(*arguments)
+        hocket.sharding.Placement(*arguments)
 
 
 @pytest.mark.parametrize("module", ["model", None, nn.Linear, [nn.Linear(2, 2)]])
@@ -138,7 +138,7 @@ def test_meta_parameters_that_nothing_initialises():
 
 def test_unit_of_a_stranger():
     with pytest.raises(ValueError, match="this Linear is no unit of a sharded model"):
-        hocket.unit_of(nn.Linear(2, 2))
+        hocket.sharding.unit_of(nn.Linear(2, 2))
 
 
 def three_axes(rank: int) -> None:

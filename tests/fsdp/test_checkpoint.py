@@ -273,7 +273,7 @@ def test_a_program_that_ends_tells_of_the_last_save(tmp_path: Path) -> None:
     code = f"""
 import hocket, torch
 ctx = hocket.fully_shard(torch.nn.Linear(2, 2))
-saving = hocket.save_checkpoint(ctx, None, "{tmp_path}/file/below", asynchronously=True)
+saving = hocket.checkpoint.save(ctx, None, "{tmp_path}/file/below", asynchronously=True)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "RuntimeWarning: an asynchronous save failed, and nobody asked" in ended.stderr

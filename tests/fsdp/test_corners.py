@@ -145,7 +145,7 @@ def norm_of_what_was_written(rank: int) -> None:
 def norm_of_what_was_set(rank: int) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     ctx = hocket.fully_shard(model, options=hocket.ShardOptions(granularity="tensor"))
-    for group in hocket.unit_of(model).groups:
+    for group in hocket.sharding.unit_of(model).groups:
         make = group.make_grads
 
         def make_dirty(group: ParamGroup = group, make: Callable[[], None] = make) -> None:
@@ -273,8 +273,8 @@ def test_a_fused_step_between_forward_and_backward_is_noticed():
 def readers_on_two_streams(rank: int) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     ctx = hocket.fully_shard(model, options=hocket.ShardOptions(driver="manual"))
-    unit = hocket.unit_of(model)
-    leases = [unit.acquire() for _ in range(3)]
+    unit = hocket.sharding.unit_of(model)
+    claims = [unit.acquire() for _ in range(3)]
     released: list[Ticket] = []
     mark = ctx.gathering.mark
 
@@ -284,9 +284,9 @@ def readers_on_two_streams(rank: int) -> None:
         return released[-1]
 
     ctx.gathering.mark = mark_of_stream  # type: ignore[method-assign]
-    for lease in leases:
-        lease.wait()
-        lease.release()
+    for claim in claims:
+        claim.wait()
+        claim.release()
     unit.evict()
     (buffer,) = unit.full.values()
     assert [ticket in buffer.behind for ticket in released] == [False, True, True], "the last reader of each stream"

@@ -110,7 +110,7 @@ def placed(rank: int, text: str) -> None:
 
 
 def test_the_program_that_places_experts() -> None:
-    run_ranks(placed, 4, program("hocket.Placement("))
+    run_ranks(placed, 4, program("hocket.sharding.Placement("))
 
 
 def saved(rank: int, text: str, folder: Path) -> None:
@@ -138,7 +138,7 @@ def saved(rank: int, text: str, folder: Path) -> None:
 
 
 def test_the_program_that_saves(tmp_path: Path) -> None:
-    run_ranks(saved, 2, program("hocket.save_checkpoint("), tmp_path)
+    run_ranks(saved, 2, program("hocket.checkpoint.save("), tmp_path)
 
 
 class Block(nn.Module):

@@ -83,7 +83,7 @@ def steps(rank: int) -> None:
                 for (name, shard), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
                     assert isinstance(shard, ShardedParameter)
                     assert torch.equal(shard, whole.detach().flatten()[shard.lo : shard.hi]), name
-                assert not any(unit.leases for unit in ctx.units), "claims are given back with the step"
+                assert not any(unit.claims for unit in ctx.units), "claims are given back with the step"
             full: Any = ctx.units[1].parameters[0]
             assert not full._backward_hooks, "no hook is left on a parameter that was returned"
 
@@ -107,7 +107,7 @@ def alone(rank: int) -> None:
         assert torch.equal(rows, plain.table())
         assert torch.equal(model(x), plain(x))
         assert torch.equal(torch.func.vmap(model.layers[0])(x), torch.func.vmap(plain.layers[0])(x))
-    assert not any(unit.leases for unit in ctx.units)
+    assert not any(unit.claims for unit in ctx.units)
 
 
 def conflict(rank: int) -> None:
@@ -120,7 +120,7 @@ def conflict(rank: int) -> None:
     for count in (2, 3):  # without an abort: the forward that failed is over
         model.layers[1](torch.randn(3, WIDTH))
         assert ctx.forwards == count
-    assert not any(unit.leases for unit in ctx.units)
+    assert not any(unit.claims for unit in ctx.units)
 
 
 def test_how_long_weights_are_lent() -> None:

@@ -15,32 +15,32 @@ VARIANTS = [MANUAL, {**MANUAL, "slots": 4}, {**MANUAL, "staging": 3, "prefetch":
 
 
 def forward(pair: Pair, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Blocks as islands: the (detached input, output) of each."""
+    """Blocks as segments: the (detached input, output) of each."""
     pair.ctx.begin_forward()
-    islands = []
+    segments = []
     for block in pair.module.blocks:
-        lease = hocket.unit_of(block).acquire()
-        lease.wait()
+        claim = hocket.sharding.unit_of(block).acquire()
+        claim.wait()
         x = x.detach().requires_grad_()
         y = block(x)
-        lease.release()
-        islands.append((x, y))
+        claim.release()
+        segments.append((x, y))
         x = y
-    return islands
+    return segments
 
 
-def backward(pair: Pair, islands: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Island by island; gradients are handed over and reduced by hand. Returns the loss."""
+def backward(pair: Pair, segments: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Segment by segment; gradients are handed over and reduced by hand. Returns the loss."""
     pair.ctx.begin_backward()
-    x, y = islands[-1]
+    x, y = segments[-1]
     loss = loss_of(y)
     grad = torch.autograd.grad(loss, y)[0]
-    for block, (x, y) in zip(reversed(pair.module.blocks), reversed(islands), strict=True):
-        unit = hocket.unit_of(block)
-        lease = unit.acquire()
-        lease.wait()
+    for block, (x, y) in zip(reversed(pair.module.blocks), reversed(segments), strict=True):
+        unit = hocket.sharding.unit_of(block)
+        claim = unit.acquire()
+        claim.wait()
         torch.autograd.backward(y, grad)
-        lease.release()
+        claim.release()
         grad = x.grad
         for group in unit.groups:
             for member in group.members:
@@ -82,14 +82,14 @@ def test_two_microbatches_in_flight():
 
 def shared(rank: int) -> None:
     pair = Pair(Case("deep", options=MANUAL), rank, 2)
-    unit = hocket.unit_of(pair.module.blocks[0])
+    unit = hocket.sharding.unit_of(pair.module.blocks[0])
     before = unit.gathers
     one, two = unit.acquire(), unit.acquire()
     one.wait()
     two.wait()
     assert unit.gathers == before + 1
     one.release()
-    assert pair.module.blocks[0].up.weight.shape == (17, WIDTH)  # the second lease still holds it
+    assert pair.module.blocks[0].up.weight.shape == (17, WIDTH)  # the second claim still holds it
     two.release()
     assert pair.module.blocks[0].up.weight.dim() == 1
     with pytest.raises(ValueError, match="released twice"):
@@ -100,7 +100,7 @@ def shared(rank: int) -> None:
     assert unit.gathers == before + 1  # nobody needed the room
 
 
-def test_leases():
+def test_claims():
     run_ranks(shared, 2)
 
 
@@ -111,20 +111,20 @@ def twice(rank: int) -> None:
     for _ in range(2):
         pair.ctx.begin_forward()
         losses = []
-        leases = [hocket.unit_of(block).acquire() for block in pair.module.blocks]
-        for lease in leases:
-            lease.wait()
+        claims = [hocket.sharding.unit_of(block).acquire() for block in pair.module.blocks]
+        for claim in claims:
+            claim.wait()
         loss = pair.forward()
         loss.backward()
         losses.append(loss)
-        for block, lease in zip(pair.module.blocks, leases, strict=True):
-            unit = hocket.unit_of(block)
+        for block, claim in zip(pair.module.blocks, claims, strict=True):
+            unit = hocket.sharding.unit_of(block)
             for group in unit.groups:
                 for member in group.members:
                     unit.grad_ready(member.param)
                     unit.reduce()
             unit.reduce()
-            lease.release()
+            claim.release()
         pair.ctx.end_backward()
         pair.expect(loss)
         pair.step()
@@ -152,11 +152,11 @@ def submodules(rank: int) -> None:
     for case in (Case("stack"), Case("nested"), Case("tied_across"), Case("attention")):
         pair = Pair(case, rank, 2)
         for unit in pair.ctx.units:
-            assert hocket.unit_of(unit.module) is unit
+            assert hocket.sharding.unit_of(unit.module) is unit
             for group in unit.groups:
                 for member in group.members:
                     if len(member.owners) == 1:
-                        owner = hocket.unit_of(member.owners[0][0])
+                        owner = hocket.sharding.unit_of(member.owners[0][0])
                         inside = {id(m) for m in unit.module.modules()}
                         assert owner is unit or id(owner.module) in inside, member.name
 

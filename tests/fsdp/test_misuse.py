@@ -233,11 +233,11 @@ def newcomer() -> None:
 def newcomer_in_a_checkpoint() -> None:
     model, ctx = sharded()
     model.get_submodule("1").linear = nn.Linear(16, 16)
-    hocket.model_state(ctx)
+    hocket.checkpoint.model_state(ctx)
 
 
 def state_of_a_module() -> None:
-    hocket.model_state(sharded()[0])  # type: ignore[arg-type]
+    hocket.checkpoint.model_state(sharded()[0])  # type: ignore[arg-type]
 
 
 def scripted() -> None:
@@ -266,7 +266,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     unfrozen_later: "can't be set to True any more",
     copied: "can't be pickled or copied",
     pickled: "can't be pickled or copied",
-    loaded_whole: "load whole weights with hocket.load_model_state(ctx, state)",
+    loaded_whole: "load whole weights with hocket.checkpoint.load_model_state(ctx, state)",
     tensor_parallel: "parameter 0.weight is a DTensor",
     lazy: "parameter weight has no shape yet",
     updated_too_early: "changed between a forward and its backward",

@@ -73,7 +73,7 @@ def by_rule(rank: int) -> None:
         seen[name] = param
         return {"weight_decay": 0.1 if len(full[name]) > 1 else 0.0}
 
-    groups = hocket.param_groups(pair.module, rule)
+    groups = hocket.sharding.param_groups(pair.module, rule)
     assert seen.keys() == full.keys()
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}

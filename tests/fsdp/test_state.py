@@ -338,7 +338,7 @@ def without_parts(rank: int) -> None:
     torch.manual_seed(0)
     alone = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
     ctx = hocket.fully_shard(
-        Odd(), units=OddBlock, place=lambda name, _: hocket.Placement(alone, 1.0) if ".few" in name else None
+        Odd(), units=OddBlock, place=lambda name, _: hocket.sharding.Placement(alone, 1.0) if ".few" in name else None
     )
     with pytest.raises(ValueError, match=r"few.0 is placed on 1 of 2 ranks.*Placement\(part=\(position, 2\)\)"):
         model_state(ctx)

@@ -250,7 +250,7 @@ def balanced(rank: int) -> None:
     """After a step nobody claims anything, and no collective is under way."""
     run = Run(Model(L), 2)
     history = run.step()
-    assert not any(unit.leases for unit in run.ctx.units)
+    assert not any(unit.claims for unit in run.ctx.units)
     for queue in (run.ctx.gathering, run.ctx.reducing, run.ctx.outer):
         assert not queue._pending
     for unit in run.ctx.units:
@@ -270,10 +270,10 @@ def frozen_units_are_not_reduced(rank: int) -> None:
     run = Run(model)
     history = run.step()
     assert {e.name for e in named(history, "reduce ")} == {f"reduce layers.{i}" for i in range(2, L)}
-    assert not any(unit.leases for unit in run.ctx.units)
+    assert not any(unit.claims for unit in run.ctx.units)
     with torch.no_grad():
         run.model(torch.ones(3, 11))
-    assert not any(unit.leases for unit in run.ctx.units)
+    assert not any(unit.claims for unit in run.ctx.units)
 
 
 def test_frozen_units():

@@ -55,7 +55,7 @@ def run_of(strategy: str, clip: bool, prefetch: int = 1) -> tuple[Run, NotingSGD
     def update() -> None:
         if clip:
             hocket.clip_grad_norm_(run.ctx, 1.0)
-        hocket.step_and_gather(run.model, optimizer)
+        hocket.sharding.step_and_gather(run.model, optimizer)
 
     run.update = update
     return run, optimizer
@@ -144,11 +144,11 @@ def test_parameters_of_others_and_weights_changed_by_hand():
 def bad(rank: int) -> None:
     pair = Pair(Case("stack"), rank, 2)
     with pytest.raises(ValueError, match="no torch optimizer"):
-        hocket.step_and_gather(pair.module, pair.module)
+        hocket.sharding.step_and_gather(pair.module, pair.module)
     whole = [torch.nn.Parameter(torch.ones(2))]
     for lbfgs in (torch.optim.LBFGS(whole), torch.optim.LBFGS(pair.module.parameters())):
         with pytest.raises(ValueError, match="the step of LBFGS takes a closure"):
-            hocket.step_and_gather(pair.module, lbfgs)
+            hocket.sharding.step_and_gather(pair.module, lbfgs)
     pair.module.zero_grad()
     late = torch.nn.Linear(2, 2)
     both = torch.optim.SGD(late.parameters(), lr=0.1)
@@ -157,7 +157,7 @@ def bad(rank: int) -> None:
     late(torch.ones(2)).sum().backward()
     before = [param.detach().clone() for param in late.parameters()]
     with pytest.raises(ValueError, match="was built before"):
-        hocket.step_and_gather(late, both)
+        hocket.sharding.step_and_gather(late, both)
     assert all(torch.equal(a, b) for a, b in zip(before, late.parameters(), strict=True)), "nothing has been updated"
     pair.microbatch()
 
@@ -166,12 +166,12 @@ def bad(rank: int) -> None:
 
     hook = pair.optimizer.register_step_pre_hook(clip)
     with pytest.raises(ValueError, match="clip_grad_norm_ is called inside of step_and_gather"):
-        hocket.step_and_gather(pair.module, pair.optimizer)
+        hocket.sharding.step_and_gather(pair.module, pair.optimizer)
     hook.remove()
     assert hocket.clip_grad_norm_(pair.ctx, 1.0) > 0, "all have come behind it"
     pair.ctx.begin_backward()
     with pytest.raises(ValueError, match="inside of a backward"):
-        hocket.step_and_gather(pair.module, pair.optimizer)
+        hocket.sharding.step_and_gather(pair.module, pair.optimizer)
 
 
 def test_misuse():

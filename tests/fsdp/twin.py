@@ -291,7 +291,7 @@ class Pair:
     def step(self) -> None:
         """An optimizer step of both; then every weight of this rank's shards is compared."""
         if self.case.by_unit:
-            hocket.step_and_gather(self.ctx, self.optimizer)
+            hocket.sharding.step_and_gather(self.ctx, self.optimizer)
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
@@ -313,11 +313,11 @@ class Pair:
         plain = self.twin.module(self.rank)
         if isinstance(self.case.options.get("slots"), int):  # there is no room for all at once
             for unit in self.ctx.units:
-                lease = unit.acquire()
-                lease.wait()
+                claim = unit.acquire()
+                claim.wait()
                 for member in (member for group in unit.groups for member in group.members):
                     self.same(member.param, plain.get_parameter(member.name), f"gathered {member.name}")
-                lease.release()
+                claim.release()
         else:
             with self.ctx.gathered():
                 for name, param in plain.named_parameters():

@@ -30,7 +30,7 @@ from hocket.config import (
 from hocket.engine import Engine
 from hocket.measured.stored import named
 from hocket.model.microbatch import Microbatch
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.comm import Group, everyone, make_groups
 from hocket.runtime.copy_engine import CopyEngine
 from hocket.runtime.lanes import CudaLanes

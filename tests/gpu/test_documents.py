@@ -13,7 +13,7 @@ from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, Documents, attend, documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned
 

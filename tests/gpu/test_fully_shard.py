@@ -89,7 +89,7 @@ class Training:
         loss.backward()
         if clip:
             hocket.clip_grad_norm_(self.ctx, 0.1)
-        hocket.step_and_gather(self.ctx, optimizer) if by_unit else optimizer.step()
+        hocket.sharding.step_and_gather(self.ctx, optimizer) if by_unit else optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 

@@ -1,4 +1,4 @@
-"""Managed functions, islands and the movement of rows on a GPU: the same bits as stock autograd there."""
+"""Managed functions, segments and the movement of rows on a GPU: the same bits as stock autograd there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hocket.model.transformer import Chunk
 from hocket.runtime.functional import grouped_linear
-from hocket.runtime.island import Island
+from hocket.runtime.segment import Segment
 from tests.helpers.chunks import init_chunk
-from tests.ranks.test_islands import CASES, CONFIGS, DTYPES, ByIslands, gradients
+from tests.ranks.test_segments import CASES, CONFIGS, DTYPES, BySegments, gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 
@@ -51,7 +51,7 @@ def test_grouped_products_against_float64(sizes: tuple[int, ...], dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_islands_equal_plain_autograd(name: str, dtype: torch.dtype) -> None:
+def test_segments_equal_plain_autograd(name: str, dtype: torch.dtype) -> None:
     """With the attention kernel whose backward always adds in one order."""
     config = CONFIGS[name]
     ids, targets = torch.randint(64, (2, 2, 12), device="cuda")
@@ -63,21 +63,21 @@ def test_islands_equal_plain_autograd(name: str, dtype: torch.dtype) -> None:
         plain = model()
         loss = plain.loss(plain(ids), targets)
         loss.backward(torch.tensor(0.5, device="cuda"))
-        islands = ByIslands(model(), defer=True)
-        assert torch.equal(loss, islands.step(ids, targets))
-    grads = {name: islands.grads[weight] for weight, name in islands.weights.items()}
+        segments = BySegments(model(), defer=True)
+        assert torch.equal(loss, segments.step(ids, targets))
+    grads = {name: segments.grads[weight] for weight, name in segments.weights.items()}
     for param_name, param in plain.named_parameters():
         assert param.grad is not None
         assert torch.equal(param.grad, grads[param_name]), param_name
 
 
 def test_backward_does_not_wait_for_the_device() -> None:
-    """An island's forward and backward are issued while the device is still busy with something before them."""
+    """An segment's forward and backward are issued while the device is still busy with something before them."""
     x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
 
     def run() -> None:
-        island = Island()
-        island.backward(island.forward(lambda x: torch.sin(x @ w), x))
+        segment = Segment()
+        segment.backward(segment.forward(lambda x: torch.sin(x @ w), x))
 
     run()
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.recorder import Watchdog
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, restart
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of
 from tests.gpu.test_tensor import ALL, OFF

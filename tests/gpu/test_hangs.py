@@ -1,4 +1,4 @@
-"""One rank of a run on copy engines stops in the middle of a step: words in memory say for whom the other one waits.
+"""One rank of a run on copy engines stops in the middle of a step: flags in memory say for whom the other one waits.
 
 Streams are blocked then, and everything must end all the same, soon and by itself.
 """
@@ -54,7 +54,7 @@ def test_a_host_that_has_stopped_has_not_sent(tmp_path: Path) -> None:
     cause = r"rank 1 has not sent activation \d+ of edge 1→0 \(recv act m\d c1 on rank 0\)"
     assert re.match(rf"{HEAD}{cause}, and is stuck for \d+ s at op \d+: send act m\d c0, ", first), ended.err
     waits = [line for line in of_rank(ended, 0) if line.startswith("  waits for ")]
-    assert any(re.search(r"ago: by words in memory for rank 1$", line) for line in waits), ended.err
+    assert any(re.search(r"ago: by flags in memory for rank 1$", line) for line in waits), ended.err
     assert any(re.search(r"; in memory: \d+ of \d+ have arrived", line) for line in of_rank(ended, 0)), ended.err
     assert "did not answer" not in ended.err
 
@@ -66,7 +66,7 @@ def test_a_device_that_has_stopped_has_not_sent(tmp_path: Path) -> None:
     cause = r"rank 1 has not sent activation \d+ of edge 1→0 \(recv act m\d c1 on rank 0\), and is stuck for \d+ s in "
     at = r"with the device at op \d+: fwd attn m\d c0 l1 \.\. op \d+: fwd unpermute m\d c0 l1\. ranks 0, 1 waited"
     assert re.match(rf"{HEAD}{cause}.*, {at}", first), ended.err
-    assert any("by words in memory for rank 1" in line for line in of_rank(ended, 0)), ended.err
+    assert any("by flags in memory for rank 1" in line for line in of_rank(ended, 0)), ended.err
     assert "did not answer" not in ended.err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hocket.plan.mesh import SMS, Mesh
+from hocket.program.mesh import SMS, Mesh
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from tests.helpers.ranks import run_ranks
 

@@ -31,7 +31,7 @@ from hocket.engine import Engine
 from hocket.measured.stored import named
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks
 

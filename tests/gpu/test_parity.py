@@ -27,7 +27,7 @@ from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hocket.parallel.dispatch import Splits, group_rows
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import host_blocks
 from hocket.runtime.comm import CommOptions, RowTable, make_groups
 from tests.helpers.ranks import run_ranks

@@ -16,7 +16,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes

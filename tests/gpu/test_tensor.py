@@ -12,11 +12,11 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, Precision
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ import torch
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.plan.mesh import Purpose
+from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group
 from hocket.runtime.trial import of_all, why_no_copies
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.gpu.test_copy_engine import CONFIGS, engine_on
 from tests.helpers.command import finish, start
 from tests.helpers.ranks import run_ranks

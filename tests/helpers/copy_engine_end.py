@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.environment import prepare
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime.comm import join_world, leave_world, make_groups
 
 N = 1 << 22

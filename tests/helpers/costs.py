@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from hocket.plan.ops import Op, Program
-from hocket.plan.simulate import Time
+from hocket.program.ops import Op, Program
+from hocket.program.simulate import Time
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Table:
         return self.fixed
 
 
-def published(hop: Fraction, fold: bool = False) -> dict[tuple[str, str], Time]:
+def published(p2p: Fraction, fold: bool = False) -> dict[tuple[str, str], Time]:
     """Costs of the published model; `fold` makes each weight gradient part of its backward."""
     texts = {
         ("fwd", "attn"): "1.0", ("bwd", "attn"): "1.3", ("wgrad", "attn"): "0.7",
@@ -48,7 +48,7 @@ def published(hop: Fraction, fold: bool = False) -> dict[tuple[str, str], Time]:
     }  # fmt: skip
     table = {key: Fraction(text) for key, text in texts.items()}
     table |= {(verb, part): Fraction("0.7") for verb in ("fwd", "bwd") for part in ("dispatch", "combine")}
-    table |= {("recv", "act"): hop, ("recv", "grad"): hop}
+    table |= {("recv", "act"): p2p, ("recv", "grad"): p2p}
     if fold:
         for part in ("attn", "experts"):
             table["bwd", part] += table.pop(("wgrad", part))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hocket.config import Config, ModelConfig
-from hocket.plan.connect import known_done
-from hocket.plan.ops import LANES, Lane, Op
-from hocket.settings.leaves import changed, types
+from hocket.program.connect import known_done
+from hocket.program.ops import LANES, Lane, Op
+from hocket.settings.schema import changed, types
 
 NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("plan.", "overlap."))}
 """Last part of a name -> the name. Where two end alike, only dotted names will do."""

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.plan.ops import Layout, Program
+from hocket.program.ops import Layout, Program
 from hocket.runtime.comm import TransportName, make_groups
 from hocket.runtime.weights import WgradQueue
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hocket.kernels import norm
 from hocket.runtime import norms
-from tests.ranks.test_islands import gradients
+from tests.ranks.test_segments import gradients
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16]

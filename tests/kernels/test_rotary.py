@@ -14,7 +14,7 @@ from hocket.model import layers
 from hocket.runtime import norms
 from tests.helpers.ranks import run_ranks
 from tests.kernels.conftest import mend_interpreter
-from tests.ranks.test_islands import gradients
+from tests.ranks.test_segments import gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from hocket.kernels import router
 from hocket.runtime import functional
 from hocket.runtime.functional import score
-from tests.ranks.test_islands import CONFIGS, ByIslands, batch, gradients, model
+from tests.ranks.test_segments import CONFIGS, BySegments, batch, gradients, model
 
 BF16 = torch.bfloat16
 TOKENS = st.sampled_from([0, 1, 2, 63, 65, 130])
@@ -98,7 +98,7 @@ def test_managed_equals_ordinary_and_the_formula(shape, read, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["mixed_shared", "sigmoid"])
-def test_a_model_by_islands_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_by_segments_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nearly the gradients of formulas, in which more is rounded."""
     ids, targets = batch((1, 6))
     formula = model(CONFIGS[name], BF16)
@@ -109,9 +109,9 @@ def test_a_model_by_islands_has_the_bits_of_a_plain_one(name: str, monkeypatch: 
         loss = plain.loss(plain(ids), targets)
         loss.backward(torch.tensor(0.5))
     assert called.call_count == 2
-    islands = ByIslands(model(CONFIGS[name], BF16), defer=True)
-    assert torch.equal(loss, islands.step(ids, targets))
-    grads = {name: islands.grads[weight] for weight, name in islands.weights.items()}
+    segments = BySegments(model(CONFIGS[name], BF16), defer=True)
+    assert torch.equal(loss, segments.step(ids, targets))
+    grads = {name: segments.grads[weight] for weight, name in segments.weights.items()}
     for (param_name, param), other in zip(plain.named_parameters(), formula.parameters(), strict=True):
         assert param.grad is not None
         assert other.grad is not None

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from hocket.plan.hardware import HARDWARE
+from hocket.program.hardware import HARDWARE
 from tests.measured.simulated import QUICK
 
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_hosts() -> Iterator[None]:
-    """Tests of friction give their own."""
+    """Tests of overheads give their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(HARDWARE, "h200", QUICK)  # type: ignore[arg-type]
         yield

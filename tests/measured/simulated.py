@@ -8,11 +8,11 @@ from typing import Any
 
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.measured.stored import describe
-from hocket.plan.hardware import H200
-from hocket.plan.ops import LANES, Op, Program
-from hocket.plan.schedule import KIND_OF, NO_FRICTION, Friction, cost_key
-from hocket.plan.simulate import Timeline
 from hocket.planning import program_of
+from hocket.program.hardware import H200
+from hocket.program.ops import LANES, Op, Program
+from hocket.program.schedule import KIND_OF, NO_OVERHEADS, Overheads, cost_key
+from hocket.program.simulate import Timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from tests.helpers.plans import planned
@@ -55,14 +55,14 @@ def about(settings: Settings, pp_rank: int, transport: str = "nccl") -> dict[str
     }
 
 
-def issued_at(ops: tuple[Op, ...], starts: list[float], kinds: tuple[str, ...], friction: Friction) -> list[float]:
-    """When the host comes to every op; see `plan/schedule.py`."""
+def issued_at(ops: tuple[Op, ...], starts: list[float], kinds: tuple[str, ...], overheads: Overheads) -> list[float]:
+    """When the host comes to every op; see `program/schedule.py`."""
     now, found = 0.0, []
     for op, start in zip(ops, starts, strict=True):
         found.append(now)
-        now += float(friction.issue.get(cost_key(op, kinds), 0.0)) + SOON
-        if friction.counts is not None and op.verb == "fwd" and op.part == "dispatch":
-            now = max(now, start + float(friction.counts))
+        now += float(overheads.issue.get(cost_key(op, kinds), 0.0)) + SOON
+        if overheads.counts is not None and op.verb == "fwd" and op.part == "dispatch":
+            now = max(now, start + float(overheads.counts))
     return found
 
 
@@ -70,7 +70,7 @@ def traces_of(
     settings: Settings,
     timeline: Timeline,
     folder: Path,
-    friction: Friction = NO_FRICTION,
+    overheads: Overheads = NO_OVERHEADS,
     *,
     steps: int = 1,
     transport: str = "nccl",
@@ -83,7 +83,7 @@ def traces_of(
         trace = _groups(Trace(rank * settings.mesh.dp, settings.world), settings)
         trace.metadata(hocket=about(settings, rank, transport))
         for number in range(steps):
-            _one_step(trace, program, timeline, rank, (number, transport == "null", friction))
+            _one_step(trace, program, timeline, rank, (number, transport == "null", overheads))
         paths.append(trace.write(folder_of / f"rank{trace.rank}.json.gz"))
     return paths
 
@@ -100,17 +100,17 @@ def _groups(trace: Trace, settings: Settings) -> Trace:
     return trace
 
 
-def _one_step(trace: Trace, program: Program, timeline: Timeline, rank: int, how: tuple[int, bool, Friction]) -> None:
-    number, null, friction = how
+def _one_step(trace: Trace, program: Program, timeline: Timeline, rank: int, how: tuple[int, bool, Overheads]) -> None:
+    number, null, overheads = how
     ops, spans = program.ranks[rank], timeline.spans[rank]
     zero = number * float(timeline.makespan) * MICRO
-    issued = issued_at(ops, [float(s.start) for s in spans], program.layout.kinds, friction)
+    issued = issued_at(ops, [float(s.start) for s in spans], program.layout.kinds, overheads)
     for op, span, at in zip(ops, spans, issued, strict=True):
         start, end = zero + float(span.start) * MICRO, zero + float(span.end) * MICRO
-        if op.verb == "send":  # lasts as long as the hop to its receiver
+        if op.verb == "send":  # lasts as long as the p2p transfer to its receiver
             other, key = program.layout.peer(op, rank)
-            hop = next(s for o, s in zip(program.ranks[other], timeline.spans[other], strict=True) if o.key == key)
-            start, end = zero + float(hop.start) * MICRO, zero + float(hop.end) * MICRO
+            p2p = next(s for o, s in zip(program.ranks[other], timeline.spans[other], strict=True) if o.key == key)
+            start, end = zero + float(p2p.start) * MICRO, zero + float(p2p.end) * MICRO
         if end > start:
             _kernel(trace, op, (start, end), zero + at * MICRO, null)
     trace.annotation(f"hocket step {number + 1}", zero - 1, zero - 2 + float(timeline.makespan) * MICRO)

@@ -12,14 +12,14 @@ import pytest
 from hocket.measured.calibrate import calibrate
 from hocket.measured.predict import predict as predict_trace
 from hocket.measured.stored import stored_in
-from hocket.plan.cost import Measurement
-from hocket.plan.network import hardware_of
-from hocket.plan.ops import Program
-from hocket.plan.schedule import Friction, Kind, Time, cost_key
-from hocket.plan.simulate import Timeline, simulate
 from hocket.planning import predict, program_of
+from hocket.program.cost import Measurement
+from hocket.program.network import hardware_of
+from hocket.program.ops import Program
+from hocket.program.schedule import Kind, Overheads, Time, cost_key
+from hocket.program.simulate import Timeline, simulate
 from hocket.resolve import Settings
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket_trace.align import load
 from hocket_trace.data import RankTrace
 from hocket_trace.exposure import report
@@ -34,13 +34,13 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-def simulated(settings: Settings, friction: Friction) -> tuple[Program, Timeline]:
+def simulated(settings: Settings, overheads: Overheads) -> tuple[Program, Timeline]:
     """A step whose costs are the hardware's, changed a little so that a fall-back to the hardware would show."""
     program = program_of(settings)
-    return program, predict(settings, program, hardware_of(settings), true_costs(settings, friction))
+    return program, predict(settings, program, hardware_of(settings), true_costs(settings, overheads))
 
 
-def true_costs(settings: Settings, friction: Friction) -> Measurement:
+def true_costs(settings: Settings, overheads: Overheads) -> Measurement:
     program = program_of(settings)
     seconds = {}
     plain = predict(settings, program, hardware_of(settings))
@@ -49,15 +49,15 @@ def true_costs(settings: Settings, friction: Friction) -> Measurement:
             if span.end > span.start:
                 key = cost_key(op, program.layout.kinds)
                 seconds[key] = float(span.end - span.start) * (1.3 if op.lane == "compute" else 1.7)
-    return Measurement(source="truth", seconds=seconds, friction=friction)
+    return Measurement(source="truth", seconds=seconds, overheads=overheads)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.get("order", plan["merge"]))
 def test_costs_come_back_and_predict_the_same_step(plan: dict[str, Any], tmp_path: Path) -> None:
     settings = settings_for(**plan)
-    program, timeline = simulated(settings, Friction())
+    program, timeline = simulated(settings, Overheads())
     measured = calibrate(load(traces_of(settings, timeline, tmp_path, steps=2)))
-    truth = true_costs(settings, Friction()).seconds
+    truth = true_costs(settings, Overheads()).seconds
     assert measured.seconds.keys() == truth.keys()
     for key, seconds in measured.seconds.items():
         assert seconds == pytest.approx(truth[key], rel=0.01, abs=1e-8), key
@@ -67,10 +67,10 @@ def test_costs_come_back_and_predict_the_same_step(plan: dict[str, Any], tmp_pat
 
 def test_costs_of_one_plan_predict_another(tmp_path: Path) -> None:
     one, other = settings_for(**PLANS[0]), settings_for(microbatches=6, **PLANS[1])
-    friction = Friction({"a2a": 0.3, "gather": 0.2})
-    _, timeline = simulated(one, friction)
+    overheads = Overheads({"a2a": 0.3, "gather": 0.2})
+    _, timeline = simulated(one, overheads)
     measured = calibrate(load(traces_of(one, timeline, tmp_path)))
-    program, truth = simulated(other, friction)
+    program, truth = simulated(other, overheads)
     guess = predict(other, program, hardware_of(other), measured)
     assert float(guess.makespan) == pytest.approx(float(truth.makespan), rel=0.01)
 
@@ -79,7 +79,7 @@ def test_the_rank_that_computes_longest_decides(tmp_path: Path) -> None:
     """Two data-parallel ranks per pipeline rank: the second has more rows for its experts, and fewer for attention."""
     settings = settings_for(**PLANS[0])
     program = program_of(settings)
-    truth = true_costs(settings, Friction())
+    truth = true_costs(settings, Overheads())
     more = {key: 2.0 if key[1] == "experts" else 0.99 for key in truth.seconds if key[0] in ("fwd", "bwd", "wgrad")}
     slow = replace(truth, seconds={key: value * more.get(key, 1.0) for key, value in truth.seconds.items()})
     ranks: list[RankTrace] = []
@@ -99,35 +99,35 @@ def test_the_rank_that_computes_longest_decides(tmp_path: Path) -> None:
 def test_contention_comes_back(with_null: bool, tmp_path: Path) -> None:
     factors: dict[Kind, Time] = {"a2a": 0.25, "pp": 0.1, "gather": 0.15, "reduce": 0.4}
     settings = settings_for(microbatches=6, **PLANS[0])
-    _, timeline = simulated(settings, Friction(factors))
+    _, timeline = simulated(settings, Overheads(factors))
     null: tuple[RankTrace, ...] = ()
     if with_null:
-        _, free = simulated(settings, Friction())
+        _, free = simulated(settings, Overheads())
         null = load(traces_of(settings, free, tmp_path, transport="null"))
-    found = calibrate(load(traces_of(settings, timeline, tmp_path)), null).friction.contention
+    found = calibrate(load(traces_of(settings, timeline, tmp_path)), null).overheads.contention
     assert found == pytest.approx(factors, abs=0.01)
 
 
 def test_the_host_comes_back(tmp_path: Path) -> None:
     settings = settings_for(**PLANS[0], splits="host")
-    truth = true_costs(settings, Friction())
+    truth = true_costs(settings, Overheads())
     issue = {key: seconds * 1.35 for key, seconds in truth.seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
-    friction = Friction(issue=issue, counts=truth.seconds["fwd", "dispatch", "moe"] / 2)
-    program, timeline = simulated(settings, friction)
-    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
+    overheads = Overheads(issue=issue, counts=truth.seconds["fwd", "dispatch", "moe"] / 2)
+    program, timeline = simulated(settings, overheads)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, overheads)))
     again = predict(settings, program, hardware_of(settings), measured)
-    bound = predict(settings, program, hardware_of(settings), replace(measured, friction=Friction()))
+    bound = predict(settings, program, hardware_of(settings), replace(measured, overheads=Overheads()))
     assert float(bound.makespan) < 0.9 * float(timeline.makespan)
     assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
 
 
 def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> None:
     settings = settings_for(**PLANS[0], splits="device", graphs="off")
-    friction = Friction(issue={("fwd", "attn", "moe"): 20e-6})
-    program, timeline = simulated(settings, friction)
-    measured = calibrate(load(traces_of(settings, timeline, tmp_path, friction)))
-    assert measured.friction.counts is None
-    stops = replace(measured, friction=replace(measured.friction, counts=1.0))  # of a run whose hosts do
+    overheads = Overheads(issue={("fwd", "attn", "moe"): 20e-6})
+    program, timeline = simulated(settings, overheads)
+    measured = calibrate(load(traces_of(settings, timeline, tmp_path, overheads)))
+    assert measured.overheads.counts is None
+    stops = replace(measured, overheads=replace(measured.overheads, counts=1.0))  # of a run whose hosts do
     for costs in (measured, stops):
         again = predict(settings, program, hardware_of(settings), costs)
         assert float(again.makespan) == pytest.approx(float(timeline.makespan), rel=0.02)
@@ -136,14 +136,14 @@ def test_a_host_that_knows_no_counts_does_not_wait_for_them(tmp_path: Path) -> N
 def test_a_replay_does_not_wait_for_the_host_that_was_recorded(tmp_path: Path) -> None:
     replayed = settings_for(**PLANS[0], splits="device", graphs="on")
     op_by_op = changed(replayed, {"plan.graphs": "off"})
-    seconds = true_costs(replayed, Friction()).seconds
+    seconds = true_costs(replayed, Overheads()).seconds
     issue = {key: 1.5 * time for key, time in seconds.items() if key[0] in ("fwd", "bwd", "wgrad")}
-    late = Friction({"a2a": 0.2}, issue)
+    late = Overheads({"a2a": 0.2}, issue)
     program, timeline = simulated(op_by_op, late)
     traces = load(traces_of(replayed, timeline, tmp_path, late))
     measured = calibrate(traces)
     of_replay, of_ops = (predict(one, program, hardware_of(one), measured) for one in (replayed, op_by_op))
-    alone = replace(measured, friction=Friction(measured.friction.contention))
+    alone = replace(measured, overheads=Overheads(measured.overheads.contention))
     assert of_replay == predict(op_by_op, program, hardware_of(op_by_op), alone)
     assert float(of_replay.makespan) < 0.95 * float(of_ops.makespan)
     assert predict_trace(traces, report(traces), measured).ratio == pytest.approx(1, abs=0.02)  # which ran op by op
@@ -151,7 +151,7 @@ def test_a_replay_does_not_wait_for_the_host_that_was_recorded(tmp_path: Path) -
 
 def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Path) -> None:
     settings = settings_for(**PLANS[0])
-    truth = true_costs(settings, Friction())
+    truth = true_costs(settings, Overheads())
     slow = replace(truth, seconds={key: 2 * seconds for key, seconds in truth.seconds.items()})
     traces: list[RankTrace] = []
     for dp_rank, costs in enumerate((truth, slow)):
@@ -171,5 +171,5 @@ def test_costs_of_a_real_run_predict_its_step() -> None:
     """Of a small model on four GPUs, whose host is late: what nobody simulated is not far from what is simulated."""
     traces = load(sorted(FIXTURES.glob("rank*.json.gz")))
     stored, measured = stored_in(traces[0]), calibrate(traces)
-    found = simulate(stored.program, stored.costs.measured(measured.seconds), measured.friction)
+    found = simulate(stored.program, stored.costs.measured(measured.seconds), measured.overheads)
     assert report(traces).step_seconds == pytest.approx(float(found.makespan), rel=0.15)

@@ -14,12 +14,12 @@ from hocket.commands.plan import resolve_for_plan
 from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
-from hocket.plan.hardware import HARDWARE
-from hocket.plan.network import hardware_of
 from hocket.planning import predict, program_of
 from hocket.probing.request import Measured, Request
+from hocket.program.hardware import HARDWARE
+from hocket.program.network import hardware_of
 from hocket.recipes import recipe
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.measured.simulated import about, traces_of
 from tests.trace.build import Trace
 

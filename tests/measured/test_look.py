@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hocket.plan import timeline
+from hocket.program import timeline
 from hocket_trace import columns, scene
 
 

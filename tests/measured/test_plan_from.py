@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hocket.commands.plan import resolve_for_plan, run
-from hocket.plan.cost import Measurement
-from hocket.plan.network import hardware_of
-from hocket.plan.schedule import Friction, cost_key
 from hocket.planning import predict, program_of
+from hocket.program.cost import Measurement
+from hocket.program.network import hardware_of
+from hocket.program.schedule import Overheads, cost_key
 from hocket.recipes import recipe
 from tests.measured.simulated import traces_of
 
@@ -29,8 +29,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[st
         for op, span in zip(ops, spans, strict=True)
     }
     paths = []
-    for transport, friction in (("null", Friction()), ("gloo", Friction({"a2a": 0.2}))):
-        truth = Measurement(source="truth", seconds=seconds, friction=friction)
+    for transport, overheads in (("null", Overheads()), ("gloo", Overheads({"a2a": 0.2}))):
+        truth = Measurement(source="truth", seconds=seconds, overheads=overheads)
         timeline = predict(settings, program, hardware, truth)
         paths.append([str(path) for path in traces_of(settings, timeline, folder, transport=transport)])
     return paths[1], paths[0], float(timeline.makespan)

@@ -12,13 +12,13 @@ import pytest
 from hocket.measured.calibrate import calibrate
 from hocket.measured.predict import predict
 from hocket.measured.stored import pipeline_rank, stored_in
-from hocket.plan.friction import friction_of
-from hocket.plan.network import hardware_of
-from hocket.plan.schedule import KIND_OF, Friction
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
 from hocket.planning import predict as predict_step
 from hocket.planning import program_of
+from hocket.program.network import hardware_of
+from hocket.program.overheads import overheads_of
+from hocket.program.schedule import KIND_OF, Overheads
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of
 from hocket_trace.align import load
 from hocket_trace.compare import compare, middle_steps
 from hocket_trace.data import Prediction, RankTrace
@@ -50,7 +50,7 @@ def test_the_program_and_its_costs_come_back(traces: tuple[RankTrace, ...]) -> N
     assert {key: cost.seconds for key, cost in found.costs.table.items()} == {
         key: cost.seconds for key, cost in costs.table.items()
     }
-    assert found.friction == friction_of(settings, hardware, costs.table)
+    assert found.overheads == overheads_of(settings, hardware, costs.table)
     assert traces[1].plan.ops.keys() == {str(op) for op in program.ranks[1]}
     for op in program.ranks[1]:
         told = traces[1].plan.ops[str(op)]
@@ -91,7 +91,7 @@ def test_exposed_waiting_is_what_the_report_says_it_is() -> None:
     traces = load(sorted((Path(__file__).parents[1] / "trace" / "fixtures").glob("rank*.json.gz")))
     measured = report(traces)
     (step,), stored = middle_steps(measured), stored_in(traces[0])
-    timeline = simulate(stored.program, stored.costs, stored.friction)
+    timeline = simulate(stored.program, stored.costs, stored.overheads)
     idle = step.idle - step.host_bound - float(timeline.ranks[pipeline_rank(traces[step.rank])].idle)
     found = predict(traces, measured)
     assert found.explained["waiting and bubble"] == pytest.approx(step.exposed_waiting + idle, abs=1e-9)
@@ -102,7 +102,7 @@ def test_contention_is_told_apart_and_the_ops_that_missed_come_first(tmp_path: P
     settings = settings_for(**PLAN)
     program, hardware = program_of(settings), hardware_of(settings)
     plain = predict_step(settings, program, hardware)
-    costs = replace(_measured(traces_of(settings, plain, tmp_path)), friction=Friction({"a2a": 0.5}))
+    costs = replace(_measured(traces_of(settings, plain, tmp_path)), overheads=Overheads({"a2a": 0.5}))
     slowed = predict_step(settings, program, hardware, costs)
     real = load(traces_of(settings, slowed, tmp_path))
     null = load(traces_of(settings, plain, tmp_path, transport="null"))

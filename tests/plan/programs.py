@@ -11,11 +11,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hocket.config import Config
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.schedule import Time
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import Timeline
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.schedule import Time
+from hocket.program.shard import Sharding
+from hocket.program.simulate import Timeline
 from tests.helpers.plans import planned
 
 

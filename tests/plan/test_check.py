@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 
-from hocket.plan import layer
-from hocket.plan.check import INVARIANTS, assert_valid, check
-from hocket.plan.expand import expand
-from hocket.plan.layer import template
-from hocket.plan.lower import build_forward, build_program
-from hocket.plan.ops import LANES, Layout, Op, Program, Verb
-from hocket.plan.pipeline import Step
-from hocket.plan.shard import Sharding
+from hocket.program import layer
+from hocket.program.check import INVARIANTS, assert_valid, check
+from hocket.program.expand import expand
+from hocket.program.layer import template
+from hocket.program.lower import build_forward, build_program
+from hocket.program.ops import LANES, Layout, Op, Program, Verb
+from hocket.program.pipeline import Step
+from hocket.program.shard import Sharding
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
 from tests.plan.programs import find, moved, sample, short_programs, swapped, with_op, with_rank, without

@@ -9,14 +9,14 @@ from typing import get_args
 import pytest
 
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
-from hocket.plan.copies import ranks_per_token
-from hocket.plan.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
-from hocket.plan.formulas import FUSED, STOCK
-from hocket.plan.hardware import H200, HARDWARE, LAPTOP, Link
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import Kind, simulate
+from hocket.program.copies import ranks_per_token
+from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
+from hocket.program.formulas import FUSED, STOCK
+from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.shard import Sharding
+from hocket.program.simulate import Kind, simulate
 from tests.helpers.plans import planned
 
 LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -118,8 +118,8 @@ def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
     assert gather.seconds == pytest.approx(
         link.latency + gather.wire_bytes / link.bandwidth + gather.memory_bytes / H200.memory_bandwidth
     )
-    hop = t * 4096 * 2
-    assert cost["recv", "act", ""].wire_bytes == cost["recv", "grad", ""].output_bytes == hop
+    p2p = t * 4096 * 2
+    assert cost["recv", "act", ""].wire_bytes == cost["recv", "grad", ""].output_bytes == p2p
 
 
 def test_few_tokens_cost_reading_the_weights_and_no_op_is_quicker_than_its_kernels_start() -> None:

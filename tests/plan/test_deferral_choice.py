@@ -11,12 +11,12 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.plan.hardware import H200, HARDWARE
-from hocket.plan.network import hardware_of
+from hocket.program.hardware import H200, HARDWARE
+from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
 
 ENDS, LAYERS, PARTS, HEADS = (

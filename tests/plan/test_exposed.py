@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
-from hocket.plan.connect import connect
-from hocket.plan.lower import build_program, choose_order
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.pipeline import Step
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import Time, simulate
+from hocket.program.connect import connect
+from hocket.program.lower import build_program, choose_order
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.pipeline import Step
+from hocket.program.shard import Sharding
+from hocket.program.simulate import Time, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 
 MOE = Layout(kinds=("moe",) * 16, pp=4, chunks=2, ep=2)
-HOPS = ("0.3", "0.6", "1.5", "3.0")
+P2P = ("0.3", "0.6", "1.5", "3.0")
 COMPUTE = 12  # of the two layers of a chunk, forward and backward
 
 
-def tenths(hop: str, fold: bool = False) -> Table:
+def tenths(p2p: str, fold: bool = False) -> Table:
     """The published costs, ten times as large: exact and whole, and whole numbers are added up fastest."""
-    times = {key: 10 * value for key, value in published(Fraction(hop), fold).items()}
+    times = {key: 10 * value for key, value in published(Fraction(p2p), fold).items()}
     assert all(value == int(value) for value in times.values())
     return Table({key: int(value) for key, value in times.items()})
 
@@ -150,14 +150,14 @@ ROWS: list[tuple[str, dict[str, Any], Model, int, tuple[str, ...]]] = [
     ("M", {"stride": 3, "group": 6}, EARLY, 36, ("0", "0", "0", "0")),
     ("N", {"group": 8}, EARLY, 32, ("0", "0", "0.35", "1.85")),
 ]
-"""Row of the table, changes of the plan, changes of the program, microbatches, exposed time for each hop."""
+"""Row of the table, changes of the plan, changes of the program, microbatches, exposed time for each p2p transfer."""
 
 
 @pytest.mark.parametrize(("row", "changes", "model", "microbatches", "expected"), ROWS, ids=[row[0] for row in ROWS])
 def test_exposed_time_per_steady_step_is_the_published_one(
     row: str, changes: dict[str, Any], model: Model, microbatches: int, expected: tuple[str, ...]
 ) -> None:
-    costs = [tenths(hop, fold=row == "B") for hop in HOPS]
+    costs = [tenths(p2p, fold=row == "B") for p2p in P2P]
     periods = step_periods(MOE, microbatches, planned(PLAN, **changes), model, costs)
     for period, text in zip(periods, expected, strict=True):
         assert abs(period / 10 - COMPUTE - Fraction(text)) <= Fraction(1, 200)  # the table has two decimals
@@ -176,18 +176,18 @@ def test_plans_as_they_are_expose_no_more_than_the_row_they_resemble(
 ) -> None:
     """The first reader of a received gradient is unpermute's backward. It heads the step on the compute lane, so these
     programs come out like rows C, G and H; J needs it off that lane."""
-    periods = step_periods(MOE, 32, planned(PLAN, **changes), None, [tenths(hop) for hop in HOPS])
+    periods = step_periods(MOE, 32, planned(PLAN, **changes), None, [tenths(p2p) for p2p in P2P])
     assert [period / 10 for period in periods] == [COMPUTE + Fraction(text) for text in expected]
 
 
 @pytest.mark.parametrize(
-    ("pp", "chunks", "group", "stride", "hop"),
+    ("pp", "chunks", "group", "stride", "p2p"),
     [(2, 2, 2, 2, "0.3"), (4, 2, 4, 2, "0.5"), (4, 2, 8, 2, "0.1"), (4, 2, 6, 3, "0.3"), (4, 2, 8, 3, "0.8"),
      (2, 4, 3, 3, "0.5"), (6, 2, 9, 3, "0.5")],
 )  # fmt: skip
-def test_steady_period_is_the_largest_cycle_ratio(pp: int, chunks: int, group: int, stride: int, hop: str) -> None:
-    """Atomic merged steps of length T with hops of length c: a ring of dependencies bounds the period from below."""
-    c, t = Fraction(hop), Fraction(1)
+def test_steady_period_is_the_largest_cycle_ratio(pp: int, chunks: int, group: int, stride: int, p2p: str) -> None:
+    """Atomic merged steps of length T with p2p transfers of length c: a ring of dependencies bounds the period."""
+    c, t = Fraction(p2p), Fraction(1)
     layout = Layout(kinds=("moe",) * pp * chunks, pp=pp, chunks=chunks, ep=2)
     plan = planned(PLAN, chunks=chunks, group=group, stride=3 if stride == 3 else 2, defer_layers=0)
     half = {("fwd", "experts"): t / 2, ("bwd", "experts"): t / 2, ("recv", "act"): c, ("recv", "grad"): c}

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.plan.hardware import H200, HARDWARE
-from hocket.plan.lower import build_program, with_late_heads
-from hocket.plan.ops import Program
-from hocket.plan.simulate import quiet_end, simulate
-from hocket.plan.simulate import times as simulated_times
-from hocket.plan.stages import costs_of, layout_of, sharding_of
 from hocket.planning import program_of
+from hocket.program.hardware import H200, HARDWARE
+from hocket.program.lower import build_program, with_late_heads
+from hocket.program.ops import Program
+from hocket.program.simulate import quiet_end, simulate
+from hocket.program.simulate import times as simulated_times
+from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.plan_rules import few_microbatches
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.deferral_choice import _fewest
 from hocket.tune.trials import Trials
 

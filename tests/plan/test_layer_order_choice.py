@@ -6,11 +6,11 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.plan.cost import CostTable
-from hocket.plan.layer import order_problem
+from hocket.program.cost import CostTable
+from hocket.program.layer import order_problem
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.tune.trials import Trials, model_costs
 
 SKEWED = {

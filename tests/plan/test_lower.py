@@ -7,12 +7,12 @@ from typing import Literal
 
 import pytest
 
-from hocket.plan.check import check
-from hocket.plan.expand import defer_past_send
-from hocket.plan.layer import MERGED, at_once
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.shard import Sharding, Visit, _page
+from hocket.program.check import check
+from hocket.program.expand import defer_past_send
+from hocket.program.layer import MERGED, at_once
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.shard import Sharding, Visit, _page
 from tests.helpers.plans import known_of, planned
 
 MOE4 = Layout(("moe",) * 4, ep=2)

@@ -6,14 +6,14 @@ from itertools import product
 
 import pytest
 
-from hocket.plan.check import assert_valid
-from hocket.plan.lower import build_program
-from hocket.plan.merged_v import merged_v
-from hocket.plan.ops import Layout, Program
-from hocket.plan.pipeline import in_flight, merged_share
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.zero_bubble import TRANSFORMER
+from hocket.program.check import assert_valid
+from hocket.program.lower import build_program
+from hocket.program.merged_v import merged_v
+from hocket.program.ops import Layout, Program
+from hocket.program.pipeline import in_flight, merged_share
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.zero_bubble import TRANSFORMER
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 

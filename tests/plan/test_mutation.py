@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hocket.plan.check import check
-from hocket.plan.dryrun import dry_run
-from hocket.plan.ops import Program
+from hocket.program.check import check
+from hocket.program.dryrun import dry_run
+from hocket.program.ops import Program
 from tests.plan.programs import sample, with_op
 
 PROGRAMS = 60

@@ -13,18 +13,18 @@ from hocket.config import Config, MeshConfig, Purpose, Strategy
 from hocket.explain.parts import units
 from hocket.explain.predicted import simulated
 from hocket.machine import host_for_plan
-from hocket.plan.cost import CostTable
-from hocket.plan.hardware import H200, HARDWARE
-from hocket.plan.mesh import Mesh
-from hocket.plan.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
-from hocket.plan.timeline import duration
 from hocket.planning import as_json, network, program_of, report
+from hocket.program.cost import CostTable
+from hocket.program.hardware import H200, HARDWARE
+from hocket.program.mesh import Mesh
+from hocket.program.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of
+from hocket.program.timeline import duration
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from tests.helpers.seconds import cpu_seconds
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from hocket.plan.check import check
-from hocket.plan.dryrun import dry_run, reference
-from hocket.plan.formulas import PartSize
-from hocket.plan.layer import FULL, chains, merged_order, order_problem, spelt, woven
-from hocket.plan.lower import Draft, build_forward, build_program, inserted
-from hocket.plan.ops import Layout, Program
-from hocket.plan.parts import LayerKind, Part, layer_kind
-from hocket.plan.schedule import Time
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.text import from_json, from_text, to_json, to_text
-from hocket.plan.timeline import html_timeline, svg_timeline, text_timeline
-from hocket.plan.transformer import DENSE, moe
+from hocket.program.check import check
+from hocket.program.dryrun import dry_run, reference
+from hocket.program.formulas import PartSize
+from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
+from hocket.program.lower import Draft, build_forward, build_program, inserted
+from hocket.program.ops import Layout, Program
+from hocket.program.parts import LayerKind, Part, layer_kind
+from hocket.program.schedule import Time
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.text import from_json, from_text, to_json, to_text
+from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
+from hocket.program.transformer import DENSE, moe
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 from tests.plan.programs import with_op
@@ -257,7 +257,7 @@ def test_kinds_of_one_layout_agree() -> None:
 
 
 def test_a_part_without_a_cost_function_cannot_be_priced() -> None:
-    from hocket.plan.cost import size_of
+    from hocket.program.cost import size_of
 
     with pytest.raises(ValueError, match="part 'one' has no cost function: give its description a `size`"):
         size_of(A, None)  # type: ignore[arg-type]

@@ -6,12 +6,12 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 
-from hocket.plan.check import check
-from hocket.plan.dryrun import dry_run, linearize
-from hocket.plan.lower import build_forward, build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.shard import Sharding
-from hocket.plan.zero_bubble import ZERO_BUBBLE
+from hocket.program.check import check
+from hocket.program.dryrun import dry_run, linearize
+from hocket.program.lower import build_forward, build_program
+from hocket.program.ops import Layout, Program
+from hocket.program.shard import Sharding
+from hocket.program.zero_bubble import ZERO_BUBBLE
 from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 
@@ -38,9 +38,9 @@ def test_complete(case: Case) -> None:
     ):  # fmt: skip
         assert found["fwd", part] == found["bwd", part] == m * count
         assert found["wgrad", part] == (m * count if layout.unit(part) else 0)
-    hops = m * (layout.stages - 1) if layout.pp > 1 else 0
-    hops -= m if layout.turning and layout.pp > 1 else 0  # where the last rank hands on to itself
-    assert {found[verb, part] for verb in ("send", "recv") for part in ("act", "grad")} == {hops}
+    p2p = m * (layout.stages - 1) if layout.pp > 1 else 0
+    p2p -= m if layout.turning and layout.pp > 1 else 0  # where the last rank hands on to itself
+    assert {found[verb, part] for verb in ("send", "recv") for part in ("act", "grad")} == {p2p}
     for unit, layers in (("dense", len(layout.kinds)), ("experts", moe)):
         reduces = 1 if case.sharding.adds_up(unit) else m
         assert found["reduce", unit] == reduces * layers

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from hocket.config import Config
-from hocket.plan.check import check
-from hocket.plan.cost import Measurement, op_costs
-from hocket.plan.dryrun import dry_run
-from hocket.plan.hardware import H200
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.schedule import NO_FRICTION
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.text import from_json, from_text, to_json, to_text
+from hocket.program.check import check
+from hocket.program.cost import Measurement, op_costs
+from hocket.program.dryrun import dry_run
+from hocket.program.hardware import H200
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Program
+from hocket.program.schedule import NO_OVERHEADS
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.text import from_json, from_text, to_json, to_text
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
 from hocket.settings.families import tiny
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without
@@ -92,7 +92,7 @@ def test_measured_forwards_price_recomputations_that_were_not_measured() -> None
     layout = Layout(kinds=tiny().kinds(), recompute=("experts",))
     costs = op_costs(tiny(), layout, 128, 128, Sharding(), H200, 2)
     seconds = {("fwd", "experts", "moe"): 7.0, ("fwd", "attn", "moe"): 5.0}
-    measured = costs.measured(Measurement(source="", seconds=seconds, friction=NO_FRICTION).seconds)
+    measured = costs.measured(Measurement(source="", seconds=seconds, overheads=NO_OVERHEADS).seconds)
     assert measured.table["recompute", "experts", "moe"].seconds == 7.0
     assert ("recompute", "attn", "moe") not in measured.table
     both = costs.measured({**seconds, ("recompute", "experts", "moe"): 6.0})

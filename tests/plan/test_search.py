@@ -16,20 +16,20 @@ from benchmarks.tables import RESULTS
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, run
 from hocket.config import Strategy
-from hocket.plan.check import check
-from hocket.plan.cost import CostTable, Measurement, OpCost
-from hocket.plan.hardware import HARDWARE
-from hocket.plan.layer import FULL, MERGED, merged_order, order_problem, spelt, template
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.schedule import CostKey, Friction
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import layout_of
 from hocket.planning import predict, program_of
+from hocket.program.check import check
+from hocket.program.cost import CostTable, Measurement, OpCost
+from hocket.program.hardware import HARDWARE
+from hocket.program.layer import FULL, MERGED, merged_order, order_problem, spelt, template
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Program
+from hocket.program.schedule import CostKey, Overheads
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.stages import layout_of
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.tune import best_plan
 from hocket.tune.balance import balanced
 from hocket.tune.candidates import GROUPS, Changes, Known
@@ -289,24 +289,24 @@ def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
 
 def test_measured_costs_are_what_plans_are_priced_with() -> None:
     wanted = task("tiny", *SMALL)
-    slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, friction=Friction())
+    slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, overheads=Overheads())
     plain, slowed = (best_plan.Pricer(t)({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
     assert plain is not None
     assert slowed is not None
     assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
 
 
-HOPS = (("recv", "act", ""), ("recv", "grad", ""))
+P2P = (("recv", "act", ""), ("recv", "grad", ""))
 EXCHANGES = (("fwd", "dispatch", "moe"), ("bwd", "combine", "moe"))
 
 
-@pytest.mark.parametrize("late", [HOPS, EXCHANGES])
+@pytest.mark.parametrize("late", [P2P, EXCHANGES])
 def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Sequence[CostKey]) -> None:
-    """With a hop that takes long, `auto` puts more weight gradients behind the send, with long all-to-alls it sends
-    fewer copies; `hocket train` cannot know.
+    """With a p2p transfer that takes long, `auto` puts more weight gradients behind the send, with long all-to-alls it
+    sends fewer copies; `hocket train` cannot know.
     """
     wanted = task("tiny", *SMALL)
-    measured = Measurement(source="a trace", seconds=dict.fromkeys(late, 0.02), friction=Friction())
+    measured = Measurement(source="a trace", seconds=dict.fromkeys(late, 0.02), overheads=Overheads())
     slow = replace(wanted, measured=measured)
     assert best_plan.words(wanted, {}) == ["tiny", *SMALL]
     settings = slow.settled({})

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import KINDS, Time, makespan, simulate
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.shard import Sharding
+from hocket.program.simulate import KINDS, Time, makespan, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 from tests.helpers.seconds import cpu_seconds
@@ -65,7 +65,7 @@ def test_time_of_several_kinds_counts_for_the_one_that_ends_last() -> None:
     assert (use.busy, use.exposed_total, use.idle) == (3, 7, 0)
 
 
-def test_hop_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> None:
+def test_p2p_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> None:
     first = [
         Op("fwd", "attn", 0, 0, 0),
         Op("send", "act", 0, 0, lane="send_act", deps=(0,)),
@@ -81,7 +81,7 @@ def test_hop_starts_when_the_send_is_posted_and_the_recv_heads_its_lane() -> Non
     costs = {("fwd", "attn"): 5, ("recv", "act"): 7, ("send", "act"): 1000, ("fwd", "experts"): 1}
     timeline = simulate(toy(first, second), Table(costs))
     assert times(timeline, 0) == [(0, 5), (5, 5), (5, 10), (10, 10)]
-    # the second hop's data is ready at 10, but its lane is still busy with the first one
+    # the second p2p transfer's data is ready at 10, but its lane is still busy with the first one
     assert times(timeline, 1) == [(5, 12), (12, 19), (12, 13), (19, 20)]
     late = [*second[:1], second[1]._replace(deps=(2,)), *second[2:]]
     late = [late[0], late[2]._replace(deps=(0,)), late[1]._replace(deps=(1,)), late[3]._replace(deps=(2,))]
@@ -195,14 +195,14 @@ def test_merging_without_a_pipeline_hides_every_all_to_all_but_the_first_and_the
     microbatches, layers = 5, 3
     plan = planned(merge="on", defer_wgrad="on")
     built = build_program(Layout(kinds=("moe",) * layers, ep=2), microbatches, plan, Sharding())
-    timeline = simulate(built, Table(published(hop=Fraction(0))))
+    timeline = simulate(built, Table(published(p2p=Fraction(0))))
     compute = microbatches * layers * 6
     assert timeline.ranks[0].busy == compute
     # the first forward exposes both all-to-alls; of the last backward's, weight gradients (1.0 and 0.7, one layer
     # earlier) hide dispatch and all but the first combine
     assert timeline.ranks[0].exposed["a2a"] == layers * Fraction(14, 10) + Fraction(7, 10)
     alone = build_program(built.layout, microbatches, planned(plan, merge="off", order="sequential"), Sharding())
-    assert simulate(alone, Table(published(hop=Fraction(0)))).makespan > timeline.makespan
+    assert simulate(alone, Table(published(p2p=Fraction(0)))).makespan > timeline.makespan
 
 
 # --- real programs

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
-from hocket.plan.hardware import H200
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
-from hocket.plan.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
-from hocket.plan.tensor_ways import cell_of, possible, splits_of
 from hocket.planning import program_of
+from hocket.program.hardware import H200
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of
+from hocket.program.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
+from hocket.program.tensor_ways import cell_of, possible, splits_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.tensor_choice import WORTH
 
 LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)

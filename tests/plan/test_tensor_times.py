@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.tensor_parallel import model_of, settings
-from hocket.plan.hardware import H200
-from hocket.plan.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
-from hocket.plan.tensor_ways import cell_of, possible, splits_of
+from hocket.program.hardware import H200
+from hocket.program.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
+from hocket.program.tensor_ways import cell_of, possible, splits_of
 from hocket.resolve import Settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

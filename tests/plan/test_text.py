@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.plan.ops import LANES, Layout, Op, Program
-from hocket.plan.text import diff, from_json, from_text, to_json, to_text
+from hocket.program.ops import LANES, Layout, Op, Program
+from hocket.program.text import diff, from_json, from_text, to_json, to_text
 from tests.plan.programs import Case, cases, find, moved, sample, with_op, without
 
 NONE_OR_MORE = st.integers(-1, 200)

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hocket.plan.lower import build_program, choose_order
-from hocket.plan.ops import Layout, Op, Program
-from hocket.plan.pipeline import merged_share as merged_steps
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import Timeline, simulate
-from hocket.plan.timeline import (
+from hocket.program.lower import build_program, choose_order
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.pipeline import merged_share as merged_steps
+from hocket.program.shard import Sharding
+from hocket.program.simulate import Timeline, simulate
+from hocket.program.timeline import (
     COLORS,
     duration,
     exposed_spans,

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-from hocket.plan.lower import build_forward, build_program
-from hocket.plan.ops import Layout, Program
-from hocket.plan.pipeline import Order, in_flight, one_f_one_b
-from hocket.plan.shard import Sharding
-from hocket.plan.simulate import simulate
-from hocket.plan.zero_bubble import Times, zb_h1, zb_v
+from hocket.program.lower import build_forward, build_program
+from hocket.program.ops import Layout, Program
+from hocket.program.pipeline import Order, in_flight, one_f_one_b
+from hocket.program.shard import Sharding
+from hocket.program.simulate import simulate
+from hocket.program.zero_bubble import Times, zb_h1, zb_v
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 
@@ -25,7 +25,7 @@ def text(order: Order) -> list[str]:
 
 
 def length(order: Order) -> int | None:
-    """Units until all is done, if every step takes one and hops take none; None if the order deadlocks."""
+    """Units until all is done, if every step takes one and p2p transfers take none; None if the order deadlocks."""
     pp = len(order)
     stages = pp * (1 + max(step.fwd[1] for step in order[0] if step.fwd))
     layout = Layout(("dense",) * stages, pp=pp, chunks=stages // pp, turning=stages > pp)

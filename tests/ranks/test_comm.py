@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hocket.plan.mesh import PURPOSES, Mesh
+from hocket.program.mesh import PURPOSES, Mesh
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks

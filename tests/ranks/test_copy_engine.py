@@ -28,15 +28,15 @@ from hocket.config import (
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.parallel import dispatch
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 from hocket.runtime import copy_engine
 from hocket.runtime.comm import Group, Groups, everyone, make_groups
 from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow
-from hocket.runtime.group_transport import HOPS
+from hocket.runtime.group_transport import P2P
+from hocket.runtime.peer_access import refuse
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
-from hocket.runtime.reach import refuse
 from hocket.runtime.transports import Gloo, local_sum
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned
 from tests.helpers.pools import CpuPool
@@ -200,7 +200,7 @@ def on_copy_engines(groups: Groups, purposes: tuple[str, ...]) -> list[CopyEngin
     """Put groups of gloo on the copy-engine transport, with CPU memory in its windows."""
     made = []
     for purpose in purposes:
-        if purpose in HOPS:  # which `test_hop_copies.py` is about
+        if purpose in P2P:  # which `test_p2p_copies.py` is about
             continue
         group = getattr(groups, purpose)
         assert isinstance(group.transport, Gloo)
@@ -238,7 +238,7 @@ def the_same_steps(rank: int, config: Config) -> None:
     for transport in COPIED:
         got, windows = a_run(rank, config, transport)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), transport
-        windowed = [purpose for purpose in COPIED[transport] if purpose not in ("a2a", *HOPS)]
+        windowed = [purpose for purpose in COPIED[transport] if purpose not in ("a2a", *P2P)]
         assert windows == [1] * len(windowed), "one window holds all that a group communicates"
 
 

@@ -17,7 +17,7 @@ from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import route
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.chunks import init_chunk
 from tests.helpers.parity import STEPS, assert_parity, config
 from tests.helpers.plans import small

@@ -9,8 +9,8 @@ from torch import nn
 from hocket.engine import Engine
 from hocket.fsdp.planned.model import PlannedModel, unit_of
 from hocket.model.microbatch import Microbatch
-from hocket.plan.mesh import Mesh
-from hocket.plan.ops import Layout, Program
+from hocket.program.mesh import Mesh
+from hocket.program.ops import Layout, Program
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue
 from tests.helpers.parity import config

@@ -15,7 +15,7 @@ from hocket.config import COPIED, Purpose
 from hocket.runtime import group_transport
 from hocket.runtime.copy_engine import CopyEngine
 from hocket.runtime.group_transport import CommOptions, make_transport
-from hocket.runtime.hop_copies import CopiedHops
+from hocket.runtime.p2p_copies import CopiedHops
 from hocket.runtime.peer_copies import CopiedRows
 from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.token_copies import CopyingNccl
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         options.append(pg_options)
         return dist.ProcessGroup(0, 2)  # pyrefly: ignore
 
-    for name in ("pushes", "peer_copies", "hop_copies", "copied_tokens", "Side", "nccl_options"):
+    for name in ("pushes", "peer_copies", "p2p_copies", "copied_tokens", "SideStream", "nccl_options"):
         monkeypatch.setattr(group_transport, name, lambda *_: None)
     monkeypatch.setattr(group_transport, "copy_engine_options", lambda *_: "copy engines")
     monkeypatch.setattr(dist, "new_group", new_group)

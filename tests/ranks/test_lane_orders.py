@@ -18,9 +18,9 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.shard_grads import ShardGrads
 from hocket.model.microbatch import Microbatch
-from hocket.plan.linearize import linearize
-from hocket.plan.ops import Op
-from hocket.runtime import island
+from hocket.program.linearize import linearize
+from hocket.program.ops import Op
+from hocket.runtime import segment
 from hocket.runtime.comm import Pending
 from tests.helpers.parity import assert_parity, config
 from tests.helpers.ranks import run_ranks
@@ -73,29 +73,29 @@ def test_every_legal_order_gives_the_same_bits() -> None:
 
 
 def leftovers(rank: int, c: Config) -> tuple[int, int]:
-    """Tensors that islands made and received in a step: how many there were, and how many still live after it."""
+    """Tensors that segments made and received in a step: how many there were, and how many still live after it."""
     engine = Engine(c, rank, torch.device("cpu"))
     batch = microbatches_of(engine, c)
     seen: list[weakref.ref[Tensor]] = []
-    forward, backward = island.Island.forward, island.Island.backward
+    forward, backward = segment.Segment.forward, segment.Segment.backward
 
     def watch(values: Any) -> None:
         flat = values if isinstance(values, tuple | list) else (values,)
         seen.extend(weakref.ref(value) for value in flat if isinstance(value, Tensor))
 
-    def watched_forward(self: island.Island, fn: Any, *inputs: Any) -> Any:
+    def watched_forward(self: segment.Segment, fn: Any, *inputs: Any) -> Any:
         result = forward(self, fn, *inputs)
         watch(inputs)
         watch(result)
         return result
 
-    def watched_backward(self: island.Island, *grads: Any) -> Any:
+    def watched_backward(self: segment.Segment, *grads: Any) -> Any:
         result = backward(self, *grads)
         watch(grads)
         watch(result)
         return result
 
-    island.Island.forward, island.Island.backward = watched_forward, watched_backward  # type: ignore[method-assign]
+    segment.Segment.forward, segment.Segment.backward = watched_forward, watched_backward  # type: ignore[method-assign]
     engine.train_step(batch, 1e-2)
     engine.assert_clean()
     engine.executor.actions.losses, engine.executor.actions.microbatches = [], ()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hocket.engine.graphed import recorder_of
-from hocket.plan.ops import LANES
-from hocket.runtime.lanes import CpuLanes, CudaLanes, Side
+from hocket.program.ops import LANES
+from hocket.runtime.lanes import CpuLanes, CudaLanes, SideStream
 from hocket.runtime.transports import Pending
 
 GPU = torch.device("cuda", 0)
@@ -82,7 +82,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 
 
 def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current: list[Stream]) -> None:
-    (outer,), side = list(current), Side(GPU)
+    (outer,), side = list(current), SideStream(GPU)
     lanes = CudaLanes(GPU, [side])
     lanes.begin()
     lanes.use("compute")
@@ -96,7 +96,7 @@ def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current
 
 
 def test_a_recording_waits_for_no_side_that_takes_no_part_in_it(current: list[Stream]) -> None:
-    (outer,), side = list(current), Side(GPU)
+    (outer,), side = list(current), SideStream(GPU)
     lanes = CudaLanes(GPU, [side])
     outer.recorded = True
     lanes.begin()

@@ -14,12 +14,12 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.actions import Actions
 from hocket.model.microbatch import Microbatch
-from hocket.plan.ops import Op
+from hocket.program.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import RowTable
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.ranks import run_ranks
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")

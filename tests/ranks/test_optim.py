@@ -8,8 +8,8 @@ from torch import nn
 
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.plan.mesh import Mesh
-from hocket.plan.ops import Layout, Program
+from hocket.program.mesh import Mesh
+from hocket.program.ops import Layout, Program
 from hocket.runtime.comm import make_groups
 from tests.helpers.ranks import run_ranks
 from tests.helpers.units import CPU, SLOTS, add_grads, build, build_module, tensors

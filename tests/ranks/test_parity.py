@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
-from hocket.plan.zero_bubble import ZERO_BUBBLE
-from hocket.settings.leaves import changed
+from hocket.program.zero_bubble import ZERO_BUBBLE
+from hocket.settings.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.parity import assert_parity, config
 

@@ -17,16 +17,16 @@ from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
-from hocket.plan.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
-from hocket.plan.hardware import LAPTOP
-from hocket.plan.mesh import Mesh
-from hocket.plan.stages import costs_of
+from hocket.program.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.program.hardware import LAPTOP
+from hocket.program.mesh import Mesh
+from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
-from hocket.runtime.reach import refuse
-from hocket.settings.leaves import changed
+from hocket.runtime.peer_access import refuse
+from hocket.settings.schema import changed
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import config
 from tests.helpers.plans import planned

@@ -11,12 +11,12 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
-from hocket.plan.network import hardware_of
-from hocket.plan.stages import costs_of, mesh_of
-from hocket.plan.values import unit_moved, unit_written
+from hocket.program.network import hardware_of
+from hocket.program.stages import costs_of, mesh_of
+from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import Group, Window, make_groups
 from hocket.settings.arrivals import parts_bytes
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches

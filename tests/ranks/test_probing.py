@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from hocket.plan.measured_hardware import RATES
 from hocket.probing.rank import measure
 from hocket.probing.request import Measured, Request
 from hocket.probing.start import run
+from hocket.program.measured_hardware import RATES
 from tests.helpers.ranks import run_ranks
 
 REQUEST = Request(

@@ -11,9 +11,9 @@ import torch
 from hocket.config import DataConfig
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
-from hocket.plan.network import hardware_of
-from hocket.plan.simulate import simulate
-from hocket.plan.stages import costs_of
+from hocket.program.network import hardware_of
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of
 from tests.helpers.live import LiveBytes
 from tests.helpers.parity import config
 from tests.reference import random_batches

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.runtime import shared_memory as module
-from hocket.runtime.hop_copies import HALVES, WORDS, blank, hop_copies
+from hocket.runtime.p2p_copies import HALVES, WORDS, blank, p2p_copies
 from hocket.runtime.peer_copies import shared_buffers
 
 CPU = torch.device("cpu")
@@ -66,14 +66,14 @@ def test_memory_that_needs_no_preparation_needs_no_barrier(imitated: Imitated) -
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 have a group, in torch's order, and a driver that does nothing."""
-    monkeypatch.setattr("hocket.runtime.hop_copies.Cuda", lambda: None)
-    monkeypatch.setattr("hocket.runtime.hop_copies.dist.get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr("hocket.runtime.p2p_copies.Cuda", lambda: None)
+    monkeypatch.setattr("hocket.runtime.p2p_copies.dist.get_process_group_ranks", lambda group: [0, 1])
 
 
 @pytest.mark.parametrize(("nbytes", "half"), [(1, 256), (512, 256), (513, 512), (64 << 10, 32 << 10)])
 @pytest.mark.usefixtures("joined")
 def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(nbytes: int, half: int, imitated: Imitated) -> None:
-    copies = hop_copies(GROUP, (0, 1), nbytes, CPU, 2.5)
+    copies = p2p_copies(GROUP, (0, 1), nbytes, CPU, 2.5)
     assert copies.nbytes == half
     assert copies._memories[1] is imitated.mine
     assert len(list(copies._pieces(torch.zeros(nbytes, dtype=torch.uint8)))) <= HALVES
@@ -83,6 +83,6 @@ def test_an_edge_has_room_for_what_is_sent_in_two_whole_halves(nbytes: int, half
 @pytest.mark.usefixtures("joined")
 def test_ranks_have_the_order_of_the_edge(ranks: tuple[int, int], imitated: Imitated) -> None:
     """Not torch's, which is the other one where a ring closes."""
-    copies = hop_copies(GROUP, ranks, 1, CPU, 2.5)
+    copies = p2p_copies(GROUP, ranks, 1, CPU, 2.5)
     assert copies._rank == ranks.index(1)
     assert [memory is imitated.mine for memory in copies._memories] == [rank == 1 for rank in ranks]

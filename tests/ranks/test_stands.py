@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.launching.culprit import culprit
-from hocket.plan.ops import Op
+from hocket.program.ops import Op
 from hocket.runtime.exchanges import Came, RankState
 from hocket.runtime.stands import Stands
 

@@ -9,11 +9,11 @@ import torch
 
 from hocket.engine.standstill import Standstill
 from hocket.launching.culprit import culprit
-from hocket.plan.ops import Op
-from hocket.runtime import hop_copies
+from hocket.program.ops import Op
+from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
 from hocket.runtime.exchanges import STATE
-from hocket.runtime.hop_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
+from hocket.runtime.p2p_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
 from hocket.runtime.recorder import Recorder
 from hocket.runtime.transports import Local
 from tests.helpers.driver import Memcpy
@@ -68,8 +68,8 @@ def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -
             "control",
         )
     }
-    hops: Any = CopiedHops(None, ranks, CPU, copies)  # type: ignore[arg-type]
-    edge: Any = {name: Group(name, ranks, ranks.index(rank), hops)}
+    p2p: Any = CopiedHops(None, ranks, CPU, copies)  # type: ignore[arg-type]
+    edge: Any = {name: Group(name, ranks, ranks.index(rank), p2p)}
     return Groups(**alone, **edge, made=(name,))
 
 
@@ -121,7 +121,7 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
     assert text[0].startswith("rank 1: stuck for 0 s in the mean of all ranks' losses, behind all ops")
     waits = text[1].startswith("  waits for activation 2 of edge 0→1, recv act m1 c0")
     assert waits, text[1]
-    assert text[1].endswith("by words in memory for rank 0")
+    assert text[1].endswith("by flags in memory for rank 0")
     assert text[-2].endswith("last recv act m1 c0; in memory: 1 of 2 have arrived, 1 were read")
     assert text[-1].startswith(STATE)
     assert any("plan.graphs = off" in line for line in text) == replayed
@@ -159,14 +159,14 @@ def test_a_rank_that_has_not_sent_over_the_edge_that_closes_the_ring_is_named(
     for memory in memories:
         blank(memory)
     driver, ranks = Streaming(), (1, 0)
-    monkeypatch.setattr(hop_copies, "Cuda", lambda: driver)
-    monkeypatch.setattr(hop_copies, "current_queue", lambda device: 0)
-    monkeypatch.setattr(hop_copies.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(p2p_copies, "Cuda", lambda: driver)
+    monkeypatch.setattr(p2p_copies, "current_queue", lambda device: 0)
+    monkeypatch.setattr(p2p_copies.dist, "get_process_group_ranks", lambda group: [0, 1])
 
     def groups_with(rank: int, name: str) -> Groups:
-        monkeypatch.setattr(hop_copies, "shared_memory", lambda *_: (rank, memories, None))
+        monkeypatch.setattr(p2p_copies, "shared_memory", lambda *_: (rank, memories, None))
         group: Any = "of both ranks"
-        return groups_of(rank, name, ranks, hop_copies.hop_copies(group, ranks, 512, CPU, 1.0))
+        return groups_of(rank, name, ranks, p2p_copies.p2p_copies(group, ranks, 512, CPU, 1.0))
 
     receiving, sending = groups_with(0, "recv_act"), groups_with(1, "send_act")
     receiver, sender = Recorder(RECEIVES, receiving.begin), Recorder(SENDS, sending.begin)
@@ -194,7 +194,7 @@ def test_a_rank_that_has_not_sent_over_the_edge_that_closes_the_ring_is_named(
         Standstill(1, sender, sending, busy, device=True),
     ]
     text = found[0].text()
-    assert "waits for activation 2 of edge 1→0, recv act m1 c1, issued 0 s ago: by words in memory for rank 1\n" in text
+    assert "waits for activation 2 of edge 1→0, recv act m1 c1, issued 0 s ago: by flags in memory for rank 1\n" in text
     told = "4, 1 known to be over, last recv act m3 c1; in memory: 1 of 4 have arrived, 1 were read\n"
     assert f"exchanges of recv_act of ranks 1, 0: {told}" in text
     assert "  waits for " not in found[1].text()

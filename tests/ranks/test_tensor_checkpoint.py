@@ -13,7 +13,7 @@ from hocket.engine import Engine
 from hocket.parallel.parts import Part
 from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from hocket.train.checkpoint import restore, save
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.runtime.dtypes import DTYPES
-from hocket.settings.leaves import changed
+from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks

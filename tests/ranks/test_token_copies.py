@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine.graphed import from_turn_one
-from hocket.runtime.lanes import Side
+from hocket.runtime.lanes import SideStream
 from hocket.runtime.token_copies import WORDS, CopiedTokens
 from tests.helpers.driver import Memcpy
 
@@ -31,7 +31,7 @@ def on_ranks(size: int, work: Callable[[CopiedTokens], list[Tensor]]) -> list[li
     driver, nbytes = Growing(), size * TOKENS * WIDTH * 4
     memories = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(CopiedTokens(rank, memories, driver, Side(CPU))), range(size)))
+        return list(pool.map(lambda rank: work(CopiedTokens(rank, memories, driver, SideStream(CPU))), range(size)))
 
 
 def tokens_of(rank: int, turn: int) -> Tensor:
@@ -130,7 +130,7 @@ def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
 
     def work(rank: int) -> list[Tensor]:
         driver = Recorded(real)
-        tokens = CopiedTokens(rank, memories, driver, Side(CPU))
+        tokens = CopiedTokens(rank, memories, driver, SideStream(CPU))
         mine = [torch.empty(TOKENS, WIDTH) for _ in range(turns)]
 
         def step() -> list[Tensor]:
@@ -171,7 +171,7 @@ def test_words_tell_which_turn_a_rank_waits_in_and_for_whom() -> None:
     """Rank 0 takes two turns with both peers, then a third in which the second peer is missing."""
     size, nbytes = 3, 3 * TOKENS * WIDTH * 4
     memories, driver = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Memcpy()
-    ranks = [CopiedTokens(rank, memories, driver, Side(CPU)) for rank in range(size)]
+    ranks = [CopiedTokens(rank, memories, driver, SideStream(CPU)) for rank in range(size)]
     for tokens in ranks:
         tokens.spread(tokens_of(tokens.rank, 0))
     marks = [tokens.begin() for tokens in ranks]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.plan.mesh import Purpose
+from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group, make_group
 from hocket.runtime.trial import why_no_copies
 from tests.helpers.ranks import run_ranks

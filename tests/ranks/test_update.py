@@ -15,16 +15,16 @@ from torch import Tensor
 from hocket.config import Strategy
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
-from hocket.plan.check import check
-from hocket.plan.dryrun import dry_run
-from hocket.plan.lower import build_program
-from hocket.plan.ops import Op, Program
-from hocket.plan.stages import layout_of, sharding_of
-from hocket.plan.values import unit_moved, unit_read
+from hocket.program.check import check
+from hocket.program.dryrun import dry_run
+from hocket.program.lower import build_program
+from hocket.program.ops import Op, Program
+from hocket.program.stages import layout_of, sharding_of
+from hocket.program.values import unit_moved, unit_read
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.leaves import changed
 from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.trials import model_costs
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.parity import config

@@ -157,7 +157,7 @@ def test_layers_and_kinds_have_their_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "null"])
-def test_what_brings_a_copied_hop_to_its_place_belongs_to_the_hop(transport: str, tmp_path: Path) -> None:
+def test_what_brings_a_copied_p2p_to_its_place_belongs_to_the_p2p(transport: str, tmp_path: Path) -> None:
     """Without communication such a copy only stands in for one."""
     made = (
         grouped()

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from hocket.plan.timeline import COLORS as PLAN_COLORS
+from hocket.program.timeline import COLORS as PLAN_COLORS
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import exposed, idle, late, report
 from hocket_trace.intervals import length

@@ -23,7 +23,7 @@ from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, bac
 from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
-from hocket.plan.mesh import Mesh
+from hocket.program.mesh import Mesh
 
 PREFETCH = 2
 """Units that are fetched ahead when tuned."""

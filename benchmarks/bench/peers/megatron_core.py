@@ -35,7 +35,7 @@ from benchmarks.bench.peers.megatron_core_plan import Experts, Stage, wait_for_w
 from benchmarks.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
-from hocket.plan.stages import layout_of
+from hocket.program.stages import layout_of
 
 
 @dataclass(frozen=True)

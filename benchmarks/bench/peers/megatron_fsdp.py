@@ -36,7 +36,7 @@ from hocket.model.layers import DenseLayer
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Embed, Head
-from hocket.plan.mesh import Mesh, Purpose
+from hocket.program.mesh import Mesh, Purpose
 
 UNITS = [Embed, DenseLayer, MoELayer, Head]
 

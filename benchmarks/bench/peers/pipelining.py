@@ -29,9 +29,9 @@ from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.parallel.linears import cross_entropy
-from hocket.plan.mesh import Mesh
-from hocket.plan.ops import Layout
-from hocket.plan.stages import layout_of
+from hocket.program.mesh import Mesh
+from hocket.program.ops import Layout
+from hocket.program.stages import layout_of
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from benchmarks.bench.plain import adamw, first_value, optimizer_name
 from benchmarks.bench.workload import Workload
 from hocket.model.microbatch import Microbatch
 from hocket.parallel.linears import cross_entropy
-from hocket.plan.mesh import Mesh
-from hocket.plan.ops import even_bounds
+from hocket.program.mesh import Mesh
+from hocket.program.ops import even_bounds
 
 
 @dataclass(frozen=True)

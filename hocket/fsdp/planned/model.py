@@ -15,10 +15,10 @@ from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.parallel.slices import TensorRank
-from hocket.plan.mesh import Mesh
-from hocket.plan.ops import UNITS, Program
-from hocket.plan.ops import Unit as UnitKind
-from hocket.plan.values import UnitName, unit_moved
+from hocket.program.mesh import Mesh
+from hocket.program.ops import UNITS, Program
+from hocket.program.ops import Unit as UnitKind
+from hocket.program.values import UnitName, unit_moved
 from hocket.runtime.comm import Group, Groups, Window
 from hocket.runtime.transports import Local, local_sum
 

@@ -52,7 +52,7 @@ from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.parallel.parts import Part
 from hocket.parallel.slices import ALONE, TensorRank, part_of, sharers_of, take, whole_shape
-from hocket.plan.ops import Unit as UnitKind
+from hocket.program.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, WgradQueue, manage
 

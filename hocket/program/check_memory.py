@@ -1,0 +1,93 @@
+"""Invariants about memory of values (6, 12), of activations in flight and of received tensors (11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hocket.program.facts import Facts, Violation
+from hocket.program.values import memory_of
+
+
+def values_live(facts: Facts) -> Iterator[Violation]:
+    """Invariant 6: a value is made before its readers and dropped once, by its own lane, after them all.
+
+    Also invariant 12: every value is dropped.
+    """
+    readers = facts.readers
+    for i, keys in enumerate(facts.reads):
+        for key in keys:
+            p = facts.where.get(key)
+            if p is None:
+                verb, part, m, c, layer = key
+                yield facts.fail(
+                    6, f"{facts.show(i)} reads the value of {verb} {part} m{m} c{c} l{layer}: no such op", i
+                )
+                continue
+            if not facts.before(p, i):
+                yield facts.fail(6, f"{facts.show(i)} may run before {facts.show(p)}, whose value it reads", i, p)
+    dropped: dict[int, int] = {}
+    for q, op in enumerate(facts.ops):
+        for p in op.frees:
+            if p not in readers:
+                yield facts.fail(6, f"{facts.show(q)} drops the value of op {p}, which nobody reads", q, p)
+            elif p in dropped:
+                yield facts.fail(6, f"{facts.show(q)} drops {facts.show(p)} a second time", q, p, dropped[p])
+            else:
+                dropped[p] = q
+                yield from _dropped_late_enough(facts, p, q, readers[p])
+    for p in readers:
+        if p not in dropped:
+            yield facts.fail(12, f"the value of {facts.show(p)} is never dropped", p)
+
+
+def _dropped_late_enough(facts: Facts, p: int, q: int, readers: list[int]) -> Iterator[Violation]:
+    owner = memory_of(facts.ops[p])
+    if owner != facts.ops[q].lane and facts.ops[q].verb != "step":
+        yield facts.fail(
+            6,
+            f"{facts.show(q)} on lane {facts.ops[q].lane} drops {facts.show(p)}, whose memory belongs to lane "
+            f"{owner}: only that lane, or the step, can tell when it is free",
+            q,
+            p,
+        )
+    for reader in readers:
+        if reader > q or not facts.before(reader, q):
+            yield facts.fail(
+                6, f"{facts.show(q)} drops the value of {facts.show(p)}, but {facts.show(reader)} may still read it",
+                q, p, reader,
+            )  # fmt: skip
+
+
+def activations_capped(facts: Facts) -> Iterator[Violation]:
+    """Invariant 11: from its first forward op to its last backward op a chunk is in flight; the plan says how many."""
+    caps = facts.program.in_flight
+    if facts.rank >= len(caps):
+        yield facts.fail(11, f"in_flight={caps} gives no cap for this rank")
+        return
+    cap, live = caps[facts.rank], 0
+    events = [(span.first, 1) if span.verb == "fwd" else (span.last, -1) for span in facts.spans]
+    for position, change in sorted(events):
+        live += change
+        if live > cap and change > 0:
+            yield facts.fail(
+                11, f"{facts.show(position)} makes {live} chunk activations in flight, cap {cap}", position
+            )
+
+
+def receives_paced(facts: Facts) -> Iterator[Violation]:
+    """Invariant 11 for received tensors: what the list has a reader for is read before the next receive is posted.
+
+    A receive takes memory from the moment it is posted, and nothing but a dependency keeps the host from posting
+    all of a step at once. Two may wait for their readers, since neighbours that are three steps apart post one step
+    earlier.
+    """
+    waiting: dict[str, list[int]] = {}
+    for i, op in enumerate(facts.ops):
+        if op.verb == "recv":
+            earlier = waiting.setdefault(op.part, [])
+            late = [p for p in earlier if not any(facts.before(reader, i) for reader in facts.readers.get(p, ())[:1])]
+            read = [p for p in late if facts.readers.get(p, [i])[0] < i]
+            if read or len(late) > 1:
+                p = (read or late)[0]
+                yield facts.fail(11, f"{facts.show(i)} may be posted before {facts.show(p)} has a reader", i, p)
+            waiting[op.part] = [*late, i][-2:]

@@ -1,0 +1,268 @@
+"""The last passes: dependencies from what ops read, and the place where each value is dropped.
+
+Note: [Only cross-lane dependencies are written down]
+The ops of a lane run in list order, so a dependency on the same lane says nothing new, and of several on one
+other lane the latest says it all. What is left is at most one per other lane: on a GPU, at most one event to
+wait for per lane.
+
+Note: [A receive is not posted early]
+On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
+that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
+
+Note: [A value is dropped by its own lane]
+A tensor returns to the memory pool of the stream that allocated it, and that stream may hand it out again at
+once. Dropping it is safe as soon as the owner's lane is known to run after every reader: then whatever the
+lane does next with that memory comes after them. Waiting for the readers just to drop a value would stall the
+lane; instead the value is dropped by the first op of its lane that already comes after all of them. Nothing
+waits, nothing is recorded on the allocator, and memory stays a few ops longer. What is left at the end is
+dropped by the step, which comes after everything; the next step's first ops come after it.
+
+Note: [What comes back acknowledges what was sent]
+Nothing reads a send, so the compute lane would never learn that one is done, and would hold every sent value
+until the step. But what this rank receives tells: the neighbour had received so much from us before it made
+this. So the first reader of a received value also waits for the latest send that must have arrived by then.
+It is done in fact, so nobody ever waits for it and no circle can close; it only has to be known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hocket.program.ops import Key, Lane, Layout, Op
+from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, unit_moved
+
+
+def connect(
+    ranks: Sequence[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = ()
+) -> tuple[tuple[Op, ...], ...]:
+    """The ops of all ranks with `deps` filled in.
+
+    `also` has, for every rank, ops that wait for another one whose value they don't read.
+    """
+    return tuple(_connected(ops, meanings(layout, r), also[r] if also else {}) for r, ops in enumerate(ranks))
+
+
+def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple[Op, ...]:
+    lanes, needs = [op.lane for op in ops], _needs(ops, known)
+    where = {op.key: i for i, op in enumerate(ops)} if also else {}
+    for op, other in also.items():
+        needs[where[op]].append(where[other])
+    deps = [latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
+    return tuple(Op(*op[:7], found) if found else op for op, found in zip(ops, deps, strict=True))
+
+
+def free(ranks: Sequence[Sequence[Op]], layout: Layout, only: int | None = None) -> tuple[tuple[Op, ...], ...]:
+    """The connected ops of all ranks with `frees` filled in, and with what has to be known for that.
+
+    With `only` those of one rank; the others stay as they are.
+    """
+    arrivals = _Arrivals(ranks, layout)
+    return tuple(
+        _with_frees(_rank(ops, layout, rank, arrivals)) if only in (None, rank) else tuple(ops)
+        for rank, ops in enumerate(ranks)
+    )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's connected ops, what they wait for by now, and who reads each value; all by position."""
+
+    ops: Sequence[Op]
+    lanes: list[Lane]
+    deps: list[tuple[int, ...]]
+    readers: dict[int, list[int]]
+
+
+def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> _Rank:
+    """With acknowledgments: see Note: [What comes back acknowledges what was sent]."""
+    known = meanings(layout, rank)
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
+    readers: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        there = where[op.microbatch]
+        for name in known.of(op).reads:
+            readers[there[name]].append(i)
+        if op.verb == "update":  # see Note: [What an update has read is the compute lane's]
+            readers[i].append(i)
+        there[op.verb, op.part, op.chunk, op.layer] = i
+    lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
+    for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
+        if not readers[received]:
+            raise ValueError(f"this order cannot run: nothing reads what '{ops[received]}' receives")
+        first = readers[received][0]
+        deps[first] = latest_per_lane(lanes, first, [*deps[first], sent])
+    return _Rank(ops, lanes, deps, readers)
+
+
+def _with_frees(rank: _Rank) -> tuple[Op, ...]:
+    dropped = _dropped_by(rank)
+    return tuple(
+        Op(*op[:7], deps, tuple(dropped.get(i, ()))) if i in dropped or deps is not op.deps else op
+        for i, (op, deps) in enumerate(zip(rank.ops, rank.deps, strict=True))
+    )
+
+
+class _Arrivals:
+    """What has come to each rank by the time that it sends something."""
+
+    def __init__(self, ranks: Sequence[Sequence[Op]], layout: Layout) -> None:
+        self._ranks, self._layout = ranks, layout
+        self._found: dict[tuple[int, Lane], list[int]] = {}
+        self._where: dict[int, dict[Key, int]] = {}
+        self._received: dict[int, dict[tuple[Lane, int], list[int]]] = {}
+
+    def acknowledged_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """(receive, send) of a rank, by position: what is received shows that this send, the latest so far, is done."""
+        for position, op in enumerate(self._ranks[rank]):
+            if op.verb != "recv":
+                continue
+            peer, key = self._layout.peer(op, rank)
+            lane: Lane = "recv_grad" if op.part == "act" else "recv_act"
+            received = self._of(peer)[lane, rank]
+            arrived = bisect_right(received, self._known(peer, lane)[self._transfers(peer)[key]])
+            if arrived:
+                _, sent = self._layout.peer(self._ranks[peer][received[arrived - 1]], peer)
+                yield position, self._transfers(rank)[sent]
+
+    def _known(self, rank: int, lane: Lane) -> list[int]:
+        if (rank, lane) not in self._found:
+            ops = self._ranks[rank]
+            self._found[rank, lane] = known_done([op.lane for op in ops], [op.deps for op in ops], lane)
+        return self._found[rank, lane]
+
+    def _transfers(self, rank: int) -> dict[Key, int]:
+        """Positions of sends and receives."""
+        if rank not in self._where:
+            ops = enumerate(self._ranks[rank])
+            self._where[rank] = {op.key: i for i, op in ops if op.verb in ("send", "recv")}
+        return self._where[rank]
+
+    def _of(self, rank: int) -> dict[tuple[Lane, int], list[int]]:
+        """(lane, source) -> positions of a rank's receives."""
+        if rank not in self._received:
+            found = self._received[rank] = defaultdict(list)
+            for i in self._transfers(rank).values():
+                op = self._ranks[rank][i]
+                if op.verb == "recv":
+                    found[op.lane, self._layout.peer(op, rank)[0]].append(i)
+        return self._received[rank]
+
+
+def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
+    """Everything that each op must come after, by position."""
+    where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
+    gathered: dict[UnitName, int] = {}  # unit -> its latest gather
+    released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
+    slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
+    last_reader: dict[UnitName, int] = {}
+    updated: dict[UnitName, int] = {}
+    written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
+    computed = -1  # the latest compute op
+    needs: list[list[int]] = []
+    for i, op in enumerate(ops):
+        verb, part, microbatch, chunk, layer, lane, slot, _, _ = op
+        meaning, there = known.of(op), where[microbatch]
+        needed = meaning.reads if meaning.follows is None else (*meaning.reads, meaning.follows)
+        need = [there[name] for name in needed if name in there]
+        if len(need) < len(needed):
+            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops))
+        if (unit := meaning.unit_read) is not None:
+            last_reader[unit] = i
+            if unit in gathered:
+                need.append(gathered[unit])
+            elif unit in updated:  # held whole
+                need.append(updated[unit])
+        elif (unit := meaning.unit_written) is not None:
+            if (unit[0], slot) in slot_read:
+                need.append(slot_read[unit[0], slot])
+            written[unit, microbatch] = i
+        elif verb == "recv":
+            if computed >= 0:  # see Note: [A receive is not posted early]
+                need.append(computed)
+        elif verb == "gather":
+            # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
+            if (part, slot) in released:
+                need.append(released[part, slot])
+            if unit_moved(op) in updated:
+                need.append(updated[unit_moved(op)])
+            gathered[unit_moved(op)] = i
+        elif verb == "update":  # that new gradients come behind it follows: wgrads come behind what reads the weights
+            updated[unit_moved(op)] = i
+        elif verb == "release":
+            need.append(last_reader[unit_moved(op)])
+            released[part, slot] = i
+        elif verb in ("add", "reduce"):
+            # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
+            need.append(written[unit_moved(op), microbatch])
+            slot_read[part, slot] = i
+        elif verb == "step":
+            need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
+        if lane == "compute":
+            computed = i
+        there[verb, part, chunk, layer] = i
+        needs.append(need)
+    return needs
+
+
+def _not_yet(op: Op, missing: Sequence[Name], ops: Sequence[Op]) -> str:
+    """Why an order of ops cannot run."""
+    verb, part, chunk, layer = missing[0]
+    name = str(Op(verb, part, op.microbatch, chunk, layer))  # pyrefly: ignore[bad-argument-type]
+    comes = "comes later in the order" if name in map(str, ops) else "is not in the order"
+    return f"this order cannot run: '{op}' needs '{name}', which {comes}"
+
+
+def latest_per_lane(lanes: Sequence[Lane], position: int, needed: Sequence[int]) -> tuple[int, ...]:
+    """See Note: [Only cross-lane dependencies are written down]."""
+    mine = lanes[position]
+    others = [p for p in needed if lanes[p] != mine]
+    if len(others) < 2:
+        return tuple(others)
+    others.sort()
+    latest = {lanes[p]: p for p in others}
+    return tuple(others if len(latest) == len(others) else sorted(latest.values()))
+
+
+def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane) -> list[int]:
+    """For every op, the latest position on `lane` that is known to be done when it runs (its own included)."""
+    latest: dict[Lane, int] = dict.fromkeys({*lanes, lane}, -1)
+    known: list[int] = []
+    for i, (mine, before) in enumerate(zip(lanes, deps, strict=True)):
+        if mine == lane:
+            latest[mine] = i
+        else:
+            for p in before:
+                if known[p] > latest[mine]:
+                    latest[mine] = known[p]
+        known.append(latest[mine])
+    return known
+
+
+def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
+    """Which op drops which values. See Note: [A value is dropped by its own lane]."""
+    lanes, frees = rank.lanes, defaultdict[int, list[int]](list)
+    positions: dict[Lane, list[int]] = defaultdict(list)
+    turn = []  # how many ops of its lane are before an op
+    for i, lane in enumerate(lanes):
+        turn.append(len(positions[lane]))
+        positions[lane].append(i)
+
+    @cache
+    def known(other: Lane) -> list[int]:
+        return known_done(lanes, rank.deps, other)
+
+    @cache
+    def learned(lane: Lane, other: Lane) -> list[int]:
+        """What the ops of a lane know to be done of another one. It only grows."""
+        return [known(other)[i] for i in positions[lane]]
+
+    for p, who in rank.readers.items():
+        mine, k = memory_of(rank.ops[p]), 0
+        for i in who:
+            k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
+        frees[positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1].append(p)
+    return {i: sorted(values) for i, values in frees.items()}

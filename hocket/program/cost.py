@@ -1,0 +1,361 @@
+"""What every op of a plan costs: FLOPs, bytes and seconds from the sizes of the model and a few hardware figures.
+
+Letters: T tokens of a microbatch, S tokens of a sequence, D hidden, R = T * top_k routed rows, P weights of a part,
+n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are elements times `dtype_bytes`.
+
+    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of kernels between / their bandwidth
+                            + 2/3 of what matmuls read and write / the same + what starts and ends kernels
+    rate                    of the full clock, at the clock that power allows (`clock.py`)
+    matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
+    attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
+    time of a transfer      latency + wire bytes / bandwidth
+    all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
+    all-to-all              (ep - 1) / ep * R * D elements received: even routing; fewer R with one copy per rank
+    pipeline p2p transfer            T * D elements
+
+Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
+(arXiv 2204.02311, appendix B); 5/2 is FlashAttention-2's backward (arXiv 2307.08691), five matmuls against two; wire
+bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or write per tensor and kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hocket.config import ModelConfig, Purpose
+from hocket.program.clock import Work, at_clock, clock_of
+from hocket.program.copies import Copies, copies_of
+from hocket.program.formulas import STOCK, Formulas, PartSize
+from hocket.program.hardware import Hardware
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.parts import END_UNITS, Part, Unit
+from hocket.program.schedule import CostKey, Overheads, Time, cost_key
+from hocket.program.shard import Sharding
+from hocket.program.transformer import EMBED, HEAD, Shapes, standard_types
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Cost of one op on one rank. `memory_bytes` is traffic outside matmuls; the rest is as in `simulate.Costs`."""
+
+    seconds: Time = 0.0
+    flops: float = 0.0
+    wire_bytes: int = 0
+    memory_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    grad_bytes: int = 0
+    inner_seconds: Time = 0.0
+    """Of `seconds`: in which the op waits for tensor-parallel peers."""
+    inner_bytes: int = 0
+    """What it gets from them."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
+
+    `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot of each class of units, `state_bytes[rank]`
+    is that of main weights, copies of those that are held whole, and optimizer state. `clock` in Hz is that which power
+    allows; 0: no limit is known.
+    """
+
+    kinds: tuple[str, ...]
+    table: Mapping[CostKey, OpCost]
+    slot_bytes: tuple[Mapping[Unit, tuple[int, int]], ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    clock: float = 0.0
+
+    def of(self, op: Op) -> OpCost:
+        return self.table.get(cost_key(op, self.kinds), _FREE)
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).seconds
+
+    def inner_seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).inner_seconds
+
+    def output_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).output_bytes
+
+    def saved_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).saved_bytes
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).grad_bytes
+
+    def fixed_bytes(self, program: Program, rank: int) -> int:
+        if not self.slot_bytes:
+            return 0
+        return self.state_bytes[rank] + sum(
+            program.weight_slots.get(unit, 0) * weight + program.grad_slots.get(unit, 0) * gradient
+            for unit, (weight, gradient) in self.slot_bytes[rank].items()
+        )
+
+    def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
+        """The same table with measured seconds in place of modelled ones.
+
+        A recomputation that was not measured takes as long as the forward that was. Of what tensor-parallel ranks
+        measured, the modelled share waits for peers.
+        """
+        again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
+        seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
+        changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
+        return replace(self, table={**self.table, **changed})
+
+
+def _lasting(cost: OpCost, seconds: Time) -> OpCost:
+    """An op's cost if it takes so long."""
+    inner = cost.inner_seconds and seconds * cost.inner_seconds / cost.seconds
+    return replace(cost, seconds=seconds, inner_seconds=inner)
+
+
+_FREE = OpCost()
+
+_SHOWN = 2 / 3
+"""Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
+to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a run has shown about its ops, to predict other plans of the same sizes with (see `trace/calibrate.py`)."""
+
+    source: str
+    """The trace it comes from."""
+    seconds: Mapping[CostKey, float]
+    """Seconds of an op on its lane, without contention and without waiting for peers."""
+    overheads: Overheads
+    notes: tuple[str, ...] = ()
+    """What the reader must know, such as what could not be measured."""
+
+
+def part_size(
+    model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None, f: Formulas = STOCK
+) -> PartSize:
+    """Sizes of one part of hocket's own model. `seq` is the length of a sequence, `kind` that of the layer.
+
+    Rows are sent once per expert, if `copies` does not say otherwise.
+    """
+    shapes = Shapes(model, seq, ep, copies or copies_of(model, ep, False, 1), f)
+    there = standard_types((kind,), ep=ep)[0].by_name if kind else {EMBED.name: EMBED, HEAD.name: HEAD}
+    return size_of(there[part], shapes)
+
+
+def size_of(part: Part, shapes: Shapes) -> PartSize:
+    """The sizes of a part by its own cost function."""
+    if part.size is None:
+        raise ValueError(f"part {part.name!r} has no cost function: give its description a `size`")
+    return part.size(shapes)
+
+
+def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
+    """Weights (elements) of one unit, whole; of an experts unit those of one expert-parallel rank."""
+    shapes = Shapes(model, 1, ep, copies_of(model, ep, False, 1), STOCK)
+    ends = (EMBED, HEAD) if unit == EMBED.unit and model.tied else (EMBED,) if unit == EMBED.unit else (HEAD,)
+    parts = ends if unit in END_UNITS else standard_types((kind,), ep=ep)[0].weighted
+    return sum(size_of(part, shapes).weights for part in parts if unit in END_UNITS or part.unit == unit)
+
+
+def model_flops_per_token(model: ModelConfig, seq: int) -> float:
+    """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
+
+    N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
+    Causal attention counts half of the square: `3 * 2 S w` for forward and backward. Recomputation counts nothing.
+    """
+    shapes, kinds = Shapes(model, seq, 1, copies_of(model, 1, False, 1), STOCK), model.kinds()
+    flops = 6.0 * size_of(HEAD, shapes).gemm
+    for kind in standard_types(kinds):
+        sizes = [size_of(part, shapes) for part in kind.parts]
+        flops += kinds.count(kind.name) * sum(6 * (size.gemm + size.grouped) + 3 * size.core for size in sizes)
+    return flops
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """What turns sizes into costs."""
+
+    hardware: Hardware
+    tokens: int
+    dtype_bytes: int
+    sharing: int = 1
+    """Ranks that share every product."""
+
+    def work(self, size: PartSize, verb: str, collects: bool = False) -> Work:
+        """What fwd, bwd or wgrad of a part does; `collects`: products add weight gradients up in fp32."""
+        hw, t, b = self.hardware, self.tokens, self.dtype_bytes
+        matmul = 2.0 * t * (size.gemm + size.grouped)
+        core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
+        whole = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * (size.core + size.masked)
+        rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
+        clocked, others = matmul / hw.gemm_flops, self._traffic(size, verb) / hw.kernel_bandwidth
+        if matmul:
+            operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
+            moving = operands / hw.kernel_bandwidth
+            others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
+        others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
+        return Work(clocked + whole / rate, others, matmul + core)
+
+    def compute(self, size: PartSize, verb: str, collects: bool = False) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part; `collects` as for its work."""
+        work, tokens_bytes = self.work(size, verb, collects), self.tokens * self.dtype_bytes
+        output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
+        saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
+        return OpCost(work.clocked + work.others, work.flops, 0, self._traffic(size, verb), output, saved)
+
+    def _traffic(self, size: PartSize, verb: str) -> int:
+        """Bytes that kernels between matmuls read and write."""
+        if verb == "wgrad":  # of a table: clear it, then add up rows
+            table = not size.gemm + size.grouped
+            return (3 * self.tokens * size.output + size.weights) * self.dtype_bytes if table else 0
+        moved = size.traffic if verb == "fwd" else 2 * size.traffic + size.back
+        return self.tokens * moved * self.dtype_bytes
+
+    def local(self, memory_bytes: int) -> OpCost:
+        """Cost of a compute op that only reads and writes."""
+        seconds = memory_bytes / self.hardware.memory_bandwidth + self.hardware.gap
+        return OpCost(seconds, memory_bytes=memory_bytes)
+
+    def transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
+        """Cost of a collective or a p2p transfer, with the local reads and writes that belong to it."""
+        seconds = self.hardware.link(purpose).seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
+        return OpCost(seconds, 0.0, wire_bytes, local_bytes, output_bytes)
+
+
+def op_costs(
+    model: ModelConfig, layout: Layout, tokens: int, seq: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
+) -> CostTable:
+    """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
+
+    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
+    """
+    copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
+    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas)
+    parts = _parts(layout)
+    sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
+    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor)
+    clock = _clock(price, layout, sharding, shapes) if hardware.clock else 0.0
+    price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
+    table: dict[CostKey, OpCost] = {}
+    p2p = tokens * model.hidden * dtype_bytes
+    for described, kind in parts:
+        part, size = described.name, sizes[described.name, kind]
+        if described.communicates:
+            assert described.purpose is not None
+            rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
+            moved = rows * (described.ranks - 1) // described.ranks
+            for verb, nbytes in (("fwd", rows), ("bwd", room)):
+                table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
+            continue
+        for verb in _verbs(size):
+            table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part))
+        if layout.recomputes(part):
+            once = table["fwd", part, kind]
+            output = once.output_bytes + tokens * size.handed * dtype_bytes
+            table["fwd", part, kind] = replace(once, saved_bytes=0, output_bytes=output)
+            table["recompute", part, kind] = replace(once, output_bytes=0)
+    table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", p2p, p2p)
+    slots, state = _add_units(model, layout, sharding, price, table)
+    return CostTable(layout.kinds, table, slots, state, clock)
+
+
+def _parts(layout: Layout) -> list[tuple[Part, str]]:
+    """Every part with the kinds of layers that have it."""
+    kinds = sorted((kind for kind in layout.layer_types if kind.name in layout.kinds), key=lambda kind: kind.name)
+    return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
+
+
+def _verbs(size: PartSize) -> tuple[str, ...]:
+    return ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd")
+
+
+def _collects(layout: Layout, sharding: Sharding, part: str) -> bool:
+    """Whether products of a part's weight gradients add them up in fp32."""
+    unit = layout.unit(part)
+    return unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
+
+
+def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) -> float:
+    """The clock of the whole model's microbatches. See Note: [Power sets the clock] in `clock.py`."""
+    works: list[Work] = []
+    for part, kind in _parts(layout):
+        count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
+        again = ("fwd",) if layout.recomputes(part.name) else ()
+        size = size_of(part, shapes)
+        if not part.communicates:
+            works += count * [price.work(size, verb, collects) for verb in (*_verbs(size), *again)]
+    return clock_of(price.hardware, works)
+
+
+def _add_units(
+    model: ModelConfig, layout: Layout, sharding: Sharding, price: _Pricing, table: dict[CostKey, OpCost]
+) -> tuple[tuple[Mapping[Unit, tuple[int, int]], ...], tuple[int, ...]]:
+    """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
+
+    A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
+    per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
+    What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
+    too: then there are no slots. A tied embedding has both. AdamW reads weight, gradient and both averages and writes
+    weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads the
+    gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits
+    for the slowest, through the norm's all-reduce.
+    """
+    b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
+    traffic = normed = 0
+    slots: list[Mapping[Unit, tuple[int, int]]] = []
+    state: list[int] = []
+    adamw = 28 if sharding.averages_bytes == 4 else 52
+    for rank in range(layout.pp):
+        largest: dict[Unit, tuple[int, int]] = {}
+        shards = copied = 0
+        for (unit, kind), count in Counter(units_of(layout, rank)).items():
+            weights = unit_weights(model, unit, kind, layout.ep)
+            gathers, reduces = _groups_of(unit)
+            group = sharding.size(unit)
+            whole, twice = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
+            part = -(-weights // group)
+            others = part * (group - 1)
+            shard = weights if whole else part
+            table["gather", unit, kind] = price.transfer(gathers, others * b, local_bytes=shard * (4 + b))
+            summed = price.transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
+            slotted = group > 1 or twice
+            table["reduce", unit, kind] = summed if slotted else _FREE
+            sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
+            table["add", unit, kind] = replace(price.local(weights * (8 + w)) if twice else _FREE, grad_bytes=sums)
+            largest[unit] = max(largest.get(unit, (0, 0)), (weights * b, weights * w) if slotted else (0, 0))
+            for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
+                table[key] = replace(table[key], grad_bytes=4 * shard)
+            cast = shard if whole and b != 4 else 0
+            updated = price.local(adamw * shard + (4 + b) * cast)
+            table["update", unit, kind] = replace(updated, output_bytes=4 * shard)  # gradients that it has read
+            shards += count * shard
+            copied += count * cast
+        slots.append(largest)
+        state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied)
+        traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied)
+        normed = max(normed, 4 * shards)
+    wire = 8 if layout.pp * sharding.dense > 1 else 0
+    table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic)
+    table["step", "norm", ""] = price.transfer("control", wire, local_bytes=normed)
+    return tuple(slots), tuple(state)
+
+
+def _groups_of(unit: Unit) -> tuple[Purpose, Purpose]:
+    """What its groups are for: the one that gathers its weights, and the one that reduces its gradients."""
+    return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
+
+
+def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
+    """(class, kind of the layer) of every unit of a pipeline rank."""
+    units: list[tuple[Unit, str]] = []
+    for chunk in range(layout.chunks):
+        if layout.is_first(rank, chunk):
+            units.append(("embed", ""))
+        for layer in layout.layers(rank, chunk):
+            kind = layout.type_of(layer)
+            units += [(unit, kind.name) for unit in dict.fromkeys(part.unit for part in kind.weighted) if unit]
+        if layout.is_last(rank, chunk) and not layout.tied:
+            units.append(("head", ""))
+    return units

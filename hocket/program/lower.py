@@ -1,0 +1,318 @@
+"""From an order of microbatches to a Program: a chain of passes, each a function `Draft -> Draft`.
+
+    order           pipeline.py        which chunk runs when
+    expand          expand.py          the parts of every layer, in host order
+    sends           expand.py          sends and receives
+    defer_wgrads    expand.py          weight gradients that hide the send
+    defer_head      expand.py          those of the head, for when its rank would idle
+    shard           shard.py           gather, release, add, reduce; slots
+    connect         connect.py         dependencies
+    free            connect.py         where each value is dropped
+
+`PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Up to
+`shard` a pass sees a rank's ops as a list per step, so it can speak of "the end of the step". Whatever a pass does,
+`check` and `dry_run` tell whether the program still computes what plain training computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from hocket.config import Config
+from hocket.program.connect import connect, free, latest_per_lane
+from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
+from hocket.program.layer import alone_order, at_once, merged_order, without_wgrads
+from hocket.program.merged_v import merged_v
+from hocket.program.ops import Key, Layout, Op, Program
+from hocket.program.pairs import expand_pair
+from hocket.program.pipeline import Order, Step, forward_only, in_flight, one_f_one_b, sequential
+from hocket.program.shard import Sharding, shard
+from hocket.program.transformer import HEAD
+from hocket.program.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program that is being made: what it is made from, and the ops so far."""
+
+    layout: Layout
+    microbatches: int
+    config: Config
+    """Passes read its sections `plan` and `overlap`."""
+    sharding: Sharding
+    order: Order
+    steps: tuple[tuple[StepOps, ...], ...] = ()
+    """The ops of every rank and step, in host order, until `shard` joins them."""
+    ranks: tuple[tuple[Op, ...], ...] = ()
+    """The ops of every rank, from then on."""
+    held: tuple[Mapping[Key, Key], ...] = ()
+    """Of every rank: ops that wait for another one whose value they do not read."""
+    weight_slots: Mapping[str, int] | None = None
+    grad_slots: Mapping[str, int] | None = None
+
+    def each(self, change: Callable[[int, tuple[StepOps, ...]], list[StepOps]]) -> Draft:
+        """The draft with other ops: `change` is given a rank and its steps."""
+        return replace(self, steps=tuple(tuple(change(rank, steps)) for rank, steps in enumerate(self.steps)))
+
+
+Pass = Callable[[Draft], Draft]
+
+
+def expand_steps(draft: Draft) -> Draft:
+    """The parts of every layer."""
+    layout, overlap = draft.layout, draft.config.overlap
+    merged, alone = merged_order(draft.config.plan.layer_order, layout), alone_order(layout)
+    if overlap.defer_wgrad == "off":
+        merged, alone = at_once(merged), at_once(alone)
+    ranks = []
+    for rank, steps in enumerate(draft.order):
+        apart = {step.wgrad for step in steps}
+
+        @cache
+        def like(step: Step, apart: bool, rank: int = rank) -> StepOps:
+            """The ops of a step, for all that have the same chunks."""
+            if step.also:
+                return expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
+            return expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
+
+        ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
+    return replace(draft, steps=tuple(ranks))
+
+
+def expand_forwards(draft: Draft) -> Draft:
+    """The parts of forwards alone, as a validation has them."""
+    layout, alone = draft.layout, alone_order(draft.layout)
+    ranks = (tuple(expand(step, layout, r, alone, alone) for step in steps) for r, steps in enumerate(draft.order))
+    return replace(draft, steps=tuple(ranks))
+
+
+def insert_sends(draft: Draft) -> Draft:
+    """Sends and receives between pipeline ranks."""
+
+    def change(rank: int, steps: tuple[StepOps, ...]) -> list[StepOps]:
+        order = draft.order[rank]
+        early = draft.config.plan.stride == 3 or any(step.also for step in order)
+        return insert_p2p(list(steps), order, draft.layout, rank, 2 if early else 1)
+
+    return draft.each(change)
+
+
+def defer_wgrads(draft: Draft) -> Draft:
+    """Weight gradients behind the send, to hide it."""
+    pp = draft.config.overlap.pp
+    if draft.config.overlap.defer_wgrad == "off":
+        return draft
+    layers = 1 if pp.defer_layers == "auto" else pp.defer_layers
+    layers = len(draft.layout.kinds) if layers < 0 else layers
+    return draft.each(lambda _, steps: [defer_past_send(ops, draft.layout, layers, pp.defer_parts) for ops in steps])
+
+
+def defer_heads(draft: Draft) -> Draft:
+    """The head's weight gradients to the end."""
+    count = draft.config.overlap.pp.defer_head
+    if draft.config.overlap.defer_wgrad == "off" or draft.layout.pp == 1:
+        return draft
+    return draft.each(lambda _, steps: defer_head(list(steps), 0 if count == "auto" else count))
+
+
+def shard_units(draft: Draft) -> Draft:
+    """Gathers, releases, adds, reduces, updates and the step op, with their slots. Joins the steps of a rank."""
+    layout, overlap = draft.layout, draft.config.overlap
+    on_compute = overlap.pp.backward_lane == "off"
+    held = tuple(compute_awaits(list(s), layout, r) for r, s in enumerate(draft.steps)) if on_compute else ()
+    flat = [[op for ops in steps for op in ops] for steps in draft.steps]
+    sharded = shard(flat, layout, draft.sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
+    ranks = tuple(map(tuple, sharded.ranks))
+    return replace(draft, ranks=ranks, held=held, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
+
+
+def connect_lanes(draft: Draft) -> Draft:
+    """What each op waits for."""
+    return replace(draft, ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.held))
+
+
+def free_values(draft: Draft) -> Draft:
+    """Which op drops which value."""
+    return replace(draft, ranks=free(draft.ranks, draft.layout))
+
+
+PASSES: Mapping[str, Pass] = {
+    "expand": expand_steps,
+    "sends": insert_sends,
+    "defer_wgrads": defer_wgrads,
+    "defer_head": defer_heads,
+    "shard": shard_units,
+    "connect": connect_lanes,
+    "free": free_values,
+}
+"""The chain of passes behind every training step, by name, in their order."""
+FORWARD_PASSES: Mapping[str, Pass] = {
+    "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "connect", "free")}
+}  # fmt: skip
+"""That of a validation."""
+
+
+def inserted(behind: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> dict[str, Pass]:
+    """A chain of passes with more of them behind the one named `behind`. Raises ValueError if there is none."""
+    if behind not in passes:
+        raise ValueError(f"there is no pass {behind!r}; there are {', '.join(passes)}")
+    chain: dict[str, Pass] = {}
+    for name, one in passes.items():
+        chain[name] = one
+        if name == behind:
+            chain |= {extra.__name__: extra for extra in more}
+    return chain
+
+
+def build_program(
+    layout: Layout,
+    microbatches: int,
+    config: Config,
+    sharding: Sharding,
+    frees: bool = True,
+    passes: Mapping[str, Pass] = PASSES,
+) -> Program:
+    """The whole chain: the Program of one optimizer step. Of `config` it reads the sections `plan` and `overlap`.
+
+    Without `frees` nothing is ever dropped: enough to know times, and made sooner; `free_rank` does the rest. Raises
+    ValueError for settings that have no legal order.
+    """
+    order, notes = choose_order(layout, microbatches, config)
+    chain = [one for name, one in passes.items() if frees or name != "free"]
+    return replace(_made(Draft(layout, microbatches, config, sharding, order), chain), notes=tuple(notes))
+
+
+def _made(draft: Draft, chain: list[Pass]) -> Program:
+    for one in chain:
+        draft = one(draft)
+    return Program(
+        layout=draft.layout,
+        microbatches=draft.microbatches,
+        ranks=draft.ranks,
+        weight_slots=draft.weight_slots or {},
+        grad_slots=draft.grad_slots or {},
+        in_flight=tuple(in_flight(steps) for steps in draft.order),
+    )
+
+
+def _of_any(step: Step) -> Step:
+    """A step of the same chunks, with numbers of its items in place of microbatches."""
+    items = (step.fwd, step.bwd, step.wgrad, step.also)
+    return Step(*(item and (number, item[1]) for number, item in enumerate(items)))
+
+
+def _numbered(step: Step, ops: StepOps) -> StepOps:
+    """The ops of a step, from those of `_of_any`."""
+    microbatch = [item[0] if item else -1 for item in (step.fwd, step.bwd, step.wgrad, step.also)]
+    return [Op(op.verb, op.part, microbatch[op.microbatch], op.chunk, op.layer, op.lane) for op in ops]
+
+
+def free_rank(program: Program, rank: int) -> Program:
+    """A program built without `frees`, but for one rank as if it had been built with them."""
+    return replace(program, ranks=free(program.ranks, program.layout, only=rank))
+
+
+def with_late_heads(program: Program, count: int) -> Program:
+    """A program as it would have been built with `overlap.pp.defer_head = count`, -1 for all, from one with 0.
+
+    The head's last weight gradients, and what adds up or reduces them, move in front of the step op. Each still waits
+    for the one slot of the head's gradients, and the step for the last of them. `program` is one without `frees`.
+    """
+    rank, _ = program.layout.owner(program.layout.stages - 1)
+    ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
+    late = [p for p, op in enumerate(ops) if op.part == HEAD.name and op.verb in ("wgrad", "add", "reduce")]
+    late = late[next((i for i, p in enumerate(late) if ops[p].microbatch >= first), len(late)) :]
+    if not late:
+        return program
+    moved, last = set(late), len(ops) - 1
+    order = [*(p for p in range(last) if p not in moved), *late, last]
+    position = {old: new for new, old in enumerate(order)}
+    also = {p: before for before, p in pairwise(late) if ops[p].verb == "wgrad"} | {last: late[-1]}
+    lanes = [ops[p].lane for p in order]
+    again: list[Op] = []
+    for new, old in enumerate(order):
+        deps = [position[dep] for dep in ops[old].deps]
+        if old in also:
+            deps = latest_per_lane(lanes, new, [*deps, position[also[old]]])
+        again.append(ops[old]._replace(deps=tuple(sorted(deps))))
+    return replace(program, ranks=(*program.ranks[:rank], tuple(again), *program.ranks[rank + 1 :]))
+
+
+def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:
+    """The Program of a validation: forwards alone, in the weight slots of the training program `beside`.
+
+    Its gathers run ahead as far as these slots allow. Its last op, `step all`, only joins the lanes.
+    """
+    layout, microbatches, overlap = beside.layout, beside.microbatches, config.overlap
+    order = forward_only(layout.pp, layout.chunks, microbatches)
+    for prefetch in reversed(range(overlap.dp.prefetch + 1)):
+        nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, update="end"))
+        plain = replace(config, overlap=nearer, plan=replace(config.plan, stride=2))
+        program = _made(Draft(layout, microbatches, plain, sharding, order), list(FORWARD_PASSES.values()))
+        if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
+            return program
+    raise AssertionError("without prefetch one slot of each class is enough")
+
+
+def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
+    """The order of microbatches that a plan's settings ask for, and remarks about it."""
+    if microbatches < 1:
+        raise ValueError(f"train.microbatches must be at least 1, got {microbatches}")
+    plan, ep = config.plan, config.overlap.ep
+    merge = ep.merge != "off"
+    kind = plan.order
+    if kind == "auto":
+        kind = "sequential" if layout.stages == 1 and not merge else "interleaved" if layout.chunks > 1 else "1f1b"
+    if kind == "sequential" and (layout.stages > 1 or not merge):
+        if ep.merge == "on":
+            raise ValueError(
+                "overlap.ep.merge=on cannot be had with plan.order=sequential and several stages: each microbatch ends "
+                "before the next one starts; use plan.order=1f1b or interleaved"
+            )
+        return sequential(layout.pp, layout.chunks, microbatches), []
+    if kind in ZERO_BUBBLE or kind == "merged_v":
+        return _with_wgrads(layout, microbatches, config)
+    if kind == "1f1b" and layout.chunks > 1:
+        raise ValueError(f"plan.order=1f1b has one chunk per rank, got plan.chunks={layout.chunks}; use interleaved")
+    order = one_f_one_b(
+        layout.pp,
+        layout.chunks,
+        microbatches,
+        group=plan.group,
+        merge=merge,
+        stride=plan.stride,
+        ends=merge and ep.merge_ends == "on",
+    )
+    return order, _merge_notes(order, microbatches, config) if merge else []
+
+
+def _with_wgrads(layout: Layout, microbatches: int, config: Config) -> tuple[Order, list[str]]:
+    """An order in which weight gradients have steps of their own."""
+    plan, overlap = config.plan, config.overlap
+    merged, chunks = plan.order == "merged_v", 2 if plan.turning else 1
+    if layout.chunks != chunks or layout.turning != plan.turning:
+        raise ValueError(f"plan.order={plan.order} has plan.chunks={chunks} chunks per rank, got {layout.chunks}")
+    if overlap.ep.merge == ("off" if merged else "on") or overlap.defer_wgrad == "off":
+        raise ValueError(
+            f"plan.order={plan.order} fills bubbles with weight gradients in steps of their own: it needs overlap.ep."
+            f"merge={'on' if merged else 'off'} and overlap.defer_wgrad=on, got {overlap.ep.merge} and "
+            f"{overlap.defer_wgrad}"
+        )
+    make = merged_v if merged else zb_v if plan.turning else zb_h1
+    return make(layout.pp, microbatches), []
+
+
+def _merge_notes(order: Order, microbatches: int, config: Config) -> list[str]:
+    bare = [rank for rank, steps in enumerate(order) if not any(step.merged for step in steps)]
+    if not bare:
+        return []
+    text = (
+        f"nothing is merged on pipeline rank{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare))}: with "
+        f"{microbatches} microbatches all forwards are warm-up; more microbatches, fewer chunks or a smaller group help"
+    )
+    if config.overlap.ep.merge == "on" and len(bare) == len(order):
+        raise ValueError(f"overlap.ep.merge=on, but {text}")
+    return [text]

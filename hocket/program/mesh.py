@@ -1,0 +1,157 @@
+"""The grid of ranks: who is where, and who shares a group with whom.
+
+Global rank = `(pp_rank * dp + dp_rank) * tp + tp_rank`, and inside a pipeline rank `dp_rank = edp_rank * ep + ep_rank`.
+Tensor-parallel ranks, which communicate within every layer, are neighbours, and next to them expert-parallel ranks, so
+that both stay inside a host where they can. The ranks of a tp group that have one place in it, taken over all groups,
+are like the ranks of a run without tensor parallelism; only experts, which are whole, are spread over tp too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hocket.config import COPIED, MeshConfig, Purpose, Steps
+
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+"""All purposes, in the order in which every rank creates their groups."""
+
+P2P: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
+"""Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
+
+SMS, TP_SMS, P2P_SMS = 16, 24, 4
+"""Most SMs of one collective on NCCL, of one of tensor-parallel ranks, beside most of which nothing computes, and of
+one pipeline send or receive."""
+
+Mover = Literal["nothing", "gloo", "nccl", "copies", "pieces", "kernels"]
+"""What moves a group's bytes: copies are those of copy engines, which move pieces of tokens, or else whole tensors;
+kernels store rows into the memory of peers."""
+
+
+def mover_of(purpose: Purpose, transport: str, on_gpu: bool, device_splits: bool, by_pieces: bool) -> Mover:
+    """What a transport moves a group's bytes with, of ranks that compute on GPUs or not.
+
+    With `device_splits` hosts do not know how many rows go where; with `by_pieces` some layer moves tokens so.
+    """
+    if transport == "null":
+        return "nothing"
+    if not (transport == "nccl" or transport in COPIED or (transport == "slow" and on_gpu)):
+        return "gloo"
+    if purpose == "a2a" and device_splits:
+        return "kernels"
+    if purpose == "tp" and by_pieces:
+        return "pieces"
+    return "copies" if purpose in COPIED.get(transport, ()) else "nccl"
+
+
+def most_sms(purpose: Purpose) -> int:
+    """Most SMs that NCCL takes for one call on a group."""
+    return P2P_SMS if purpose in P2P else TP_SMS if purpose == "tp" else SMS
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands on each axis."""
+
+    pp: int
+    dp: int
+    edp: int
+    ep: int
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
+
+    Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` data-parallel ranks,
+    neighbours, share one copy of the weights; 0: all.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    turning: bool = False
+    sharing: int = 1
+    shard: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "dp", "ep", "tp"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
+        if self.dp % self.ep:
+            choices = ", ".join(str(n) for n in range(1, self.dp + 1) if self.dp % n == 0)
+            raise ValueError(
+                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}: expert-parallel ranks are data-parallel ranks, "
+                f"so ep must be one of {choices}"
+            )
+        if self.dp % (self.shard or self.dp) or self.shard % self.ep:
+            raise ValueError(
+                f"mesh.shard={self.shard} must divide mesh.dp={self.dp} and be a multiple of mesh.ep={self.ep}"
+            )
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
+
+    @property
+    def edp(self) -> int:
+        return self.dp // self.ep
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a global rank."""
+        if not 0 <= rank < self.world:
+            raise ValueError(
+                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp}"
+                f"{f' x tp={self.tp}' if self.tp > 1 else ''} has ranks 0..{self.world - 1}"
+            )
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        edp, ep = divmod(dp, self.ep)
+        return Coordinates(pp, dp, edp, ep, tp)
+
+    def rank(self, pp: int, dp: int, tp: int = 0) -> int:
+        """Global rank of coordinates."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of pipeline ranks of which the first sends activations to the second."""
+        if self.turning:
+            along = [(p, p + 1) for p in range(self.pp - 1)]
+            return (*along, *((q, p) for p, q in along))
+        return tuple((p, (p + 1) % self.pp) for p in range(self.pp)) if self.pp > 1 else ()
+
+    def goes_back(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a pipeline group joins its ranks against their order, behind the turn."""
+        sender, receiver = (self.coordinates(rank).pp for rank in ranks)
+        return self.turning and receiver < sender
+
+    def groups(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
+        """The members (global ranks) of every group of one purpose, in the order in which they are created.
+
+        Pipeline groups are (r, next of r) for every edge, the sender of activations first: around the ring, or along
+        the ranks and back. With pp = 2 the two edges join the same two ranks and stay distinct groups; with pp = 1
+        there is none.
+        """
+        if purpose in P2P:
+            places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
+            return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
+        members, firsts = MeshConfig(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, shard=self.shard).grid(purpose)
+        others = sums(members)
+        return tuple(tuple(first + other for other in others) for first in sums(firsts))
+
+
+def sums(steps: Steps) -> list[int]:
+    """Ranks that are sums of multiples, in order."""
+    ranks = [0]
+    for count, stride in steps:
+        ranks = [rank + i * stride for rank in ranks for i in range(count)]
+    return ranks

@@ -1,0 +1,330 @@
+"""The vocabulary of a plan: what a training step is made of, and how it is laid out over ranks.
+
+A step is a `Program`: for each pipeline rank, a list of `Op`. The order of the list is the order in
+which the host issues the ops; the ops of one lane run in that order. Everything else in `program/` is a
+function over this value. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from hocket.program.parts import UNITS as UNITS
+from hocket.program.parts import LayerKind, Part
+from hocket.program.parts import Unit as Unit
+from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
+
+Verb = Literal[
+    "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update",
+]  # fmt: skip
+"""fwd, recompute (forward once more, for the backward), bwd (input gradients), wgrad (weight gradients), pipeline send
+and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
+them over ranks, the optimizer step, and the update of one unit by what the step before has reduced."""
+
+Lane = str
+"""An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
+because a send is done only when its receiver is ready, and must not hold up this rank's own receives. For the same
+reason a rank that sends activations to both of its neighbours (`Layout.turning`) has a lane for either of them. What is
+received comes in the order in which it is read, so one lane for both will do."""
+
+LANES: tuple[Lane, ...] = (
+    "compute", "a2a", "send_act", "recv_act", "send_grad", "recv_grad", "send_act_back", "send_grad_back",
+    "gather", "reduce", "update",
+)  # fmt: skip
+"""The lanes that every layout has; parts may bring lanes of their own: see `Layout.lanes`."""
+
+COMPUTING: tuple[Lane, ...] = ("compute", "update")
+"""Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
+communication."""
+
+UNIT_VERBS = ("gather", "release", "add", "reduce", "update")
+"""Verbs whose op works on a whole unit, named by `Op.part`."""
+
+
+Recomputable = str
+"""A part that `plan.recompute` names."""
+
+
+def recomputable(kinds: Collection[str]) -> tuple[Recomputable, ...]:
+    """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
+    parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
+    return tuple(sorted({part.name for part in parts if part.recomputable}))
+
+
+Key = tuple[str, str, int, int, int]
+"""(verb, part, microbatch, chunk, layer): names an op uniquely within one rank."""
+
+
+class Op(NamedTuple):
+    """One operation of one rank.
+
+    `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the
+    layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
+    same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
+    has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad, add
+    or reduce; -1 means none.
+    """
+
+    verb: Verb
+    part: str
+    """What it works on: a part of the model (`program/parts.py`). Of a send or recv: `act` or `grad`, a chunk's output
+    activation or its input gradient. Of the verbs in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or
+    the gradients' `norm` alone, if updates are left to the step that follows."""
+    microbatch: int = -1
+    chunk: int = -1
+    layer: int = -1
+    lane: Lane = "compute"
+    slot: int = -1
+    deps: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self[:5]
+
+    def __str__(self) -> str:
+        """Short name, for example `bwd attn m3 c1 l5` or `gather experts t0 c1 l5 s2`."""
+        count = "t" if self.verb in ("gather", "release") else "m"
+        fields = [
+            (count, self.microbatch),
+            ("c", self.chunk),
+            ("l", self.layer),
+            ("s", self.slot),
+        ]
+        return " ".join([self.verb, self.part, *(f"{name}{value}" for name, value in fields if value >= 0)])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
+
+    `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`
+    (`program/transformer.py`). Virtual stage s holds the layers
+    `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
+    round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
+    chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
+    has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
+    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are; with
+    `uncounted` no host waits until it knows how many they are.
+    `tied` says that the head uses the embedding's weights, so that both belong to one unit.
+    The parts in `recompute` keep nothing but their inputs from forward to backward.
+    """
+
+    kinds: tuple[str, ...]
+    pp: int = 1
+    chunks: int = 1
+    ep: int = 1
+    bounds: tuple[int, ...] = ()
+    tied: bool = False
+    turning: bool = False
+    per_rank: bool = False
+    placed: bool = False
+    uncounted: bool = False
+    recompute: tuple[str, ...] = ()
+    types: tuple[LayerKind, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.pp < 1 or self.chunks < 1 or self.ep < 1:
+            raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
+        unknown = sorted({kind for kind in self.kinds if kind not in self._types})
+        if unknown:
+            known = ", ".join(self._types) or " and ".join(STANDARD)
+            raise ValueError(f"no description of layers of kind {unknown[0]!r}: there are {known}")
+        _check_types(self.layer_types)
+        again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
+        if wrong := [part for part in self.recompute if part not in again]:
+            raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
+        if self.tied and self.pp * self.chunks > 1:
+            raise ValueError(
+                f"tied embeddings need one virtual stage that holds embedding and head, got pp={self.pp} and "
+                f"chunks={self.chunks}: use pp=1 and chunks=1, or model.tied=False"
+            )
+        if not self.bounds:
+            object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
+        b = self.bounds
+        if len(b) != self.stages + 1 or b[0] != 0 or b[-1] != len(self.kinds):
+            raise ValueError(
+                f"bounds must be {self.stages + 1} numbers from 0 to {len(self.kinds)} "
+                f"(pp={self.pp} x chunks={self.chunks} stages, {len(self.kinds)} layers), got {b}"
+            )
+        if any(hi <= lo for lo, hi in pairwise(b)):
+            raise ValueError(f"every virtual stage needs at least one layer, got bounds {b}")
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        return chunk * self.pp + (self.pp - 1 - rank if self.turns(chunk) else rank)
+
+    def owner(self, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a virtual stage."""
+        chunk, place = divmod(stage, self.pp)
+        return (self.pp - 1 - place if self.turns(chunk) else place), chunk
+
+    def turns(self, chunk: int) -> bool:
+        """Whether a chunk's activations go through the ranks backwards."""
+        return self.turning and chunk % 2 == 1
+
+    def before(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """(rank, chunk) of the stage before a chunk's; None for the first."""
+        stage = self.stage(rank, chunk)
+        return self.owner(stage - 1) if stage else None
+
+    def behind(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """(rank, chunk) of the stage behind a chunk's; None for the last."""
+        stage = self.stage(rank, chunk) + 1
+        return self.owner(stage) if stage < self.stages else None
+
+    def receives(self, rank: int, chunk: int, part: str) -> bool:
+        """Whether a chunk's input activation, or the gradient of its output, comes from another rank."""
+        source = self.before(rank, chunk) if part == "act" else self.behind(rank, chunk)
+        return source is not None and source[0] != rank
+
+    def sends(self, rank: int, chunk: int, part: str) -> bool:
+        """Whether a chunk's output activation, or the gradient of its input, goes to another rank."""
+        return self.receives(rank, chunk, "grad" if part == "act" else "act")
+
+    def layers(self, rank: int, chunk: int) -> range:
+        """The layers of one chunk of one pipeline rank."""
+        s = self.stage(rank, chunk)
+        return range(self.bounds[s], self.bounds[s + 1])
+
+    def is_first(self, rank: int, chunk: int) -> bool:
+        return self.before(rank, chunk) is None
+
+    def is_last(self, rank: int, chunk: int) -> bool:
+        return self.behind(rank, chunk) is None
+
+    @cached_property
+    def layer_types(self) -> tuple[LayerKind, ...]:
+        """The descriptions of all kinds of layers: `types`, or those of hocket's own."""
+        moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
+        return self.types or standard_types(self.kinds, **moved)
+
+    @cached_property
+    def _types(self) -> Mapping[str, LayerKind]:
+        return {kind.name: kind for kind in self.layer_types}
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Part]:
+        """A part of each name; what parts of one name have in common is theirs in all kinds."""
+        ends = (EMBED, HEAD)
+        return {part.name: part for part in (*(part for kind in self.layer_types for part in kind.parts), *ends)}
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All lanes of a rank: those that every layout has, then those that parts bring."""
+        return tuple(dict.fromkeys([*LANES, *(part.lane for kind in self.layer_types for part in kind.parts)]))
+
+    def type_of(self, layer: int) -> LayerKind:
+        """The description of a layer."""
+        return self._types[self.kinds[layer]]
+
+    def part(self, name: str, layer: int = -1) -> Part:
+        """The description of a part: of a layer, or of the model's ends with layer -1."""
+        found = self._parts.get(name) if layer < 0 else self.type_of(layer).by_name.get(name)
+        if found is None:
+            raise ValueError(f"layer {layer} has no part {name!r}" if layer >= 0 else f"the model has no part {name!r}")
+        return found
+
+    def has_part(self, name: str, layer: int) -> bool:
+        """Whether a layer, or with layer -1 one of the model's ends, has such a part."""
+        if layer < 0:
+            return name in (EMBED.name, HEAD.name)
+        return layer < len(self.kinds) and name in self.type_of(layer).by_name
+
+    def forward_parts(self, layer: int) -> tuple[str, ...]:
+        """The names of a layer's parts in forward order."""
+        return tuple(self.type_of(layer).by_name)
+
+    def weighted_parts(self, layer: int) -> tuple[str, ...]:
+        """The names of the parts of a layer that own weights, in forward order."""
+        return tuple(part.name for part in self.type_of(layer).weighted)
+
+    def unit(self, part: str) -> Unit | None:
+        """The class of units that holds a part's weights; None for one without weights, and for what is no part."""
+        if self.tied and part == HEAD.name:
+            return EMBED.unit
+        found = self._parts.get(part)
+        return found.unit if found is not None else None
+
+    def recomputes(self, part: str) -> bool:
+        """Whether a part keeps nothing but its inputs from forward to backward, and runs once more for that."""
+        return part in self.recompute
+
+    def peer(self, op: Op, rank: int) -> tuple[int, Key]:
+        """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
+        forward = (op.part == "act") == (op.verb == "send")
+        other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
+        verb = "recv" if op.verb == "send" else "send"
+        return other, (verb, op.part, op.microbatch, chunk, -1)
+
+
+def stops_host(op: Op, layout: Layout) -> bool:
+    """Whether the host waits in the midst of issuing this op, for the counts of the rows that it sends."""
+    there = op.verb == "fwd" and layout.has_part(op.part, op.layer)
+    return there and layout.part(op.part, op.layer).counted
+
+
+def _check_types(types: tuple[LayerKind, ...]) -> None:
+    """Parts of one name are told apart by their name alone where no layer is known, so their units and lanes agree.
+
+    Parts of one letter have one place in templates.
+    """
+    seen: dict[str, Part] = {EMBED.name: EMBED, HEAD.name: HEAD}
+    early: dict[str, bool] = {}
+    for kind in types:
+        for part in kind.parts:
+            if early.setdefault(part.letter, part.early) != part.early:
+                raise ValueError(
+                    f"layer kind {kind.name!r}: part {part.name!r} shares its letter with one that is early"
+                )
+            other = seen.setdefault(part.name, part)
+            if (other.unit, other.lane, other.purpose) != (part.unit, part.lane, part.purpose):
+                raise ValueError(
+                    f"layer kind {kind.name!r}: another part {part.name!r} has another unit, lane or purpose"
+                )
+
+
+def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven."""
+    if layers < stages:
+        raise ValueError(
+            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks): use fewer stages or chunks"
+        )
+    share, extra = divmod(layers, stages)
+    return tuple(s * share + min(s, extra) for s in range(stages + 1))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One optimizer step of every pipeline rank.
+
+    All data-, expert- and tensor-parallel ranks of a pipeline stage run the same list. `weight_slots` and
+    `grad_slots` give the number of slots each class of units has on every rank; a class that is missing in
+    `weight_slots` is never gathered: each rank holds its weights whole.
+    `in_flight` is the largest number of chunk activations each rank may hold at once. `notes` are remarks
+    for the user, such as "nothing is merged".
+    """
+
+    layout: Layout
+    microbatches: int
+    ranks: tuple[tuple[Op, ...], ...]
+    weight_slots: Mapping[str, int] = field(default_factory=dict)
+    grad_slots: Mapping[str, int] = field(default_factory=dict)
+    in_flight: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, int, Op]]:
+        """(rank, position, op) of every op."""
+        for rank, ops in enumerate(self.ranks):
+            for position, op in enumerate(ops):
+                yield rank, position, op
+
+    def __len__(self) -> int:
+        return sum(len(ops) for ops in self.ranks)

@@ -1,0 +1,121 @@
+"""What hides the p2p transfer of a gradient between pipeline ranks: chosen from costs, and priced.
+
+Note: [What a merged step waits for]
+A rank sends the gradient of a chunk and, in the next step, needs one from the rank behind it, which sent it at about
+the same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is
+left to do behind the send: `exposed = max(0, p2p transfer - weight gradients behind the send)`. Weight gradients that
+stand behind the send keep what they work on for longer, so as few as cover the p2p transfer are moved there. Where all
+of a chunk do not, neighbours that are three steps apart at the start instead of two (`plan.stride`) give the p2p
+transfer a step of its own, and keep more activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hocket.program.cost import CostTable
+from hocket.program.ops import Layout, Op
+from hocket.program.pipeline import in_flight, one_f_one_b, smallest_group
+from hocket.program.values import reads
+
+Parts = Literal["attn", "all"]
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Weight gradients behind the send: of the last `layers` backward layers of a chunk, attention's or all."""
+
+    layers: int
+    parts: Parts
+    seconds: float
+    """What they take, in the chunk where they take least."""
+    p2p: float
+    """What they are to hide, in seconds."""
+
+    @property
+    def exposed(self) -> float:
+        """What of a p2p transfer they don't hide, in seconds."""
+        return max(0.0, self.p2p - self.seconds)
+
+
+def smallest_cover(
+    layout: Layout, costs: CostTable, layers: Sequence[int] = (), parts: Sequence[Parts] = ("attn", "all")
+) -> Cover:
+    """The fewest weight gradients that take at least as long as a gradient's p2p transfer; if none do, those that take
+    longest.
+
+    `layers` are the numbers of layers to choose from, by default 1 to as many as a chunk has.
+    """
+    p2p = float(costs.table["recv", "grad", ""].seconds)
+    most = max(len(chunk) for chunk in _sending(layout))
+    choices = [
+        Cover(count, kind, min(_behind_send(layout, costs, chunk, count, kind) for chunk in _sending(layout)), p2p)
+        for count in layers or range(1, most + 1)
+        for kind in parts
+    ]
+    enough = [choice for choice in choices if not choice.exposed]
+    return min(enough, key=_size) if enough else max(choices, key=lambda choice: (choice.seconds, -choice.layers))
+
+
+def _size(cover: Cover) -> tuple[float, int, bool]:
+    return cover.seconds, cover.layers, cover.parts == "all"
+
+
+def _sending(layout: Layout) -> Iterator[range]:
+    """The layers of every chunk whose gradient is sent to another rank."""
+    for rank in range(layout.pp):
+        for chunk in range(layout.chunks):
+            if not layout.is_first(rank, chunk):
+                yield layout.layers(rank, chunk)
+
+
+def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, parts: Parts) -> float:
+    """Seconds of the weight gradients of a chunk's last backward layers, its first in forward order."""
+    late = chunk if layers < 0 else chunk[:layers]
+    return sum(
+        float(costs.seconds(0, Op("wgrad", part, layer=layer)))
+        for layer in late
+        for part in layout.weighted_parts(layer)
+        if parts == "all" or part == "attn"
+    )
+
+
+@dataclass(frozen=True)
+class Price:
+    """What neighbours cost that are three steps apart instead of two: on the rank that pays most."""
+
+    group: int
+    """Microbatches per group that they need."""
+    chunks: int
+    """Chunk activations more in flight."""
+    nbytes: int
+    """What these hold."""
+
+
+def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable) -> Price | None:
+    """The price of `plan.stride = 3` for a merged order; None where there are too few microbatches for it."""
+    wide = smallest_group(layout.pp, 3)
+    if layout.pp == 1 or microbatches < wide:
+        return None
+    two, three = (
+        [in_flight(steps) for steps in one_f_one_b(layout.pp, layout.chunks, microbatches, group=size, stride=stride)]
+        for stride, size in ((2, group), (3, max(group, wide)))
+    )
+    rank = max(range(layout.pp), key=lambda r: three[r] - two[r])
+    more = three[rank] - two[rank]
+    largest = max(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
+    return Price(max(group, wide), more, more * largest)
+
+
+def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
+    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs."""
+    total = 0
+    for layer in layout.layers(rank, chunk):
+        for part in layout.forward_parts(layer):
+            total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
+            if part in layout.recompute:
+                inputs = reads(Op("recompute", part, 0, chunk, layer), layout, rank)
+                total += sum(costs.output_bytes(rank, Op(*key)) for key in inputs)  # pyrefly: ignore
+    return total

@@ -1,0 +1,279 @@
+"""The sharding pass: where weights are gathered and released, where gradients are reduced, in which slots.
+
+Note: [Gathers are paging]
+Within one step weights do not change, so a gathered unit stays valid until its slot is needed for another
+one. Which unit gives way is a paging problem, and since the plan knows the future it can be solved exactly:
+of the units that nobody reads soon, drop the one whose next reader is farthest away (Belady's rule, which
+needs the fewest gathers possible for a given number of slots). Keeping the last layer from its forward to its
+backward, or sharing one gather between the two halves of a merged step, are not special cases. `optim` and
+`optim_grads` are the same pass with a slot for every unit; `optim_grads_params` takes the fewest slots that the
+prefetch distance needs. So the memory for gathered weights is bounded by construction. Under `no_shard` every
+rank has all weights, and there is nothing to gather.
+
+Note: [Gradients that stay whole]
+`no_shard` and `optim` reduce a unit's gradients once a step. Those of all microbatches but the last are added up
+on the rank: an `add` behind the last weight gradient of the unit and microbatch, on the same lane, so the slot is
+free for the next one without anybody waiting. The reduce of the last microbatch takes the sum in. Where a unit's
+group has one member there is nothing to put off: each reduce is local. In both cases the weight gradients themselves
+may do the adding, and then an `add`, or a local reduce, says no more than that those of a microbatch are complete.
+
+Note: [Updates that are left to the next step]
+An update needs the norm of all gradients if they are clipped, so at the end of a step nothing is left to run beside it.
+So updates may be left to the step that follows: there is one `update` for each unit, on a lane of their own and in the
+order in which units are read, and it stands in front of the unit's first gather, or of its first reader if it is held
+whole. Nothing in a step comes before them on their lane. So the first forward waits for the updates and gathers of its
+own units alone; all others run beside it, and the first gathers beside updates. The step op at the end takes the
+gradients' norm, and they rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hocket.config import Strategy
+from hocket.program.ops import Layout, Op
+from hocket.program.parts import END_UNITS, UNITS, Unit
+from hocket.program.values import Meanings, UnitName, meanings, unit_moved
+
+ALIGN = 64
+"""Elements at whose multiples shards end; 128 bytes of bf16."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many ranks weights and gradients are spread, those of experts and all others, and what of them is."""
+
+    dense: int = 1
+    experts: int = 1
+    strategy: Strategy = "optim_grads_params"
+    wire_bytes: int = 0
+    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
+    tensor: int = 1
+    """Tensor-parallel ranks, which share every product."""
+    averages_bytes: int = 4
+    """Of an element of each of the optimizer's two averages."""
+
+    def size(self, unit: Unit) -> int:
+        return self.experts if unit == "experts" else self.dense
+
+    def gathers(self, unit: Unit) -> bool:
+        """Whether weights are gathered: no rank has all of them."""
+        return self.size(unit) > 1 and self.strategy != "no_shard"
+
+    def adds_up(self, unit: Unit) -> bool:
+        """Whether gradients stay whole until the last microbatch. See Note: [Gradients that stay whole]."""
+        return self.size(unit) > 1 and self.strategy in ("no_shard", "optim")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The ranks' ops with gathers, releases, reduces and the step inserted, and the number of slots."""
+
+    ranks: list[list[Op]]
+    weight_slots: Mapping[str, int]
+    grad_slots: Mapping[str, int]
+
+
+Spans = dict[tuple[UnitName, int], tuple[int, int]]
+"""(unit, microbatch) -> positions of its first and last weight gradient."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """One pass over a layer that reads a unit: positions of its first and last reader."""
+
+    unit: UnitName
+    start: int
+    end: int
+
+
+def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: int, updates: bool = False) -> Sharded:
+    """Insert gather, release, add, reduce and step ops. Every rank gets the same number of slots of a class.
+
+    A gather runs `prefetch` layer passes ahead of its first reader. With `updates` a step makes those that the last one
+    left: see Note: [Updates that are left to the next step].
+    """
+    weight_slots: dict[str, int] = {}
+    grad_slots: dict[str, int] = {}
+    known = [meanings(layout, rank) for rank in range(len(ranks))]
+    visits = [_visits(ops, mine) for ops, mine in zip(ranks, known, strict=True)]
+    spans = [_grad_spans(ops, mine) for ops, mine in zip(ranks, known, strict=True)]
+    for unit in UNITS:
+        mine = [[v for v in per_rank if v.unit[0] == unit] for per_rank in visits]
+        if not any(mine):
+            continue
+        if sharding.gathers(unit):
+            if sharding.strategy == "optim_grads_params":
+                weight_slots[unit] = max(_slots_needed(per_rank, prefetch) for per_rank in mine)
+            else:
+                weight_slots[unit] = max(len({v.unit for v in per_rank}) for per_rank in mine)
+    for written in spans:
+        for name, count in _grad_slots_needed(written).items():
+            grad_slots[name] = max(grad_slots.get(name, 0), count)
+    out = []
+    for ops, mine, per_rank, written in zip(ranks, known, visits, spans, strict=True):
+        before: dict[int, list[Op]] = defaultdict(list)
+        behind: dict[int, list[Op]] = defaultdict(list)
+        for unit in UNITS:
+            same = [v for v in per_rank if v.unit[0] == unit]
+            if unit in weight_slots:
+                _page(same, weight_slots[unit], prefetch, before, behind)
+            if updates:
+                _update(same, prefetch, before)
+        placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
+        out.append([*_inserted(placed, before, behind), Op("step", "norm" if updates else "all")])
+    return Sharded(out, weight_slots, grad_slots)
+
+
+def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]]) -> None:
+    """An update for each unit of a class, in front of its first gather, or where that would stand. After `_page`."""
+    seen = set[UnitName]()
+    for k, visit in enumerate(visits):
+        if visit.unit not in seen:
+            seen.add(visit.unit)
+            unit, chunk, layer = visit.unit
+            ops = before[visits[max(0, k - prefetch)].start]
+            gather = (i for i, op in enumerate(ops) if op.verb == "gather" and unit_moved(op) == visit.unit)
+            ops.insert(next(gather, len(ops)), Op("update", unit, -1, chunk, layer, "update"))
+
+
+def _inserted(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+    for i, op in enumerate(ops):
+        yield from before.get(i, ())
+        yield op
+        yield from behind.get(i, ())
+
+
+def _visits(ops: list[Op], known: Meanings) -> list[Visit]:
+    """The passes over units, by first reader."""
+    visits: dict[tuple[UnitName, str, int, int], Visit] = {}
+    for i, op in enumerate(ops):
+        name = known.of(op).unit_read
+        if name is not None:
+            direction = "fwd" if op.verb == "fwd" else "bwd"  # a recomputation belongs to the backward
+            key = (name, direction, op.microbatch, op.layer)
+            if key in visits:
+                visits[key].end = i
+            else:
+                visits[key] = Visit(name, i, i)
+    return list(visits.values())
+
+
+def _slots_needed(visits: list[Visit], prefetch: int) -> int:
+    """Fewest slots with which a gather can run `prefetch` passes ahead: the most units pinned at once."""
+    most, window = 0, deque[Visit]()
+    for k, visit in enumerate(visits):
+        issued_at = visits[max(0, k - prefetch)].start
+        window.append(visit)
+        while window and window[0].end < issued_at:
+            window.popleft()
+        most = max(most, len({v.unit for v in window if v.end >= issued_at}))
+    return most
+
+
+def _page(
+    visits: list[Visit], slots: int, prefetch: int, before: dict[int, list[Op]], behind: dict[int, list[Op]]
+) -> None:
+    """Choose gathers and releases for one class of units. See Note: [Gathers are paging]."""
+    following = _next_visits(visits)
+    resident: dict[UnitName, int] = {}  # unit -> its slot
+    last_visit: dict[UnitName, int] = {}  # unit -> index of its latest visit so far
+    last_reader: dict[UnitName, int] = {}  # not always in its latest visit: visits of one unit may be nested
+    free = deque(range(slots))
+    turns: dict[UnitName, int] = defaultdict(int)
+
+    def release(unit: UnitName) -> int:
+        slot = resident.pop(unit)
+        name, chunk, layer = unit
+        behind[last_reader[unit]].append(Op("release", name, turns[unit] - 1, chunk, layer, "compute", slot))
+        return slot
+
+    for k, visit in enumerate(visits):
+        if visit.unit not in resident:
+            issued_at = visits[max(0, k - prefetch)].start
+            if not free:
+                idle = [u for u in resident if last_reader[u] < issued_at]
+                assert idle, "fewer slots than _slots_needed asked for"
+                free.append(release(max(idle, key=lambda u: following[last_visit[u]])))
+            slot = free.popleft()
+            name, chunk, layer = visit.unit
+            before[issued_at].append(Op("gather", name, turns[visit.unit], chunk, layer, "gather", slot))
+            turns[visit.unit] += 1
+            resident[visit.unit] = slot
+        last_visit[visit.unit] = k
+        last_reader[visit.unit] = max(visit.end, last_reader.get(visit.unit, -1))
+    for unit in list(resident):
+        release(unit)
+
+
+def _next_visits(visits: list[Visit]) -> list[int]:
+    """Index of the next visit of the same unit, for every visit; past the end where there is none."""
+    following, latest = [0] * len(visits), dict[UnitName, int]()
+    for k in reversed(range(len(visits))):
+        following[k] = latest.get(visits[k].unit, len(visits) + k)
+        latest[visits[k].unit] = k
+    return following
+
+
+def _grad_spans(ops: list[Op], known: Meanings) -> Spans:
+    """Those of all units that have weight gradients, by first one."""
+    spans: Spans = {}
+    for i, op in enumerate(ops):
+        name = known.of(op).unit_written if op.verb == "wgrad" else None
+        if name is not None:
+            first, _ = spans.get((name, op.microbatch), (i, i))
+            spans[name, op.microbatch] = (first, i)
+    return spans
+
+
+def _grad_slots_needed(spans: Spans) -> dict[str, int]:
+    """Gradient slots per class: the most that are being written at once.
+
+    Classes with many units get one more, so that one can be reduced while the next one is written.
+    """
+    needed: dict[str, int] = {}
+    open_until: dict[str, list[int]] = defaultdict(list)
+    for ((unit, _, _), _), (first, last) in spans.items():
+        open_until[unit] = [end for end in open_until[unit] if end >= first] + [last]
+        spare = 0 if unit in END_UNITS else 1
+        needed[unit] = max(needed.get(unit, 0), len(open_until[unit]) + spare)
+    return needed
+
+
+def _reduce(
+    ops: list[Op],
+    known: Meanings,
+    spans: Spans,
+    sharding: Sharding,
+    slots: Mapping[str, int],
+    behind: dict[int, list[Op]],
+) -> list[Op]:
+    """Give every weight gradient its slot and insert a reduce, or an add, behind the last one of a unit and microbatch.
+
+    See Note: [Gradients that stay whole].
+    """
+    placed = list(ops)
+    slot_of: dict[tuple[UnitName, int], int] = {}
+    free = {unit: deque(range(count)) for unit, count in slots.items()}
+    ends: dict[int, list[tuple[UnitName, int]]] = defaultdict(list)
+    for key, (_, last) in spans.items():
+        ends[last].append(key)
+    final = dict(spans.keys())  # unit -> its last microbatch, since they come in order
+    for i, op in enumerate(ops):
+        name = known.of(op).unit_written if op.verb == "wgrad" else None
+        if name is None:
+            continue
+        key = (name, op.microbatch)
+        if key not in slot_of:
+            slot_of[key] = free[name[0]].popleft()
+        placed[i] = Op(*op[:6], slot_of[key])
+        for (unit, chunk, layer), m in ends.get(i, ()):
+            slot = slot_of[(unit, chunk, layer), m]
+            if sharding.adds_up(unit) and m != final[unit, chunk, layer]:
+                behind[i].append(Op("add", unit, m, chunk, layer, "compute", slot))
+            else:
+                behind[i].append(Op("reduce", unit, m, chunk, layer, "reduce", slot))
+            free[unit].append(slot)
+    return placed

@@ -1,0 +1,141 @@
+"""From settings to what the planner asks for: where layers live, how many ranks share a unit, what ops cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hocket.config import COPIED, Config, Purpose, Strategy
+from hocket.program.capacity import rows_allowed, rows_evenly
+from hocket.program.cost import CostTable, Measurement, op_costs
+from hocket.program.hardware import Hardware
+from hocket.program.mesh import Mesh
+from hocket.program.ops import Layout
+from hocket.program.schedule import CostKey
+from hocket.program.shard import Sharding
+from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
+from hocket.program.transformer import standard_types
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The grid of ranks that a configuration asks for."""
+    m, sharing = config.mesh, max(1, config.mesh.tp // config.model.kv_heads)
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing, shard=m.shard)
+
+
+def layout_of(config: Config) -> Layout:
+    """Which virtual stage holds which layers. `plan.layers_per_stage` overrides the even split."""
+    bounds = [0]
+    for count in config.plan.split:
+        bounds.append(bounds[-1] + count)
+    away, per_rank = config.mesh.ep > 1, config.overlap.ep.copies == "per_rank"
+    uncounted = away and config.overlap.ep.splits == "device"
+    written = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
+    return Layout(
+        kinds=config.model.kinds(),
+        pp=config.mesh.pp,
+        chunks=config.plan.chunks,
+        ep=config.mesh.ep,
+        bounds=tuple(bounds) if config.plan.split else (),
+        tied=config.model.tied,
+        turning=config.plan.turning,
+        placed=uncounted or (away and written and not per_rank),
+        uncounted=uncounted,
+        recompute=tuple(part for part in config.plan.recompute if part != "auto"),
+        per_rank=away and per_rank,
+    )
+
+
+def sharding_of(config: Config) -> Sharding:
+    """Over how many ranks weights and gradients are spread, and what of them is: all, while that is open."""
+    strategy = config.overlap.dp.strategy
+    kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
+    sizes = config.mesh.members("reduce_dense"), config.mesh.members("reduce_experts")
+    averages = 2 if config.precision.averages == "bf16" else 4
+    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages)
+
+
+def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:
+    """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
+
+    Measured seconds take the place of modelled ones.
+    """
+    length = config.data.sequence_length
+    sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
+    costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
+    if config.mesh.tp > 1:
+        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
+    if config.mesh.replicas > 1:
+        costs = _with_replicas(costs, config, hardware)
+    if layout_of(config).placed:
+        costs = _with_placed_rows(costs, config)
+    if config.train.transport == "slow":
+        links = config.train.slow_links()
+        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key)) in links}
+        for key, (latency, bandwidth) in late.items():
+            cost = costs.table[key]
+            if cost.wire_bytes:
+                cost = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
+                costs = replace(costs, table={**costs.table, key: cost})
+    return costs if measured is None else costs.measured(measured.seconds)
+
+
+def _with_replicas(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
+    """The costs with what sums a step's gradients over replicas of the weights, in fp32.
+
+    That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
+    step's end has of it is underrated.
+    """
+    link, replicas, table = hardware.link("replicas"), config.mesh.replicas, dict(costs.table)
+    for key, cost in costs.table.items():
+        if key[0] == "reduce":
+            kept = costs.table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
+            seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
+            table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
+    return replace(costs, table=table)
+
+
+def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
+    """The costs if rows arrive where products read them, with more room than they fill where no host counts them.
+
+    Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
+    filled takes no time.
+    """
+    times, rows = 1.0, rows_evenly(config) * config.model.hidden
+    if layout_of(config).uncounted:
+        times = rows_allowed(config) / rows_evenly(config)
+    table = dict(costs.table)
+    for kind in layout_of(config).layer_types:
+        for part in kind.parts:
+            if part.way == "out":
+                reader = kind.readers[part.name][0]
+                kept = {("fwd", part.name): 0, ("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
+            elif part.way == "back":
+                kept = {("bwd", part.name): 0}
+            else:
+                continue
+            for (verb, name), times_kept in kept.items():
+                cost = table.get((verb, name, kind.name))
+                if cost is not None:
+                    arrived = rows * config.element_bytes * times_kept
+                    saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
+                    changed = {"output_bytes": round(times * cost.output_bytes), "saved_bytes": round(times * saved)}
+                    table[verb, name, kind.name] = replace(cost, **changed)
+    return replace(costs, table=table)
+
+
+def carried_by(key: CostKey) -> Purpose | None:
+    """What the group is for that an op communicates on; None for compute."""
+    verb, part, kind = key
+    match verb, part:
+        case "recv", "act":
+            return "pp_fwd"
+        case "recv", "grad":
+            return "pp_bwd"
+        case (("gather" | "reduce"), _):
+            experts, gather = part == "experts", verb == "gather"
+            if experts:
+                return "gather_experts" if gather else "reduce_experts"
+            return "gather_dense" if gather else "reduce_dense"
+    kind_of_layer = next(iter(standard_types((kind,), ep=2)), None) if kind else None
+    found = kind_of_layer.by_name.get(part) if kind_of_layer else None
+    return found.purpose if found else None

@@ -1,0 +1,68 @@
+"""How the layers of a run can communicate: their products, into how many pieces, and whether the host keeps up.
+
+Times are those of the model in `tensor_times.py`. `tune/tensor_choice.py` chooses among the ways.
+"""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.program.hardware import Hardware
+from hocket.program.network import hardware_of
+from hocket.program.tensor_times import COLUMNS, Cell, Direction, Method, Role, issued, products, seconds
+
+
+def possible(role: str, direction: str) -> tuple[Method, ...]:
+    """What the layers of a role can do in a direction (`parallel/tensor.py` has the table)."""
+    if role in COLUMNS:
+        return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
+    return ("off", "pipeline") if direction == "forward" else ("off", "ring")
+
+
+def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
+    """The product beside which tokens are moved: forward, or of the input gradient."""
+    m, tp = c.model, c.mesh.tp
+    rows = c.train.sequences * c.data.sequence_length
+    heads, keys = m.heads * m.head_dim, max(tp, m.kv_heads) * m.head_dim
+    ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
+    spread = {"qkv": heads + 2 * keys, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
+    inner, columns = m.hidden, spread
+    if (role in COLUMNS) != (direction == "forward"):
+        inner, columns = columns, inner
+    return Cell(role, direction, tp, rows, inner, columns, rows * m.hidden * c.element_bytes)
+
+
+def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> tuple[float, int]:
+    """Seconds in which a resolved layer's products wait for tokens, and how often all tokens are moved for them."""
+    cell, way = cell_of(c, role, direction), getattr(c.overlap.tp, f"{role}_{direction}")
+    takes = seconds(cell, way, splits_of(c, role, direction), hardware)
+    return max(0.0, takes - products(cell, hardware)), 2 if cell.gathers_again else 1
+
+
+def splits_of(c: Config, role: Role, direction: Direction) -> int:
+    """Into how many pieces a resolved layer's product is cut; 0 if it is not."""
+    way = getattr(c.overlap.tp, f"{role}_{direction}")
+    return splits_for(c, cell_of(c, role, direction), way) if way in ("ring", "pipeline") else 0
+
+
+def splits_for(c: Config, cell: Cell, method: Method) -> int:
+    """The number asked for, or the fastest of what the host issues in time; of what takes as long, the most.
+
+    More pieces wait less for peers that are late.
+    """
+    if c.overlap.tp.pieces:
+        return c.overlap.tp.pieces
+    every = [n for n in range(2, cell.ranks + 1) if cell.ranks % n == 0]
+    some = [n for n in every if in_time(c, cell, method, n)] or every
+    return min(some, key=lambda n: (round(seconds(cell, method, n, hardware_of(c)), 9), -n))
+
+
+def without_pieces(c: Config, cell: Cell) -> Method:
+    """What is done without pieces."""
+    return "bulk" if "bulk" in possible(cell.role, cell.direction) and in_time(c, cell, "bulk") else "off"
+
+
+def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
+    """Whether a busy host has issued a way by the time that the GPU would need without it. Nobody waits for records."""
+    without: Method = "off" if method == "bulk" else without_pieces(c, cell)
+    hardware = hardware_of(c)
+    return c.plan.graphs == "on" or issued(cell, method, splits, hardware) <= seconds(cell, without, 0, hardware)

@@ -1,0 +1,180 @@
+"""hocket's own layers as data: the parts of dense and mixture-of-experts layers, embedding and head, and their sizes.
+
+Every name of a part stands here and in `hocket/model/`, whose layers have a method `forward_<part>` for each. Sizes are
+per token, see `formulas.PartSize`. Letters: D hidden, K top_k, E experts, S tokens of a sequence, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from hocket.config import ModelConfig
+from hocket.program.copies import Copies
+from hocket.program.formulas import Formulas, PartSize, plus
+from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Part, layer_kind
+
+_BLOCK = 512
+"""Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
+rate grows from 4,096 to 8,192 tokens."""
+_FLASH_BACK = 9
+"""Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
+and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the size of a part depends on."""
+
+    model: ModelConfig
+    seq: int
+    """Tokens of a sequence."""
+    ep: int
+    copies: Copies
+    formulas: Formulas
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+
+def _embed(s: Shapes) -> PartSize:
+    d = s.model.hidden
+    return PartSize(weights=s.model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
+
+
+def _head(s: Shapes) -> PartSize:
+    d, vocab, w = s.model.hidden, s.model.vocab, s.model.vocab * s.model.hidden
+    matmul = PartSize(gemm=w, weights=0 if s.model.tied else w, rows=d + vocab, output=1, grad=d)
+    return plus(s.formulas.norm(d), s.formulas.loss(vocab), matmul)
+
+
+def _attention(s: Shapes) -> PartSize:
+    """Attention with its norm and residual, as in a dense layer."""
+    m, f = s.model, s.formulas
+    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
+    w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
+    scales = 2 * m.head_dim if m.qk_norm else 0
+    matmuls = PartSize(gemm=w, weights=w + scales, rows=2 * (d + width + kv), output=d, grad=d)
+    core = PartSize(core=2 * s.seq * width, masked=2 * _BLOCK * width, traffic=3 * d, back=_FLASH_BACK * width)
+    heads = f.positions(width + kv, m.qk_norm)
+    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
+
+
+def _mlp(s: Shapes) -> PartSize:
+    d, ffn = s.model.hidden, s.model.ffn
+    w, rows = 3 * d * ffn, 2 * d + 3 * ffn
+    size = PartSize(gemm=w, weights=w, rows=rows, traffic=3 * d, output=d, grad=d)
+    return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
+
+
+def _attention_and_routing(s: Shapes) -> PartSize:
+    """Attention, second norm, shared expert, router and permutation.
+
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
+    """
+    model, copies, f = s.model, s.copies, s.formulas
+    d, sh, e = model.hidden, model.shared_ffn, model.experts
+    w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
+    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
+    moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
+    router = PartSize(rows=d + e, routes=1)
+    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e, handed=d)
+    return plus(replace(_attention(s), output=0), f.norm(d), shared, router, rest)
+
+
+def _dispatch(s: Shapes) -> PartSize:
+    d, copies = s.model.hidden, s.copies
+    return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
+
+
+def _experts(s: Shapes) -> PartSize:
+    """Rows are copied into grouped order, and out of it. For gradients of weights a rank keeps its experts' outputs."""
+    model, copies, f, ep = s.model, s.copies, s.formulas, s.ep
+    d, k = model.hidden, model.top_k
+    w, values, received = 3 * d * model.expert_ffn, f.swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
+    moved = 2 * (k * d + received) if ep > 1 else 0
+    grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
+    rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
+    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
+    return plus(values, rows, matmuls)
+
+
+def _combine(s: Shapes) -> PartSize:
+    moved = round(s.copies.count * s.model.hidden)
+    return PartSize(output=moved, grad=moved)
+
+
+def _unpermute(s: Shapes) -> PartSize:
+    model, copies = s.model, s.copies
+    d = model.hidden
+    rows, shared = round(copies.count * d), d if model.shared_ffn else 0
+    size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
+    kept = rows if s.ep == 1 else 0  # rows that came back are a value, which lives as long
+    return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
+
+
+def _rows(count: float, width: int, copies: Copies) -> int:
+    """Elements of labelled rows."""
+    return round(count * (width + copies.label))
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+EMBED = Part("embed", "i", unit="embed", backward_reads_weights=False, size=_embed)
+"""Token ids to hidden states."""
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), size=_head)
+"""The last norm, logits and the loss."""
+
+DENSE = layer_kind(
+    "dense",
+    (
+        Part("attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, size=_attention),
+        Part(
+            "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M", size=_mlp
+        ),
+    ),
+)
+"""`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
+
+
+@lru_cache
+def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bool = False) -> LayerKind:
+    """A layer whose experts are spread over `ep` ranks.
+
+    With `per_rank` a token is sent once per rank, and nothing of what comes back is kept for backward. With `placed`
+    rows arrive where their experts read them, and experts keep them as they are. With `uncounted` no host waits until
+    it knows how many rows come.
+    """
+    away = partial(Part, lane="a2a", purpose="a2a", ranks=ep)
+    arrived = ("fwd dispatch",) if placed else ()
+    return layer_kind(
+        "moe",
+        (
+            Part(
+                "attn", "a", outputs=("rows", "residual", "shared", "probs"), takes=("documents",), makes=("routing",),
+                unit="dense", kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
+                size=_attention_and_routing,
+            ),
+            away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=_dispatch),
+            Part(
+                "experts", "e", ("dispatch",), takes=("splits",), unit="experts", kept=arrived,
+                wgrad_kept=(*arrived, "bwd combine") if placed else (), recomputable=True, size=_experts,
+            ),
+            away("combine", "c", ("experts",), way="back", size=_combine),
+            Part(
+                "unpermute", "u", ("combine", "attn.residual", "attn.shared", "attn.probs"), takes=("routing",),
+                kept=() if per_rank else ("fwd combine",), early=True, size=_unpermute,
+            ),
+        ),
+    )  # fmt: skip
+
+
+STANDARD = ("dense", "moe")
+"""Names of the kinds of layers described here."""
+
+
+def standard_types(kinds: tuple[str, ...], **moved: bool | int) -> tuple[LayerKind, ...]:
+    """The descriptions of hocket's own kinds among `kinds`; `moved` as for `moe`."""
+    known: Mapping[str, LayerKind] = {"dense": DENSE, "moe": moe(**moved)}  # type: ignore[arg-type]
+    return tuple(known[name] for name in STANDARD if name in kinds)

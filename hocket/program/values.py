@@ -1,0 +1,221 @@
+"""Which values an op reads: the meaning of a plan, in one table.
+
+Every op produces at most one value, named by the op's key. `reads` lists the values an op looks up or
+still uses; `follows` lists the ops of its own part that must have run before it because it continues
+their saved state. The lowering turns both into `deps`, the checker proves that they hold, the dry run
+and the executor act on them.
+
+Note: [Values of communication lanes live longer]
+A tensor belongs to the lane on which it was allocated. A tensor of the compute lane that only compute ops
+use may be dropped at any time: the lane's own order protects it. A received tensor belongs to a
+communication lane, which could reuse its memory while the compute lane still reads it. So an op that
+keeps a received tensor inside its saved state, or in the queue of weight gradients, counts as a reader too: a part
+says which values those are (`Part.kept`, `Part.wgrad_kept`). hocket's own experts keep a copy of their rows in another
+order, but for rows that arrive in that order (`placed`): then weight gradients read what dispatch and the backward of
+combine have received. The residual addition hands the gradient of a layer's output on unchanged, so the last layer of
+a chunk keeps the received gradient until its shared expert's or dense MLP's weight gradients are done.
+
+Note: [What an update has read is the compute lane's]
+An update takes the gradients that the step before has left at rest, and what it hands over, its value, is their memory:
+of the compute lane, whose first weight gradient made it (`fsdp/planned/unit.py`). Nobody looks the value up, but the
+update itself has read it, on its own lane. So it is its own reader, and the compute lane drops it when it is known to
+come behind: with the first forward of the unit at the latest, which comes behind the update of its weights anyway.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from hocket.program.ops import Key, Lane, Layout, Op
+from hocket.program.parts import INPUT, OUTPUT_GRADIENT, UNITS, Unit
+from hocket.program.transformer import EMBED, HEAD
+
+UnitName = tuple[Unit, int, int]
+"""(class, chunk, layer): one unit of a rank. Embed and head units have layer -1."""
+Name = tuple[str, str, int, int]
+"""(verb, part, chunk, layer): an op of any microbatch."""
+
+
+def layer_input(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
+    """The op whose value is the input of a layer. For the layer after the last one: the chunk's output."""
+    layers = layout.layers(rank, chunk)
+    if layer > layers.start:
+        return ("fwd", layout.type_of(layer - 1).exit.name, m, chunk, layer - 1)
+    source = layout.before(rank, chunk)
+    if source is None:
+        return ("fwd", EMBED.name, m, chunk, -1)
+    if source[0] == rank:
+        return chunk_output(layout, rank, m, source[1])
+    return ("recv", "act", m, chunk, -1)
+
+
+def chunk_output(layout: Layout, rank: int, m: int, chunk: int) -> Key:
+    return layer_input(layout, rank, m, chunk, layout.layers(rank, chunk).stop)
+
+
+def input_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) -> Key:
+    """The op whose value is the gradient of a layer's input, by default of a chunk's first layer."""
+    layer = layout.layers(rank, chunk).start if layer < 0 else layer
+    return ("bwd", layout.type_of(layer).entry.name, m, chunk, layer)
+
+
+def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
+    """The op whose value is the gradient of a layer's output."""
+    if layer < layout.layers(rank, chunk).stop - 1:
+        return input_grad(layout, rank, m, chunk, layer + 1)
+    source = layout.behind(rank, chunk)
+    if source is None:
+        return ("bwd", HEAD.name, m, chunk, -1)
+    if source[0] == rank:
+        return input_grad(layout, rank, m, source[1])
+    return ("recv", "grad", m, chunk, -1)
+
+
+def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """Keys of the ops whose values `op` uses: first its inputs, in order, then what its saved state refers to.
+
+    See Note: [Values of communication lanes live longer].
+    """
+    m, c, part = op.microbatch, op.chunk, op.part
+    match op.verb:
+        case "fwd" | "recompute":
+            return _inputs(op, layout, rank)
+        case "bwd":
+            return [*output_grads(op, layout, rank), *_kept(op, layout, rank, layout.part(part, op.layer).kept)]
+        case "wgrad":
+            return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
+        case "send":
+            return [chunk_output(layout, rank, m, c) if part == "act" else input_grad(layout, rank, m, c)]
+    return []
+
+
+def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """What a forward reads."""
+    m, c, layer = op.microbatch, op.chunk, op.layer
+    if op.part == EMBED.name:
+        return []
+    if layer < 0:
+        return [chunk_output(layout, rank, m, c)]
+    sources = layout.part(op.part, layer).sources
+    return [layer_input(layout, rank, m, c, layer) if s == INPUT else ("fwd", s, m, c, layer) for s in sources]
+
+
+def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
+    """The values that hold the gradients of a part's outputs: those of its readers' backwards, in forward order."""
+    m, c, layer = op.microbatch, op.chunk, op.layer
+    if op.part == HEAD.name:
+        return []
+    if layer < 0:
+        return [input_grad(layout, rank, m, c)]
+    readers = layout.type_of(layer).readers[op.part]
+    return [("bwd", r, m, c, layer) for r in readers] or [output_grad(layout, rank, m, c, layer)]
+
+
+def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Key]:
+    """Of the values that saved state refers to, those that a communication lane has made."""
+    m, c, layer = op.microbatch, op.chunk, op.layer
+    found: list[Key] = []
+    for value in values:
+        if value == INPUT:
+            key = chunk_output(layout, rank, m, c) if layer < 0 else layer_input(layout, rank, m, c, layer)
+        elif value == OUTPUT_GRADIENT:
+            key = output_grad(layout, rank, m, c, layer)
+        else:
+            verb, _, part = value.partition(" ")
+            key = (verb, part, m, c, layer)
+        if key[0] == "recv" or (key[4] >= 0 and layout.part(key[1], key[4]).communicates):
+            found.append(key)
+    return found
+
+
+def memory_of(op: Op) -> Lane:
+    """The lane to which the memory of an op's value belongs. See Note: [What an update has read is the compute lane's].
+
+    All others make their values on their own lanes.
+    """
+    return "compute" if op.verb == "update" else op.lane
+
+
+def follows(op: Op, layout: Layout) -> list[Key]:
+    """Keys of the ops whose saved state `op` continues, of the same part: bwd after fwd, wgrad after bwd.
+
+    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
+    """
+    forward = "recompute" if layout.recomputes(op.part) else "fwd"
+    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
+    return [(before, *op.key[1:])] if before else []
+
+
+def _unit_of(op: Op, layout: Layout) -> UnitName | None:
+    unit = layout.unit(op.part)
+    if unit is None:
+        return None
+    if layout.tied and unit == EMBED.unit:
+        return (unit, 0, -1)
+    return (unit, op.chunk, op.layer)
+
+
+def unit_read(op: Op, layout: Layout) -> UnitName | None:
+    """The unit whose weights an op reads: forward, recomputation and input gradient of a part that owns weights.
+
+    Backward of some parts reads none (`Part.backward_reads_weights`), nor does any weight gradient.
+    """
+    if op.verb not in ("fwd", "recompute", "bwd"):
+        return None
+    if op.verb == "bwd" and not layout.part(op.part, op.layer).backward_reads_weights:
+        return None
+    return _unit_of(op, layout)
+
+
+def unit_moved(op: Op) -> UnitName:
+    """The unit that a gather, release, add, reduce or update works on."""
+    assert op.part in UNITS, f"{op} works on no unit"
+    return (op.part, op.chunk, op.layer)  # pyrefly: ignore[bad-return]
+
+
+def unit_written(op: Op, layout: Layout) -> UnitName | None:
+    """The unit whose gradient slot a wgrad writes."""
+    return _unit_of(op, layout) if op.verb == "wgrad" else None
+
+
+class Meaning(NamedTuple):
+    """What the functions above say of an op. All that it reads or follows is of its own microbatch."""
+
+    reads: tuple[Name, ...]
+    follows: Name | None
+    unit_read: UnitName | None
+    unit_written: UnitName | None
+
+
+class Meanings:
+    """The meanings of a rank's ops, each found once: it is the same for all microbatches."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+        self._found: dict[Name, Meaning] = {}
+
+    def of(self, op: Op) -> Meaning:
+        name = (op.verb, op.part, op.chunk, op.layer)
+        found = self._found.get(name)
+        if found is None:
+            found = self._found[name] = self._find(op)
+        return found
+
+    def _find(self, op: Op) -> Meaning:
+        layout = self._layout
+        read, followed = reads(op, layout, self._rank), follows(op, layout)
+        assert all(key[2] == op.microbatch for key in (*read, *followed)), f"{op} reads of another microbatch"
+        names = [(verb, part, chunk, layer) for verb, part, _, chunk, layer in (*read, *followed)]
+        return Meaning(
+            reads=tuple(names[: len(read)]),
+            follows=names[-1] if followed else None,
+            unit_read=unit_read(op, layout),
+            unit_written=unit_written(op, layout),
+        )
+
+
+@lru_cache(maxsize=64)
+def meanings(layout: Layout, rank: int) -> Meanings:
+    """Those of one rank, for all programs of a layout."""
+    return Meanings(layout, rank)

@@ -1,0 +1,101 @@
+"""One part of one layer, for one microbatch, as an autograd graph of its own.
+
+Note: [What an segment holds]
+Between forward and backward an segment holds only what its functions saved for backward: no output (only the
+edge of the graph at which a gradient enters) and no input that nobody saved (an ordinary leaf would be kept
+by the node that accumulates its gradient). So the plan, not the graph, decides how long a value lives.
+
+Note: [The same sums as one graph]
+The autograd engine runs the nodes of a graph in the reverse order of their creation, and adds up the
+gradients of a tensor with several readers in that order. Cutting the graph changes neither order nor sums
+as long as all readers of a tensor are in the tensor's own segment, or there is one reader. A part hands on
+several outputs instead of letting a later part read its inner tensors; so each has one reader.
+
+Note: [Backward stays on its thread]
+For a graph on a GPU the engine wakes a thread of its own and waits for it. A backward of the whole model pays that
+once; a step of segments pays it at every part, thousands of times, and in a virtual machine a sleeping thread takes
+longer to wake than a part takes to issue. So segments run backward on the thread that asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hocket.runtime.weights import WgradQueue, collecting
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""Makes the entry nodes of every segment part of a graph. No gradient ever reaches it."""
+
+
+class _Enter(torch.autograd.Function):
+    """Tensors as new ones that require a gradient, without a leaf that holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("an segment's gradients are taken at its entry")
+
+
+class Segment:
+    """Runs a function forward once and backward once, apart from every other graph."""
+
+    __slots__ = ("_inputs", "_outputs", "queue")
+
+    def __init__(self) -> None:
+        self.queue = WgradQueue()
+        """Weight gradients that `backward` left to compute."""
+        self._inputs: list[GradientEdge | None] | None = None
+        self._outputs: list[GradientEdge | None] = []
+
+    def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Run `fn(*inputs)` and return its outputs, detached.
+
+        Floating tensors among the inputs get a gradient; everything else is passed as it is. `fn` returns one
+        value or a tuple of values: tensors, None, or anything that holds no tensor with a graph.
+        """
+        assert self._inputs is None, "this segment already ran forward"
+        floating = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
+        with torch.enable_grad(), collecting(self.queue):
+            entered = _Enter.apply(_ANCHOR, *(inputs[i].detach() for i in floating)) if floating else ()
+            args = list(inputs)
+            for i, x in zip(floating, entered, strict=True):
+                args[i] = x
+            self._inputs = [_edge(x) for x in args]
+            result = fn(*args)
+        outputs = result if isinstance(result, tuple) else (result,)
+        self._outputs = [_edge(y) for y in outputs]
+        detached = tuple(y.detach() if isinstance(y, Tensor) else y for y in outputs)
+        return detached if isinstance(result, tuple) else detached[0]
+
+    def backward(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs, in their order, from gradients of the outputs, in theirs.
+
+        None for an output means that nobody used it; None for an input, that it has no gradient. Weight
+        gradients are left in `queue`. Nothing of the graph is left afterwards, but what the queue holds.
+        """
+        assert self._inputs is not None, "an segment runs backward once, after its forward"
+        assert len(grads) == len(self._outputs), f"{len(grads)} gradients for {len(self._outputs)} outputs"
+        pairs = [(edge, g) for edge, g in zip(self._outputs, grads, strict=True) if g is not None]
+        assert all(edge is not None for edge, _ in pairs), "a gradient was given for an output that has none"
+        wanted: list[Any] = [edge for edge in self._inputs if edge is not None]
+        if self.queue.anchor is not None:
+            wanted.append(self.queue.anchor)
+        roots, root_grads = [edge for edge, _ in pairs], [g for _, g in pairs]
+        with torch.autograd.set_multithreading_enabled(False):  # Note: [Backward stays on its thread]
+            found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))  # pyrefly: ignore
+        result = tuple(None if edge is None else next(found) for edge in self._inputs)
+        self.queue.anchor, self._inputs, self._outputs = None, None, []
+        return result
+
+
+def _edge(y: Any) -> GradientEdge | None:
+    return get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None

@@ -1,0 +1,7 @@
+"""What belongs to `hocket.fully_shard` beside it."""
+
+from hocket.fsdp.api import param_groups, unit_of
+from hocket.fsdp.shard_groups import Placement
+from hocket.fsdp.update import step_and_gather
+
+__all__ = ["Placement", "param_groups", "step_and_gather", "unit_of"]

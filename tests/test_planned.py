@@ -1,0 +1,87 @@
+"""`hocket.plan`, `check`, `simulate`, `draw` and the step that trains: the programs of docs/python.md, and refusals."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hocket
+from hocket.config import Config
+from hocket.recipes import RECIPES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+ONE = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "train.device": "cpu", "train.microbatches": 2}
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_programs_of_the_page_run(number: int) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(PROGRAMS[number], f"{PAGE}:{number}", "exec"), names)
+    assert "hocket" in names
+
+
+def test_there_are_at_most_twelve_names_and_help_shows_the_idea() -> None:
+    assert len(hocket.__all__) <= 12
+    assert all(getattr(hocket, name) is not None for name in hocket.__all__)
+    assert hocket.__doc__ is not None
+    assert all(f"\n{name} " in hocket.__doc__ or name in hocket.__doc__ for name in hocket.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'plam'"):
+        _ = hocket.plam
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = (
+        "import hocket, sys; step = hocket.plan('tiny'); assert hocket.check(step) == []; hocket.draw(step); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe_can_be_planned_and_holds(recipe: str) -> None:
+    step = hocket.plan(recipe, {"train.microbatches": 4})
+    assert hocket.check(step) == []
+    assert hocket.check(step.program) == []
+    assert hocket.simulate(step).makespan > 0
+
+
+def test_drawings() -> None:
+    step = hocket.plan("tiny")
+    assert "compute" in hocket.draw(step, width=100)
+    assert hocket.draw(step, "svg").startswith("<svg")
+    assert hocket.draw(step, "html").startswith("<!doctype html>")
+    with pytest.raises(ValueError, match="kind = pdf: draw makes text, svg or html"):
+        hocket.draw(step, "pdf")  # type: ignore[arg-type]
+
+
+def test_a_broken_program_is_told() -> None:
+    step = hocket.plan("tiny")
+    ops = step.program.ranks[0]
+    less = (*ops[:5], *ops[6:])
+    assert hocket.check(replace(step.program, ranks=(less, *step.program.ranks[1:])))
+
+
+def test_a_configuration_is_a_recipe() -> None:
+    assert hocket.plan(Config(), {"mesh.dp": 2}).settings.mesh.dp == 2
+
+
+def test_what_cannot_be_planned_is_told_at_once() -> None:
+    with pytest.raises(ValueError, match=r"mesh\.pd = 4 \(plan\): no such setting; fix: "):
+        hocket.plan("tiny", {"mesh.pd": 4})
+    with pytest.raises(ValueError, match="recipe = tinny"):
+        hocket.plan("tinny")
+    with pytest.raises(ValueError, match=r"mesh\.ep"):
+        hocket.plan("tiny", {"mesh.dp": 2, "mesh.ep": 3})
+    with pytest.raises(
+        ValueError, match=r"mesh.pp \* mesh.dp \* mesh.tp = 4: 1 rank has started, without a process group"
+    ):
+        hocket.plan("tiny").start()
+    with pytest.raises(ValueError, match=r"batch: give the microbatches, or \(token ids, targets\)"):
+        hocket.plan("tiny", {**ONE, "train.sequences": 1}).start()([])  # type: ignore[arg-type]
