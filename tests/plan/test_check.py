@@ -345,20 +345,7 @@ def test_a_slot_waits_for_its_former_tenant() -> None:
 
 EDITS: dict[str, tuple] = {
     "verb": get_args(Verb),
-    "part": (
-        "embed",
-        "attn",
-        "dispatch",
-        "experts",
-        "combine",
-        "unpermute",
-        "mlp",
-        "head",
-        "act",
-        "grad",
-        "dense",
-        "all",
-    ),
+    "part": ("embed", "attn", "dispatch", "experts", "combine", "unpermute", "mlp", "head", "act", "dense", "all"),
     "microbatch": (-1, 0, 1, 2, 9),
     "chunk": (-1, 0, 1, 7),
     "layer": (-99, -1, 0, 1, 2, 3, 99),
