@@ -190,6 +190,14 @@ CONTENDERS: dict[str, Entry] = {
     "transformers_plan": Entry(
         "benchmarks.bench.any_model:planned", "transformers' Qwen3-MoE in a planned step", "transformers", pp="any"
     ),
+    "transformers_plan_ce": Entry(
+        "benchmarks.bench.any_model:planned",
+        "the same, gathers, reductions and rows on copy engines",
+        "transformers",
+        cuda=True,
+        pp="any",
+        settings=_CE,
+    ),
     "transformers_fsdp2": Entry(
         f"{_PEERS}.transformers_fsdp2:fsdp2", "transformers' Qwen3-MoE under torch fully_shard", "transformers"
     ),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hocket.adapters.fused import fuse
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 
 Values = Callable[[str], Tensor]
@@ -148,9 +149,12 @@ class Cut:
         """The kind of every layer."""
         return tuple("moe" if name else "dense" for name in self.experts_in)
 
-    def copied(self, number: int, memo: dict[int, Any]) -> DenseLayer | ExpertLayer:
-        """A copy of a layer, as the protocol sees it."""
-        return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo))
+    def copied(self, number: int, memo: dict[int, Any], fused: bool = False) -> DenseLayer | ExpertLayer:
+        """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels where they compute the same."""
+        layer = copy.deepcopy(self.adapter.layers[number], memo)
+        if fused:
+            fuse(layer)
+        return self.adapter.layer(layer)
 
     def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
         """What takes the place of the model's buffers, and of its configuration: the same values.

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import Keep
 from hocket.runtime.standin import grouped_linear
 
@@ -146,6 +147,7 @@ class RoutedLayer(PlainLayer):
         if self._norms[3] is not None:
             raise Unfit("it has a norm behind its experts, and a plan has no weights there")
         self._experts: Any = experts
+        self._gate = gate_of(experts) if experts.has_gate else None
         routers = {"experts", "gate", "router"}
         more = any(name not in routers for name, child in self._mlp.named_children() if [*child.parameters()])
         self._seam = _Seam(more)
@@ -167,7 +169,7 @@ class RoutedLayer(PlainLayer):
         e: Any = self._experts
         into, bias = (e.gate_up_proj, "gate_up_proj_bias") if e.has_gate else (e.up_proj, "up_proj_bias")
         y_RF = grouped_linear(rows_RD, into, ends_L, getattr(e, bias) if e.has_bias else None, e.is_transposed)
-        y_RF = e._apply_gate(y_RF) if e.has_gate else e.act_fn(y_RF)
+        y_RF = e.act_fn(y_RF) if self._gate is None else self._gate(y_RF)
         out_bias = e.down_proj_bias if e.has_bias else None
         y_RD = grouped_linear(y_RF, e.down_proj, ends_L, out_bias, e.is_transposed)
         return e.post_expert_norm(y_RD) if e.has_post_expert_norm else y_RD

@@ -45,7 +45,8 @@ class AdaptedModel:
         contexts = _remembered(ends)
         layers: dict[int, DenseParts | ExpertParts] = {}
         for number in place.layers:
-            layer, context = cut.copied(number, dict(memo)), _of_layer(contexts, number)
+            layer = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
+            context = _of_layer(contexts, number)
             if isinstance(layer, ExpertLayer):
                 layers[number] = ExpertParts(layer, context, cut.experts, ep)
             else:
