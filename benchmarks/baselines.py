@@ -46,7 +46,7 @@ SKINNY = (
 ANY_MODEL = (
     "qwen3_30b_a3b --model.layers 8 --model.aux_loss 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
     "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --steps 2 --blocks 4 "
-    "--against hocket_ce,hocket_nccl,transformers_plan_ce,transformers_plan,transformers_fsdp2"
+    "--against hocket_ce,hocket_nccl,transformers_plan_ce,transformers_plan,transformers_fsdp2,hocket_null"
 )
 """Eight layers of Qwen3-30B-A3B: hocket's transformer, transformers' own classes in a plan, and these under FSDP2."""
 COPIES = "--overlap.ep.copies per_expert --against hocket,hocket_per_rank,hocket_ce,hocket_per_rank_ce,hocket_null"

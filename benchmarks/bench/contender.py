@@ -95,6 +95,7 @@ class Entry:
 
 _PEERS, _OURS, _SHARDED = "benchmarks.bench.peers", "benchmarks.bench.ours", "benchmarks.bench.sharded"
 _MFSDP = "megatron-fsdp==0.6.1"
+_HF = "transformers==5.23.0"
 
 _CE = {"train.transport": "copy_engine"}
 _ISSUED = {"plan.graphs": "off", "overlap.ep.splits": "host"}
@@ -188,18 +189,18 @@ CONTENDERS: dict[str, Entry] = {
     "megatron_core_fp32": _megatron_core("_fp32", "megatron-core, gradients in fp32"),
     "megatron_core_sync": _megatron_core("_sync", "megatron-core, synchronous expert all-to-all", model="moe"),
     "transformers_plan": Entry(
-        "benchmarks.bench.any_model:planned", "transformers' Qwen3-MoE in a planned step", "transformers", pp="any"
+        "benchmarks.bench.any_model:planned", "transformers' Qwen3-MoE in a planned step", _HF, pp="any"
     ),
     "transformers_plan_ce": Entry(
         "benchmarks.bench.any_model:planned",
         "the same, gathers, reductions and rows on copy engines",
-        "transformers",
+        _HF,
         cuda=True,
         pp="any",
         settings=_CE,
     ),
     "transformers_fsdp2": Entry(
-        f"{_PEERS}.transformers_fsdp2:fsdp2", "transformers' Qwen3-MoE under torch fully_shard", "transformers"
+        f"{_PEERS}.transformers_fsdp2:fsdp2", "transformers' Qwen3-MoE under torch fully_shard", _HF
     ),
     "torchtitan": _torchtitan("", "torchtitan: FSDP2 wiring, experts' plan, its best pipeline"),
     "torchtitan_fp32": _torchtitan("_fp32", "torchtitan, fp32 reduce"),

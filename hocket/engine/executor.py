@@ -22,7 +22,7 @@ from torch import Tensor
 from hocket.engine.actions import Actions
 from hocket.model.microbatch import Microbatch
 from hocket.program.ops import COMPUTING, Key, Lane, Layout, Op, Program
-from hocket.program.values import reads
+from hocket.program.values import reads, shares
 from hocket.runtime.lanes import Lanes
 from hocket.runtime.recorder import Recorder
 
@@ -43,6 +43,8 @@ class Compiled:
     """Whether an op of another lane comes after it."""
     frees: tuple[int, ...]
     """Ops whose values are dropped behind it."""
+    trims: tuple[tuple[int, tuple[int, ...]], ...]
+    """Ops of whose values some items are dropped behind it, and which."""
 
 
 class Executor:
@@ -119,6 +121,8 @@ class Executor:
                 lanes.issued(c.lane, c.position, pending, c.awaited)
                 for p in c.frees:
                     values[p] = None
+                for p, gone in c.trims:
+                    values[p] = [None if n in gone else item for n, item in enumerate(values[p])]
                 if self._rehearse:
                     lanes.settle()
             lanes.end()
@@ -165,6 +169,7 @@ def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> 
             waits=tuple((ops[p].lane, p) for p in op.deps),
             awaited=i in awaited,
             frees=op.frees,
+            trims=tuple((p, shares(ops[p], layout)) for p in op.trims),
         )
         for i, op in enumerate(ops)
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hocket.program.facts import Facts, Violation
-from hocket.program.values import memory_of
+from hocket.program.facts import Facts, Violation, has_place
+from hocket.program.values import first_reader, memory_of
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -35,6 +35,7 @@ def values_live(facts: Facts) -> Iterator[Violation]:
             else:
                 dropped[p] = q
                 yield from _dropped_late_enough(facts, p, q, readers[p])
+        yield from _trimmed_late_enough(facts, q)
     for p in readers:
         if p not in dropped:
             yield facts.fail(12, f"the value of {facts.show(p)} is never dropped", p)
@@ -56,6 +57,31 @@ def _dropped_late_enough(facts: Facts, p: int, q: int, readers: list[int]) -> It
                 6, f"{facts.show(q)} drops the value of {facts.show(p)}, but {facts.show(reader)} may still read it",
                 q, p, reader,
             )  # fmt: skip
+
+
+def _trimmed_late_enough(facts: Facts, q: int) -> Iterator[Violation]:
+    """What an op drops of a value, the first reader's share, is dropped by the lane that owns it, after that reader."""
+    op = facts.ops[q]
+    for p in op.trims:
+        first = first_reader(facts.ops[p], facts.layout) if 0 <= p < q and has_place(facts.ops[p], facts.layout) else ""
+        if not first:
+            yield facts.fail(6, f"{facts.show(q)} drops a share of op {p}, which has none", q)
+            continue
+        mine = [i for i in facts.readers.get(p, ()) if facts.ops[i].part == first]
+        owner = memory_of(facts.ops[p])
+        if owner != op.lane and op.verb != "step":
+            yield facts.fail(
+                6, f"{facts.show(q)} drops a share of {facts.show(p)}, whose memory is lane {owner}'s", q, p
+            )
+        for i in mine:
+            if i > q or not facts.before(i, q):
+                yield facts.fail(
+                    6,
+                    f"{facts.show(q)} drops the share of {facts.show(p)} that {facts.show(i)} may still read",
+                    q,
+                    p,
+                    i,
+                )
 
 
 def activations_capped(facts: Facts) -> Iterator[Violation]:

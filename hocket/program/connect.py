@@ -75,6 +75,8 @@ class _Rank:
     lanes: list[Lane]
     deps: list[tuple[int, ...]]
     readers: dict[int, list[int]]
+    first_readers: dict[int, list[int]]
+    """Of values with shares for several parts: the readers of the first one's."""
 
 
 def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> _Rank:
@@ -82,10 +84,13 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
     known = meanings(layout, rank)
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
     readers: dict[int, list[int]] = defaultdict(list)
+    first: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
         there = where[op.microbatch]
         for name in known.of(op).reads:
             readers[there[name]].append(i)
+            if known.of(ops[there[name]]).first_reader == op.part:
+                first[there[name]].append(i)
         if op.verb == "update":  # see Note: [What an update has read is the compute lane's]
             readers[i].append(i)
         there[op.verb, op.part, op.chunk, op.layer] = i
@@ -93,15 +98,17 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
     for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
         if not readers[received]:
             raise ValueError(f"this order cannot run: nothing reads what '{ops[received]}' receives")
-        first = readers[received][0]
-        deps[first] = latest_per_lane(lanes, first, [*deps[first], sent])
-    return _Rank(ops, lanes, deps, readers)
+        reader = readers[received][0]
+        deps[reader] = latest_per_lane(lanes, reader, [*deps[reader], sent])
+    return _Rank(ops, lanes, deps, readers, first)
 
 
 def _with_frees(rank: _Rank) -> tuple[Op, ...]:
-    dropped = _dropped_by(rank)
+    dropped, trimmed = _dropped_by(rank)
     return tuple(
-        Op(*op[:7], deps, tuple(dropped.get(i, ()))) if i in dropped or deps is not op.deps else op
+        Op(*op[:7], deps, tuple(dropped.get(i, ())), tuple(trimmed.get(i, ())))
+        if i in dropped or i in trimmed or deps is not op.deps
+        else op
         for i, (op, deps) in enumerate(zip(rank.ops, rank.deps, strict=True))
     )
 
@@ -164,12 +171,15 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     computed = -1  # the latest compute op
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
-        verb, part, microbatch, chunk, layer, lane, slot, _, _ = op
+        verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
         meaning, there = known.of(op), where[microbatch]
-        needed = meaning.reads if meaning.follows is None else (*meaning.reads, meaning.follows)
-        need = [there[name] for name in needed if name in there]
-        if len(need) < len(needed):
-            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops))
+        try:
+            need = [there[name] for name in meaning.reads]
+            if meaning.follows is not None:
+                need.append(there[meaning.follows])
+        except KeyError:
+            needed = [*meaning.reads, *([meaning.follows] if meaning.follows else [])]
+            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops)) from None
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -242,9 +252,12 @@ def known_done(lanes: Sequence[Lane], deps: Sequence[Sequence[int]], lane: Lane)
     return known
 
 
-def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
-    """Which op drops which values. See Note: [A value is dropped by its own lane]."""
-    lanes, frees = rank.lanes, defaultdict[int, list[int]](list)
+def _dropped_by(rank: _Rank) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Which op drops which values, and of which the first reader's share alone, where that is earlier.
+
+    See Note: [A value is dropped by its own lane].
+    """
+    lanes, frees, trims = rank.lanes, defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     positions: dict[Lane, list[int]] = defaultdict(list)
     turn = []  # how many ops of its lane are before an op
     for i, lane in enumerate(lanes):
@@ -260,9 +273,20 @@ def _dropped_by(rank: _Rank) -> dict[int, list[int]]:
         """What the ops of a lane know to be done of another one. It only grows."""
         return [known(other)[i] for i in positions[lane]]
 
-    for p, who in rank.readers.items():
+    def behind(p: int, who: Sequence[int]) -> int:
+        """The first op of the lane of a value's memory that comes after its readers."""
         mine, k = memory_of(rank.ops[p]), 0
         for i in who:
             k = max(k, turn[i] if lanes[i] == mine else bisect_left(learned(mine, lanes[i]), i))
-        frees[positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1].append(p)
-    return {i: sorted(values) for i, values in frees.items()}
+        return positions[mine][k] if k < len(positions[mine]) else len(lanes) - 1
+
+    for p, who in rank.readers.items():
+        last = behind(p, who)
+        frees[last].append(p)
+        if p in rank.first_readers and (first := behind(p, rank.first_readers[p])) < last:
+            trims[first].append(p)
+    return _sorted(frees), _sorted(trims)
+
+
+def _sorted(values: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    return {i: sorted(positions) for i, positions in values.items()}

@@ -80,7 +80,11 @@ def _changes(old: Op, new: Op, old_names: list[str], new_names: list[str]) -> It
         yield f"lane {old.lane} -> {new.lane}"
     if old.slot != new.slot:
         yield f"slot {old.slot} -> {new.slot}"
-    for word, before, after in (("waits for", old.deps, new.deps), ("frees", old.frees, new.frees)):
+    for word, before, after in (
+        ("waits for", old.deps, new.deps),
+        ("frees", old.frees, new.frees),
+        ("trims", old.trims, new.trims),
+    ):
         was, now = {_name(old_names, p): 0 for p in before}, {_name(new_names, p): 0 for p in after}
         less, more = [name for name in was if name not in now], [name for name in now if name not in was]
         if less:

@@ -27,7 +27,7 @@ from hocket.program.linearize import linearize
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.parts import INPUT
 from hocket.program.transformer import EMBED, HEAD
-from hocket.program.values import UnitName, follows, reads, unit_moved, unit_read, unit_written
+from hocket.program.values import UnitName, first_reader, follows, reads, unit_moved, unit_read, unit_written
 
 __all__ = ["dry_run", "linearize", "reference"]
 
@@ -93,11 +93,16 @@ class _Rank:
         self.resident: dict[UnitName, int] = {}  # unit -> its slot
         self.gradients: dict[tuple[str, int], tuple[UnitName, int, Gradients]] = {}
         self.updated = {unit_moved(op): False for op in self.ops if op.verb == "update"}
+        self.trimmed: dict[Key, str] = {}  # value -> the part whose share of it is gone
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
 
     def run(self, position: int) -> None:
         op = self.ops[position]
-        inputs = [self._look(self.values, key, op, "the value of") for key in reads(op, self.program.layout, self.rank)]
+        wanted = reads(op, self.program.layout, self.rank)
+        inputs = [self._look(self.values, key, op, "the value of") for key in wanted]
+        for key in wanted:
+            if self.trimmed.get(key) == op.part:
+                raise ValueError(f"dry run, rank {self.rank}: {op} needs its share of {key}, which has been dropped")
         inputs = inputs[: _arguments(op, self.program.layout)]
         match op.verb:
             case "fwd" | "recompute" | "bwd" | "wgrad":
@@ -123,6 +128,11 @@ class _Rank:
                 self.outcome.reduced[op.part, op.layer] += [*added, self._complete_gradient(op)]
         for p in op.frees:
             self._take(self.values, self.ops[p].key, op, "to drop the value of")
+            self.trimmed.pop(self.ops[p].key, None)
+        for p in op.trims:
+            key = self.ops[p].key
+            self._look(self.values, key, op, "to drop a share of the value of")
+            self.trimmed[key] = first_reader(self.ops[p], self.program.layout)
 
     def _take(self, table: dict, key: object, op: Op, what: str) -> Token:
         """Look up and remove."""

@@ -81,6 +81,8 @@ class Op(NamedTuple):
     slot: int = -1
     deps: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    trims: tuple[int, ...] = ()
+    """Positions of ops whose output loses its first reader's share, before the rest goes: see `values.first_reader`."""
 
     @property
     def key(self) -> Key:

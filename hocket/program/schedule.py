@@ -270,7 +270,7 @@ def _predecessors(program: Program) -> list[list[int]]:
         first = len(before)
         last_on_lane: dict[Lane, int] = {}
         for number, op in enumerate(ops, first):
-            verb, _, _, _, _, lane, _, deps, _ = op
+            verb, _, _, _, _, lane, _, deps, _, _ = op
             needed = [first + dep for dep in deps]
             if lane in last_on_lane:
                 needed.append(last_on_lane[lane])

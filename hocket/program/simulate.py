@@ -191,6 +191,7 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
     """
     ops, known = program.ranks[rank], meanings(program.layout, rank)
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
+    freed_by |= {value: position for position, op in enumerate(ops) for value in op.trims}  # nearly all of its bytes
     changes: list[tuple[Time, int]] = []
     written: set[tuple[str, UnitName]] = set()
     where: dict[tuple[Name, int], int] = {}

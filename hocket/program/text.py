@@ -41,7 +41,9 @@ FORMAT = "hocket program 1"
 _VERBS = frozenset(get_args(Verb))
 _HEADER = ("layout", "kinds", "bounds", "microbatches", "weight_slots", "grad_slots", "in_flight", "note")
 _REQUIRED = _HEADER[:4]
-_OP = re.compile(r"(\d+)\s+(\S.*?)\s+@(\S+)(?:\s+<-((?:\s+-?\d+)+))?(?:\s+free((?:\s+-?\d+)+))?")
+_OP = re.compile(
+    r"(\d+)\s+(\S.*?)\s+@(\S+)(?:\s+<-((?:\s+-?\d+)+))?(?:\s+free((?:\s+-?\d+)+))?(?:\s+trim((?:\s+-?\d+)+))?"
+)
 _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
@@ -120,6 +122,8 @@ def _op_line(position: int, op: Op) -> str:
         line += " <- " + " ".join(map(str, op.deps))
     if op.frees:
         line += "  free " + " ".join(map(str, op.frees))
+    if op.trims:
+        line += "  trim " + " ".join(map(str, op.trims))
     return line.rstrip()
 
 
@@ -254,12 +258,14 @@ def _parse_counts(text: str) -> dict[str, int]:
 def _parse_op(line: str, position: int) -> Op:
     match = _OP.fullmatch(line)
     if match is None:
-        raise ValueError(f"expected 'position name @lane [<- positions] [free positions]', got {line!r}")
-    number, name, lane, deps, frees = match.groups()
+        raise ValueError(
+            f"expected 'position name @lane [<- positions] [free positions] [trim positions]', got {line!r}"
+        )
+    number, name, lane, deps, frees, trims = match.groups()
     if int(number) != position:
         raise ValueError(f"expected op {position}, got op {number}: the ops of a rank are numbered from 0 without gaps")
     verb, part, fields = _parse_name(name)
-    return _op(verb, part, lane, **fields, deps=_integers(deps), frees=_integers(frees))
+    return _op(verb, part, lane, **fields, deps=_integers(deps), frees=_integers(frees), trims=_integers(trims))
 
 
 def _parse_name(name: str) -> tuple[str, str, dict[str, int]]:
@@ -317,7 +323,7 @@ def _list(value: Any) -> Any:
 
 
 _NUMBERS = ("microbatch", "chunk", "layer", "slot")
-_POSITIONS = ("deps", "frees")
+_POSITIONS = ("deps", "frees", "trims")
 
 
 def _op_dict(op: Op) -> dict[str, Any]:

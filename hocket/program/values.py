@@ -129,6 +129,28 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
     return found
 
 
+def first_reader(op: Op, layout: Layout) -> str:
+    """The part that reads one share of an op's value before another part reads the rest; empty if there is one reader.
+
+    Of a forward these are the parts that read its outputs, of a backward those whose gradients it has made: see Note:
+    [One reader for each output]. A layer's rows, which the exchange reads, need not wait for the reader of the residual.
+    """
+    if op.layer < 0 or op.verb not in ("fwd", "bwd"):
+        return ""
+    kind = layout.type_of(op.layer)
+    parts = kind.readers[op.part] if op.verb == "fwd" else kind.by_name[op.part].sources
+    return parts[0] if len(parts) > 1 and INPUT not in parts else ""
+
+
+def shares(op: Op, layout: Layout) -> tuple[int, ...]:
+    """Which items of an op's value, a list of outputs or of gradients of inputs, are its first reader's."""
+    kind, first = layout.type_of(op.layer), first_reader(op, layout)
+    part = kind.by_name[op.part]
+    if op.verb == "bwd":
+        return tuple(n for n, read in enumerate(part.reads) if read.partition(".")[0] == first)
+    return tuple(n for n, output in enumerate(part.outputs) if kind.gradient_of(part, output)[0] == first)
+
+
 def memory_of(op: Op) -> Lane:
     """The lane to which the memory of an op's value belongs. See Note: [What an update has read is the compute lane's].
 
@@ -186,6 +208,7 @@ class Meaning(NamedTuple):
     follows: Name | None
     unit_read: UnitName | None
     unit_written: UnitName | None
+    first_reader: str
 
 
 class Meanings:
@@ -212,6 +235,7 @@ class Meanings:
             follows=names[-1] if followed else None,
             unit_read=unit_read(op, layout),
             unit_written=unit_written(op, layout),
+            first_reader=first_reader(op, layout),
         )
 
 

@@ -296,9 +296,19 @@ def words(task: Task, changes: Changes) -> list[str]:
     while True:
         there = task.settled({name: leaf(settings, name) for name in names}, model_costs)
         otherwise = {name for name in types() if leaf(settings, name) != leaf(there, name)} - names
+        otherwise = {name for name in otherwise if _works(task, settings, names | {name})}
         if not otherwise:
             return command_words(settings, task.origins, names)
         names |= otherwise
+
+
+def _works(task: Task, settings: Settings, names: set[str]) -> bool:
+    """Whether the rules take these values where a user sets them: some have no effect beside the others."""
+    try:
+        task.settled({name: leaf(settings, name) for name in names}, model_costs)
+    except ValueError:
+        return False
+    return True
 
 
 def as_json(task: Task, result: Result) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def reordered(program: Program, rank: int, order: Sequence[int]) -> Program:
         program.ranks[rank][old]._replace(
             deps=tuple(new[p] for p in program.ranks[rank][old].deps if p in new),
             frees=tuple(new[p] for p in program.ranks[rank][old].frees if p in new),
+            trims=tuple(new[p] for p in program.ranks[rank][old].trims if p in new),
         )
         for old in order
     ]
@@ -168,6 +169,6 @@ def swapped(program: Program, rank: int, a: int, b: int) -> Program:
     """The program with two ops in each other's place; deps and frees stay with the places."""
     ops = list(program.ranks[rank])
     first, second = ops[a], ops[b]
-    ops[a] = second._replace(deps=first.deps, frees=first.frees)
-    ops[b] = first._replace(deps=second.deps, frees=second.frees)
+    ops[a] = second._replace(deps=first.deps, frees=first.frees, trims=first.trims)
+    ops[b] = first._replace(deps=second.deps, frees=second.frees, trims=second.trims)
     return with_rank(program, rank, ops)

@@ -57,7 +57,10 @@ def uncut(program: Program, rank: int, name: str, producer: str) -> Program:
 def freed_at_once(program: Program) -> Program:
     """The attention part's output is dropped by its first reader, though unpermute reads it too."""
     value, reader = find(program, 0, "fwd attn m0 c0 l1"), find(program, 0, "fwd mlp m1")
-    ops = [op._replace(frees=tuple(p for p in op.frees if p != value)) for op in program.ranks[0]]
+    ops = [
+        op._replace(frees=tuple(p for p in op.frees if p != value), trims=tuple(p for p in op.trims if p != value))
+        for op in program.ranks[0]
+    ]
     early = next(p for p in range(value + 1, reader) if ops[p].lane == "compute")
     ops[early] = ops[early]._replace(frees=(*ops[early].frees, value))
     return with_rank(program, 0, ops)
