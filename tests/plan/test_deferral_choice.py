@@ -70,8 +70,10 @@ def test_without_room_for_late_heads_it_is_chosen_again(monkeypatch: pytest.Monk
     tight = replace(H200, memory=int(1.001 * held / 0.9))
     monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
     found = settled(name, changes)
-    assert (found.overlap.pp.defer_head, found.overlap.pp.defer_layers) == (0, plain.overlap.pp.defer_layers)
-    assert "does not fit" in next(d.reason for d in found.decisions if d.setting == HEADS)
+    # That of one microbatch takes no memory that is not there anyway; those of more do not fit.
+    assert found.overlap.pp.defer_head <= 1
+    assert found.overlap.pp.defer_layers == plain.overlap.pp.defer_layers
+    assert "there is no memory" in next(d.reason for d in found.decisions if d.setting == HEADS)
 
 
 def test_few_programs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
