@@ -2,7 +2,7 @@
 
 Layers of published MoE models on H200s, a quarter of them where there is no pipeline, for they would not fit; and the
 recipes as they are, in groups of the smallest size and of twice as many microbatches as pipeline ranks. The table of
-`docs/benchmarks.md` is made of these rows whenever documents are.
+`docs/benchmarks-archive.md` is made of these rows whenever documents are.
 """
 
 from __future__ import annotations

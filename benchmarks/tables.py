@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import tensor_tables
+from benchmarks import summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import contenders, host_cost, settings
@@ -254,6 +254,10 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
         expert_aims,
     ),
     "pipeline_peers": ("pipeline_peers", contenders),
+    "any_model": ("any_model", contenders),
+    "any_model_settings": ("any_model", settings),
+    "summary": (summary_tables.files(short=False), summary_tables.summary),
+    "summary_short": (summary_tables.files(short=True), summary_tables.summary_short),
     "pipeline_peers_settings": ("pipeline_peers", settings),
 }
 """Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker."""

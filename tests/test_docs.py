@@ -83,7 +83,7 @@ def test_every_result_is_shown() -> None:
 
 @pytest.mark.timeout(180)  # likewise
 def test_a_changed_figure_would_be_noticed() -> None:
-    text = read("docs/benchmarks.md")
+    text = read("docs/benchmarks-archive.md")
     row = next(line for line in text.splitlines() if line.startswith("| merged |"))
     changed = text.replace(row, row.replace("ms", "s"))
     assert row not in changed

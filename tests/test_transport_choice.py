@@ -56,7 +56,7 @@ def test_ranks_on_gpus_of_one_host_copy(config: Config) -> None:
 
 def test_it_is_said_that_nobody_has_looked() -> None:
     assert chosen(resolve(DENSE, Host(gpus=8))).reason.endswith(
-        "taken for granted to reach each other's memory: nobody looked"
+        "taken for granted to reach each other's memory: not checked"
     )
 
 

@@ -151,7 +151,7 @@ def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
         yield "stops", "computing is prohibited", "no process may use it", f"nvidia-smi -c 0, {owner}"
     if g.used_mib > BUSY_MIB:
         found = f"{g.used_mib / 1024:.0f} GiB in use"
-        yield "costs", found, "somebody else works there, and peers wait for it", "wait until it is free"
+        yield "costs", found, "another program works there, and peers wait for it", "wait until it is free"
 
 
 def _unused(f: Found) -> Checks:

@@ -38,7 +38,7 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
         return "nccl", reason
     ranks = f"{c.mesh.world} ranks on GPUs of one host"
     if not h.gpu:
-        return COPIES, f"{ranks}, which are taken for granted to reach each other's memory: nobody looked"
+        return COPIES, f"{ranks}, which are taken for granted to reach each other's memory: not checked"
     return COPIES, f"{ranks}, which reach each other's memory"
 
 

@@ -1,0 +1,75 @@
+"""The table of results in short: one row for each shape, hocket beside the fastest of the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from benchmarks.bench.record import origins
+from benchmarks.contender_tables import tokens_of, workloads
+from benchmarks.markdown import Result, table
+
+
+class Row(NamedTuple):
+    """A row of the summary: one workload of a result file, and the contender of hocket's that it shows."""
+
+    file: str
+    what: str
+    tokens: str
+    ours: str
+    short: bool = False
+    """Whether the README has it, too."""
+
+
+ROWS = (
+    Row("fsdp", "Llama-3 8B, sharded weights", "2,048", "fully_shard_ce"),
+    Row("fsdp", "Llama-3 8B, sharded weights", "4,096", "fully_shard_ce", short=True),
+    Row("fsdp_long", "Llama-3 8B, sharded weights", "8,192", "fully_shard_ce", short=True),
+    Row("fsdp_peers", "Llama-3 8B, 16 layers, sharded weights", "4,096", "fully_shard_ce"),
+    Row("data_parallel", "Llama-3 8B's layers, whole weights", "8,192", "fully_shard_optim_ce"),
+    Row("data_parallel_adamw", "the same with AdamW", "8,192", "fully_shard_optim_ce"),
+    Row("expert_parallel", "Qwen3-30B-A3B's experts", "4,096", "hocket_graph_ce"),
+    Row("expert_parallel_long", "Qwen3-30B-A3B's experts", "8,192", "hocket_ce", short=True),
+    Row("expert_parallel_2", "Qwen3-30B-A3B's experts, 8 layers", "8,192", "hocket_ce"),
+    Row("shared_expert", "16B with a shared expert", "8,192", "hocket_ce"),
+    Row("skinny", "narrow experts", "16,384", "hocket_ce"),
+    Row("pipeline_dense_8", "Llama-3 8B in a pipeline", "4,096", "hocket", short=True),
+    Row("pipeline_dense_2", "half of it on two ranks", "4,096", "hocket_ce"),
+    Row("everything", "pipeline, experts and full sharding", "8,192", "hocket_ce", short=True),
+    Row("any_model", "Qwen3-MoE of transformers, 8 layers", "4,096", "transformers_plan"),
+    Row("any_model", "Qwen3-MoE of transformers, 8 layers", "8,192", "transformers_plan", short=True),
+)
+
+
+def files(short: bool) -> str:
+    """The result files behind the table, as `benchmarks.tables.KNOWN` names them."""
+    return " ".join(dict.fromkeys(row.file for row in ROWS if row.short or not short))
+
+
+def summary(*results: Result) -> str:
+    return _table(results, short=False)
+
+
+def summary_short(*results: Result) -> str:
+    return _table(results, short=True)
+
+
+def _table(results: tuple[Result, ...], short: bool) -> str:
+    by_file = dict(zip(files(short).split(), results, strict=True))
+    rows = [_cells(row, by_file[row.file]) for row in ROWS if row.short or not short]
+    head = ["step", "tokens", "GPUs", "hocket", "fastest of the others", "speed over it (range)", "share of the bound"]
+    return table(head, rows)
+
+
+def _cells(row: Row, result: Result) -> list[str]:
+    (found,) = (one for one in workloads([result]) if tokens_of(one) == row.tokens)
+    ours, peer = found["contenders"][row.ours], found["best_peer"]
+    gpus = origins(result)[0]["hardware"].split()[0]
+    other, speed = "none runs it", "-"
+    if peer:
+        other = f"*{peer}*, {1e3 * found['contenders'][peer]['seconds']:,.0f} ms"
+        ratio = ours["speed_over"][peer]
+        speed = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    bound = ours["speed_over"].get(found["bound"])
+    share = f"{bound['median']:.2f}" if bound else "-"
+    mine = f"*{row.ours}*, {1e3 * ours['seconds']:,.0f} ms"
+    return [row.what, row.tokens, gpus, mine, other, speed, share]
