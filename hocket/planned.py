@@ -46,6 +46,11 @@ class Plan:
     program: Program
     """The step: for each pipeline rank its list of ops."""
 
+    def __repr__(self) -> str:
+        """One line: `settings` and `program` are thousands of words, and `hocket.draw` shows them."""
+        mesh, ops = self.settings.mesh, sum(map(len, self.program.ranks))
+        return f"Plan({self.settings.run.name}: pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}, ep {mesh.ep}, {ops} ops)"
+
     @property
     def hardware(self) -> Hardware:
         """What predictions are for; settings name it (`hardware.gpu`)."""

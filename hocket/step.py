@@ -143,10 +143,12 @@ def started(settings: Settings) -> PlannedStep:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if settings.world != ranks:
         started = f"{ranks} rank{'s have' if ranks > 1 else ' has'} started"
+        replicas, rest = divmod(ranks, settings.mesh.pp * settings.mesh.tp)
+        smaller = f"mesh.dp = {replicas}" if replicas and not rest else f"a mesh of {ranks}"
         raise ValueError(
             f"mesh.pp * mesh.dp * mesh.tp = {settings.world}: {started}"
             f"{'' if dist.is_initialized() else ', without a process group'}; fix: torchrun --nproc-per-node "
-            f"{settings.world}, or mesh.dp = {max(1, ranks // (settings.mesh.pp * settings.mesh.tp))}"
+            f"{settings.world}, or {smaller}"
         )
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(

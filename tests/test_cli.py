@@ -395,7 +395,7 @@ def test_a_profiled_window_is_a_trace_and_a_window_in_the_past_is_a_remark(tmp_p
     assert "trace    runs/tiny/traces: step 2 of 1 ranks" in ended.out, ended
     assert b"fwd attn m0" in gzip.decompress((tmp_path / "runs/tiny/traces/rank0.json.gz").read_bytes())
     ended = hocket(tmp_path, "train", *words, "3")
-    assert "train.profile = 2 1: no effect: the run goes on behind its first step" in ended.out, ended
+    assert "train.profile = 2 1: no effect: these steps are done; run.name = NAME starts" in ended.out, ended
 
 
 def test_torchrun_starts_workers(tmp_path):

@@ -85,3 +85,7 @@ def test_what_cannot_be_planned_is_told_at_once() -> None:
         hocket.plan("tiny").start()
     with pytest.raises(ValueError, match=r"batch: give the microbatches, or \(token ids, targets\)"):
         hocket.plan("tiny", {**ONE, "train.sequences": 1}).start()([])  # type: ignore[arg-type]
+
+
+def test_a_plan_is_shown_in_one_line() -> None:
+    assert re.fullmatch(r"Plan\(tiny: pp 2 x dp 2 x tp 1, ep 2, \d+ ops\)", repr(hocket.plan("tiny")))

@@ -50,7 +50,7 @@ def model_of(workload: Workload) -> Any:
             "against = transformers_plan or transformers_fsdp2 (command line): transformers' Qwen3-MoE has q and k "
             "norms, a softmax router, and here neither shared expert nor balance; fix: qwen3_30b_a3b --model.aux_loss 0"
         )
-    config = Qwen3MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=m.vocab, hidden_size=m.hidden, num_hidden_layers=m.layers, num_attention_heads=m.heads,
         num_key_value_heads=m.kv_heads, head_dim=m.head_dim, intermediate_size=m.ffn, num_experts=m.experts,
         moe_intermediate_size=m.expert_ffn, num_experts_per_tok=m.top_k, norm_topk_prob=m.normalize_top_k,
@@ -58,6 +58,7 @@ def model_of(workload: Workload) -> Any:
         mlp_only_layers=list(m.dense_layers), tie_word_embeddings=False, use_cache=False, attention_dropout=0.0,
         max_position_embeddings=max(workload.config.data.sequence_length, 4096),
     )  # fmt: skip
+    config = Qwen3MoeConfig(**sizes)  # one by one, type checkers miss `head_dim`, which the class takes by **kwargs
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
     with torch.device("meta"):
         return Qwen3MoeForCausalLM(config).train()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +24,8 @@ _VOCAB = 32
 _MICROBATCHES = 2
 _SMALL = 0.01
 """Share of the whole gradient's norm below which a parameter's is measured by that share."""
+_UNGUARDED = 77
+"""Exit code of a rank whose import of the calling file comes to `check_layer` again."""
 
 
 class Between(nn.Module):
@@ -62,10 +66,14 @@ def check_layer(
     `context` makes what it is told beside that, from hidden states; `shape` is (sequences, their length). Losses and
     gradients of two copies of the layer are compared: of a dense layer bit for bit, of one with experts, whose sums
     have another order, to a relative `tolerance`. A layer with experts also runs on so many `ranks` of gloo, in
-    processes of their own, each with some of the experts; there `layer` and `context` must be picklable.
+    processes of their own, each with some of the experts; there `layer` and `context` must be picklable. These
+    processes import the calling file again: in a script the call belongs under `if __name__ == "__main__":`.
 
-    Raises AssertionError, naming what differs and how much, and ValueError if the pieces do not fit together.
+    Raises AssertionError, naming what differs and how much, ValueError if the pieces do not fit together, and
+    RuntimeError for a call that is not under `__main__`.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank that imports the calling file
+        sys.exit(_UNGUARDED)
     model = Between(layer, hidden, context).train()
     with_experts = hasattr(layer, "expert_weights")
     for count in (1, ranks) if with_experts and ranks > 1 else (1,):
@@ -145,7 +153,15 @@ def _plain(model: Between, batches: list[list[Batch]]) -> Found:
 def _on_ranks(model: nn.Module, shape: tuple[int, int], batches: list[list[Batch]]) -> Found:
     with tempfile.TemporaryDirectory(prefix="check-layer-") as folder:
         ranks = len(batches[0])
-        mp.spawn(_rank, (ranks, folder, model, shape, batches), nprocs=ranks)
+        try:
+            mp.spawn(_rank, (ranks, folder, model, shape, batches), nprocs=ranks)
+        except mp.ProcessExitedException as error:
+            if error.exit_code != _UNGUARDED:
+                raise
+            raise RuntimeError(
+                "check_layer: its ranks are processes that import the calling file again, and the call with it; "
+                'fix: write if __name__ == "__main__": above the call, or make it in a test'
+            ) from None
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
     losses = [loss for of_microbatch in zip(*[losses for losses, _ in results], strict=True) for loss in of_microbatch]
     return losses, results[0][1]

@@ -133,7 +133,7 @@ def first_reader(op: Op, layout: Layout) -> str:
     """The part that reads one share of an op's value before another part reads the rest; empty if there is one reader.
 
     Of a forward these are the parts that read its outputs, of a backward those whose gradients it has made: see Note:
-    [One reader for each output]. A layer's rows, which the exchange reads, need not wait for the reader of the residual.
+    [One reader for each output]. A layer's rows, which the exchange reads, need not wait for the residual's reader.
     """
     if op.layer < 0 or op.verb not in ("fwd", "bwd"):
         return ""

@@ -55,7 +55,10 @@ class ProfileWindow:
         self._problem = ""
         if settings.train.profile and not self.steps:
             shown = " ".join(map(str, settings.train.profile))
-            metrics.say(f"note     train.profile = {shown}: no effect: the run goes on behind its first step")
+            reason = "all steps of the run are done" if done >= settings.train.steps else "these steps are done"
+            metrics.say(
+                f"note     train.profile = {shown}: no effect: {reason}; run.name = NAME starts a run of its own"
+            )
 
     def path(self, rank: int) -> Path:
         """The trace of a rank."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from hocket.testing import check_layer
 from tests.adapters import own_layers
 from tests.adapters.own_layers import HIDDEN, Dense, Model, Routed
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_dense_layer() -> None:
     check_layer(Dense(), HIDDEN, context=own_layers.context)
@@ -20,6 +26,19 @@ def test_dense_layer() -> None:
 @pytest.mark.timeout(180)
 def test_layer_with_experts() -> None:
     check_layer(Routed(), HIDDEN, context=own_layers.context)
+
+
+def test_a_script_that_calls_it_without_main_is_told_so(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hocket.testing import check_layer\nfrom tests.adapters.own_layers import HIDDEN, Routed, context\n"
+        "check_layer(Routed(), HIDDEN, context=context)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert 'fix: write if __name__ == "__main__": above the call' in ended.stderr, ended.stderr
+    assert "freeze_support" not in ended.stderr
 
 
 class Forgetful(Dense):
