@@ -83,7 +83,8 @@ def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tu
     unknown = [name for name in settings if name not in types()]
     fixes = {name: meant_setting(name, types()) or "see docs/settings.md" for name in unknown}
     stop_if([f"{name} = {settings[name]} ({where}): no such setting; fix: {fixes[name]}" for name in unknown])
-    return changed(config, settings), dict.fromkeys(settings, where)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return changed(config, given), dict.fromkeys(settings, where)
 
 
 def check(step: Plan | Program) -> list[Violation]:

@@ -44,6 +44,11 @@ def test_a_plan_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_list_is_given_as_a_python_list() -> None:
+    step = hocket.plan("tiny", {**ONE, "plan.recompute": ["attn"]})
+    assert step.settings.plan.recompute == ("attn",)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_every_recipe_can_be_planned_and_holds(recipe: str) -> None:
     step = hocket.plan(recipe, {"train.microbatches": 4})
