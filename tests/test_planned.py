@@ -44,6 +44,17 @@ def test_a_plan_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("value", [None, "2", [1], {}, 2.0])
+def test_a_value_of_another_type_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^mesh.dp = .* \(plan\): not a whole number; fix: give a whole number$"):
+        hocket.plan("tiny", {"mesh.dp": value})
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^3 = 4 \(plan\): no such setting; fix: "):
+        hocket.plan("tiny", {3: 4})  # type: ignore[dict-item]
+
+
 def test_a_list_is_given_as_a_python_list() -> None:
     step = hocket.plan("tiny", {**ONE, "plan.recompute": ["attn"]})
     assert step.settings.plan.recompute == ("attn",)
