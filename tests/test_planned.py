@@ -101,3 +101,18 @@ def test_what_cannot_be_planned_is_told_at_once() -> None:
         hocket.plan("tiny").start()
     with pytest.raises(ValueError, match=r"batch: give the microbatches, or \(token ids, targets\)"):
         hocket.plan("tiny", {**ONE, "train.sequences": 1}).start()([])  # type: ignore[arg-type]
+
+
+def test_a_step_takes_whole_numbers_and_a_finite_learning_rate() -> None:
+    import torch
+
+    step = hocket.plan("tiny", {**ONE, "precision.compute": "fp32"}).start()
+    c = step.settings
+    ids = torch.zeros(2 * c.train.sequences, c.data.sequence_length, dtype=torch.int32)
+    for lr in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match=r"^lr = .*: it would spoil all weights; fix: "):
+            step((ids, ids), lr)
+    with pytest.raises(ValueError, match="token ids and targets are whole numbers"):
+        step((ids.float(), ids))
+    assert step((ids, ids)).loss == pytest.approx(step.evaluate((ids.long(), ids.long())), rel=0.5)
+    step.close()
