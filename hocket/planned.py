@@ -29,7 +29,7 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed, types
+from hocket.settings.schema import changed, impossible, is_a, types
 from hocket.settings.sources import begin
 from hocket.settings.suggest import meant_setting
 
@@ -86,9 +86,15 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
 def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tuple[Config, dict[str, str]]:
     """A configuration with other values by dotted name, and where they come from. ValueError for unknown names."""
     unknown = [name for name in settings if name not in types()]
-    fixes = {name: meant_setting(name, types()) or "see docs/settings.md" for name in unknown}
+    fixes = {name: meant_setting(str(name), types()) or "see docs/settings.md" for name in unknown}
     stop_if([f"{name} = {settings[name]} ({where}): no such setting; fix: {fixes[name]}" for name in unknown])
-    return changed(config, settings), dict.fromkeys(settings, where)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    origins = dict.fromkeys(settings, where)
+    wrong = [name for name, value in given.items() if not is_a(value, types()[name])]
+    if wrong:
+        found = impossible(changed(config, given), origins)
+        stop_if([found[name] for name in wrong])
+    return changed(config, given), origins
 
 
 def check(step: Plan | Program) -> list[Violation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,10 @@ class PlannedStep:
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
         is `train.lr`.
         """
-        result = self.engine.train_step(self._microbatches(batch), self.settings.train.lr if lr is None else lr)
+        lr = self.settings.train.lr if lr is None else lr
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
+        result = self.engine.train_step(self._microbatches(batch), lr)
         loss, _, _ = self.engine.agree(result.loss)
         return Outcome(loss, float(result.grad_norm))
 
@@ -127,6 +131,8 @@ class PlannedStep:
             assert isinstance(targets, Tensor)
             parts = zip(ids.chunk(c.train.microbatches), targets.chunk(c.train.microbatches), strict=True)
             found = [Microbatch(*pair) for pair in parts]
+        if any(tensor.is_floating_point() for one in found for tensor in (one.ids, one.targets)):
+            raise ValueError("batch: token ids and targets are whole numbers; fix: tensors of torch.int64")
         shape = c.train.sequences, c.data.sequence_length
         shapes = {tuple(tensor.shape) for one in found for tensor in (one.ids, one.targets)}
         if shapes != {shape} or len(found) != c.train.microbatches:
@@ -135,7 +141,8 @@ class PlannedStep:
                 f"train.microbatches = {c.train.microbatches} of {shape}; fix: ids and targets of "
                 f"{c.train.microbatches * shape[0]} sequences of {shape[1]} tokens"
             )
-        return [Microbatch(one.ids.to(device).contiguous(), one.targets.to(device).contiguous()) for one in found]
+        where = {"device": device, "dtype": torch.int64}
+        return [Microbatch(one.ids.to(**where).contiguous(), one.targets.to(**where).contiguous()) for one in found]
 
 
 def started(settings: Settings) -> PlannedStep:

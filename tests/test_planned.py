@@ -44,6 +44,22 @@ def test_a_plan_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("value", [None, "2", [1], {}, 2.0])
+def test_a_value_of_another_type_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^mesh.dp = .* \(plan\): not a whole number; fix: give a whole number$"):
+        hocket.plan("tiny", {"mesh.dp": value})
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^3 = 4 \(plan\): no such setting; fix: "):
+        hocket.plan("tiny", {3: 4})  # type: ignore[dict-item]
+
+
+def test_a_list_is_given_as_a_python_list() -> None:
+    step = hocket.plan("tiny", {**ONE, "plan.recompute": ["attn"]})
+    assert step.settings.plan.recompute == ("attn",)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_every_recipe_can_be_planned_and_holds(recipe: str) -> None:
     step = hocket.plan(recipe, {"train.microbatches": 4})
@@ -89,3 +105,18 @@ def test_what_cannot_be_planned_is_told_at_once() -> None:
 
 def test_a_plan_is_shown_in_one_line() -> None:
     assert re.fullmatch(r"Plan\(tiny: pp 2 x dp 2 x tp 1, ep 2, \d+ ops\)", repr(hocket.plan("tiny")))
+
+
+def test_a_step_takes_whole_numbers_and_a_finite_learning_rate() -> None:
+    import torch
+
+    step = hocket.plan("tiny", {**ONE, "precision.compute": "fp32"}).start()
+    c = step.settings
+    ids = torch.zeros(2 * c.train.sequences, c.data.sequence_length, dtype=torch.int32)
+    for lr in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match=r"^lr = .*: it would spoil all weights; fix: "):
+            step((ids, ids), lr)
+    with pytest.raises(ValueError, match="token ids and targets are whole numbers"):
+        step((ids.float(), ids))
+    assert step((ids, ids)).loss == pytest.approx(step.evaluate((ids.long(), ids.long())), rel=0.5)
+    step.close()

@@ -122,7 +122,7 @@ def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:
     largest = FULL if layout is None else _largest(layout)
     text = "literature" if text == "auto" else text
     if text in MERGED:
-        return MERGED[text] if _letters(largest) <= _letters(FULL) else woven(largest)
+        return MERGED[text] if largest is FULL else woven(largest)
     if problem := order_problem(text, largest):
         raise ValueError(f"plan.layer_order={text!r}: {problem}")
     return template(text)
@@ -154,25 +154,37 @@ def _count(number: int) -> str:
     return {12: "twelve"}.get(number, str(number))
 
 
-def _letters(kind: LayerKind) -> set[str]:
-    return {part.letter for part in kind.parts}
+def pairs_problem(layout: Layout) -> str:
+    """Why steps of two forwards or two backwards cannot be had for a layout; empty if they can."""
+    if _largest(layout) is FULL:
+        return ""
+    names = " and ".join(kind.name for kind in layout.layer_types)
+    return f"the orders of pairs know parts a d e c u in the roles of hocket's own layers, and {names} has others"
 
 
 def _largest(layout: Layout) -> LayerKind:
-    """The kind of a layout that has the letters of all others; hocket's own full one if its letters will do.
+    """The kind of a layout whose orders serve all others; hocket's own full one if its orders will do.
 
-    Raises ValueError if no kind has all letters.
+    Raises ValueError if no kind's will.
     """
-    every = {letter for kind in layout.layer_types for letter in _letters(kind)}
-    if every <= _letters(FULL):
-        return FULL
-    for kind in layout.layer_types:
-        if every <= _letters(kind):
+    for kind in (FULL, *layout.layer_types):
+        if all(_serves(kind, other) for other in layout.layer_types):
             return kind
+    every = {part.letter for kind in layout.layer_types for part in kind.parts}
     names = " and ".join(kind.name for kind in layout.layer_types)
     raise ValueError(
-        f"no kind of layer has all the letters of {names}: {' '.join(sorted(every))}; give parts of one role one "
-        "letter, so that one template orders them all"
+        f"no kind of layer has all the letters of {names} in their order: {' '.join(sorted(every))}; give parts of one "
+        "role (in one place, early or not, with weights or without) one letter, so that one template orders them all"
+    )
+
+
+def _serves(kind: LayerKind, other: LayerKind) -> bool:
+    """Whether an order for one kind holds all ops of another, each behind what it reads."""
+    roles = {part.letter: part for part in kind.parts}
+    letters = [part.letter for part in other.parts]
+    return [letter for letter in roles if letter in letters] == letters and all(
+        part.early == roles[part.letter].early and (part.unit is None or roles[part.letter].unit is not None)
+        for part in other.parts
     )
 
 

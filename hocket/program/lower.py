@@ -24,7 +24,7 @@ from itertools import pairwise
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, merged_order, without_wgrads
+from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem, without_wgrads
 from hocket.program.merged_v import merged_v
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pairs import expand_pair
@@ -67,6 +67,8 @@ def expand_steps(draft: Draft) -> Draft:
     merged, alone = merged_order(draft.config.plan.layer_order, layout), alone_order(layout)
     if overlap.defer_wgrad == "off":
         merged, alone = at_once(merged), at_once(alone)
+    if any(step.also for steps in draft.order for step in steps) and (problem := pairs_problem(layout)):
+        raise ValueError(f"overlap.ep.merge_ends=on: {problem}; use overlap.ep.merge_ends=off")
     ranks = []
     for rank, steps in enumerate(draft.order):
         apart = {step.wgrad for step in steps}

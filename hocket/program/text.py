@@ -341,6 +341,10 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
         named: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
         named["types"] = tuple(_parse_type(kind) for kind in named.get("types", ()))
         layout = Layout(**named)
+        slots = [*tree["weight_slots"].items(), *tree["grad_slots"].items()]
+        for name, count in [("microbatches", tree["microbatches"]), *slots]:
+            if type(count) is not int:
+                raise ValueError(f"not a program: {name} = {count!r} is no whole number")
         return Program(
             layout=layout,
             microbatches=tree["microbatches"],

@@ -167,6 +167,46 @@ def test_a_template_is_woven_for_other_letters() -> None:
         )
 
 
+def hocket_letters(*, late_weights: bool, swapped: bool) -> LayerKind:
+    """A layer with hocket's letters, in roles that hocket's own layers do not have."""
+    first, middle, last = ("e", "c", "a") if swapped else ("a", "c", "u")
+    unit = "dense" if late_weights else None
+    return LayerKind(
+        "other",
+        (
+            Part("one", first, outputs=("rows", "rest"), unit="dense", kept=("input",)),
+            Part("move", middle, ("one.rows",), lane="a2a", purpose="a2a", ranks=2),
+            Part("last", last, ("move", "one.rest"), unit=unit, early=not swapped, kept=("fwd move",)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("defer", ["on", "off"])
+@pytest.mark.parametrize("named", ["literature", "early_release", "wgrad_last"])
+@pytest.mark.parametrize(("late_weights", "swapped"), [(True, False), (False, True)])
+def test_letters_in_other_roles_get_an_order_of_their_own(
+    late_weights: bool, swapped: bool, named: str, defer: str
+) -> None:
+    kind = hocket_letters(late_weights=late_weights, swapped=swapped)
+    c = planned(merge="on", layer_order=named, defer_wgrad=defer)
+    program = build_program(Layout(("other",) * 4, pp=2, types=(kind,)), 4, c, Sharding(2, 2))
+    assert not check(program)
+    dry_run(program, 0)
+
+
+def test_kinds_whose_letters_stand_in_two_orders_are_refused() -> None:
+    kinds = tuple(LayerKind(a + e, (Part(f"{a}1", a), Part(f"{e}2", e, (f"{a}1",)))) for a, e in ("ae", "ea"))
+    with pytest.raises(ValueError, match="no kind of layer has all the letters of ae and ea in their order: a e; give"):
+        build_program(Layout(("ae", "ea"), types=kinds), 2, planned(), Sharding())
+
+
+@pytest.mark.parametrize("kind", [ring(), three(), hocket_letters(late_weights=True, swapped=False)])
+def test_pairs_of_other_roles_are_refused(kind: LayerKind) -> None:
+    c = planned(merge="on", merge_ends="on")
+    with pytest.raises(ValueError, match=r"merge_ends=on: .* has others; use overlap.ep.merge_ends=off"):
+        build_program(Layout((kind.name,) * 4, pp=2, types=(kind,)), 8, c, Sharding(2, 2))
+
+
 def test_a_spelt_order_that_cannot_run_is_refused() -> None:
     words = spelt(woven(ring())).split()
     words[0], words[-1] = words[-1], words[0]

@@ -3,14 +3,17 @@
 import json
 import re
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hocket.program.lower import build_program
 from hocket.program.ops import LANES, Layout, Op, Program
+from hocket.program.shard import Sharding
 from hocket.program.text import diff, from_json, from_text, to_json, to_text
+from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases, find, moved, sample, with_op, without
 
 NONE_OR_MORE = st.integers(-1, 200)
@@ -236,3 +239,12 @@ def test_diff_tells_double_ops_apart(program: Program) -> None:
     ops = program.ranks[0]
     doubled = replace(program, ranks=((*ops, ops[0]), *program.ranks[1:]))
     assert diff(program, doubled).startswith(f"rank 0\n  + {ops[0]._replace(slot=-1)} #2  @")
+
+
+@pytest.mark.parametrize("field", ["weight_slots", "grad_slots"])
+@pytest.mark.parametrize("count", [1.5, "x", None, True])
+def test_slots_that_are_no_whole_number_are_refused(field: str, count: object) -> None:
+    tree: dict[str, Any] = json.loads(json.dumps(to_json(build_program(Layout(("dense",)), 1, planned(), Sharding()))))
+    tree[field]["dense"] = count
+    with pytest.raises(ValueError, match=r"not a program: dense = .* is no whole number"):
+        from_json(tree)
