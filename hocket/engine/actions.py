@@ -123,7 +123,7 @@ class Actions:
     # -- parts of layers that compute ------------------------------------------------------------------------
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part: as an segment, or without a graph if there is no backward or it will run once more for it."""
+        """Run a part: as a segment, or without a graph if there is no backward or it will run once more for it."""
         if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part)):
             with torch.no_grad():
                 return fn(*inputs)

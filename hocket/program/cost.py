@@ -121,7 +121,7 @@ to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grad
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a run has shown about its ops, to predict other plans of the same sizes with (see `trace/calibrate.py`)."""
+    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured/calibrate.py`)."""
 
     source: str
     """The trace it comes from."""

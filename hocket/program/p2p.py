@@ -25,7 +25,7 @@ Parts = Literal["attn", "all"]
 
 @dataclass(frozen=True)
 class Cover:
-    """Weight gradients behind the send: of the last `layers` backward layers of a chunk, attention's or all."""
+    """Weight gradients behind the send: of the last `layers` backward layers of a chunk: first parts' or all."""
 
     layers: int
     parts: Parts
@@ -78,7 +78,7 @@ def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, pa
         float(costs.seconds(0, Op("wgrad", part, layer=layer)))
         for layer in late
         for part in layout.weighted_parts(layer)
-        if parts == "all" or part == "attn"
+        if parts == "all" or part == layout.type_of(layer).entry.name
     )
 
 

@@ -98,6 +98,10 @@ class Part:
             )
         if self.communicates and (self.unit or len(self.reads) != 1 or self.outputs or self.recomputable):
             refuse("a part that communicates moves one value: it has one input, one output and no weights")
+        if self.communicates and self.makes:
+            refuse("a part that communicates makes no state")
+        if self.way and not self.communicates:
+            refuse(f"way={self.way!r}: a part that computes exchanges no rows")
         if self.unit not in (None, *UNITS):
             refuse(f"unit must be one of {', '.join(UNITS)}, got {self.unit!r}")
         if len(set(self.outputs)) != len(self.outputs) or len(set(self.reads)) != len(self.reads):

@@ -50,7 +50,10 @@ class _Seconds:
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self._owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
-        self._layers = [_seconds(costs, layout.forward_parts(n), n) for n in range(len(layout.kinds))]
+        self._layers = [
+            _seconds(costs, tuple(part.name for part in layout.type_of(n).parts if not part.communicates), n)
+            for n in range(len(layout.kinds))
+        ]
         self._ends = _seconds(costs, ("embed",), -1), _seconds(costs, ("head",), -1)
 
     def stages(self, sizes: tuple[int, ...]) -> list[float]:
@@ -71,5 +74,5 @@ class _Seconds:
 
 def _seconds(costs: Costs, parts: tuple[str, ...], layer: int) -> float:
     """Compute of one microbatch in some parts."""
-    ops = (Op(verb, part, 0, 0, layer) for part in parts if part not in ("dispatch", "combine") for verb in _VERBS)
+    ops = (Op(verb, part, 0, 0, layer) for part in parts for verb in _VERBS)
     return sum(float(costs.seconds(0, op)) for op in ops)

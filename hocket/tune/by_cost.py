@@ -50,7 +50,7 @@ from hocket.program.network import hardware_of
 from hocket.program.ops import COMPUTING, Lane, Program, Recomputable
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
-from hocket.program.stages import layout_of
+from hocket.program.stages import carried_by, layout_of
 from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
@@ -104,7 +104,7 @@ def _seconds_of_a_layer(costs: CostTable) -> tuple[float, float]:
     seconds = {"exchange": 0.0, "compute": 0.0}
     for (verb, part, kind), cost in costs.table.items():
         if kind == "moe" and verb in ("fwd", "bwd", "wgrad", "recompute"):
-            what = "exchange" if part in ("dispatch", "combine") else "compute"
+            what = "exchange" if carried_by((verb, part, kind)) else "compute"
             seconds[what] += float(cost.seconds)
     return seconds["exchange"], seconds["compute"]
 
@@ -186,7 +186,7 @@ def _compute(c: Config, costs: CostTable) -> float:
     """Seconds of a step's other compute, as a mean over pipeline ranks."""
     kinds, total = layout_of(c).kinds, 0.0
     for (verb, part, kind), cost in costs.table.items():
-        if verb in ("fwd", "recompute", "bwd", "wgrad") and part not in ("dispatch", "combine"):
+        if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind)):
             total += (kinds.count(kind) if kind else 1) * float(cost.seconds)
     return total * c.train.microbatches / c.mesh.pp
 

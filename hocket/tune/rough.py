@@ -81,13 +81,15 @@ class Rough:
     def _layer(self, verb: Verb, layer: int) -> Block:
         """One layer's share of a block."""
         parts = self._layout.forward_parts(layer)
-        wide: list[str] = [part for part in parts if part in ("dispatch", "combine")]
+        wide = [part for part in parts if self._layout.part(part, layer).communicates]
         own = [part for part in parts if part not in wide]
         exchange = 0.0 if verb == "wgrad" else sum(self._seconds(verb, part, layer) for part in wide)
         compute = sum(self._seconds(verb, part, layer) for part in own)
         if verb == "bwd":
             compute += sum(self._seconds("recompute", part, layer) for part in own)
-        covered = sum(min(exchange / 2, self._seconds("wgrad", part, layer)) for part in ("attn", "experts"))
+        covered = sum(
+            min(exchange / 2, self._seconds("wgrad", part, layer)) for part in self._layout.weighted_parts(layer)
+        )
         covered = covered if verb == "bwd" and self._config.overlap.defer_wgrad != "off" else 0.0
         return Block(compute, exchange, covered, self._moved(verb, layer), _OPS[verb] * self._issue)
 
@@ -97,7 +99,7 @@ class Rough:
 
     def _moved(self, verb: Verb, layer: int) -> float:
         kind, found = self._layout.kinds[layer], 0.0
-        for unit in ("dense", "experts") if kind == "moe" else ("dense",):
+        for unit in dict.fromkeys(part.unit for part in self._layout.type_of(layer).weighted if part.unit):
             if verb != "wgrad" and self._sharding.gathers(unit) and self._config.overlap.dp.strategy[-6:] == "params":
                 found += float(self._costs.table["gather", unit, kind].seconds)
             if verb == "wgrad" and not self._sharding.adds_up(unit) and self._sharding.size(unit) > 1:
