@@ -152,6 +152,9 @@ def delayed(rank: int, config: Config) -> tuple[list[int], int, bool]:
         config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig(tp=config.overlap.tp)
     )
     same = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.splits": "host"}
+    same |= {
+        "train.transport": "nccl"
+    }  # it borrows the groups, whose copy engines push rows that splits of the device place
     plan = {"plan.order": "sequential", "plan.graphs": "off", **PLAIN, **same}
     sequential = Engine(changed(plain, plan), rank, device, groups=engine.groups)
     *batches, other = with_documents(batches_of(sequential, 4)) if packed else batches_of(sequential, 4)
