@@ -1,4 +1,7 @@
-"""Every setting there is, as frozen dataclasses. A run is one `Config`; a recipe is a function that returns one."""
+"""All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
+
+Section `overlap` is in `overlap_config.py`; this module exports it too.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hocket.gpus import GpuName
-from hocket.variables import Policy
-
-Switch = Literal["auto", "on", "off"]
+from hocket.overlap_config import DataOverlap as DataOverlap
+from hocket.overlap_config import ExpertOverlap as ExpertOverlap
+from hocket.overlap_config import OverlapConfig
+from hocket.overlap_config import PipelineOverlap as PipelineOverlap
+from hocket.overlap_config import Switch as Switch
+from hocket.overlap_config import TensorMethod as TensorMethod
+from hocket.overlap_config import TensorOverlap as TensorOverlap
+from hocket.overlap_config import Update as Update
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""What of a model data-parallel ranks share, from nothing to everything. See docs/fsdp.md, Strategies."""
-
-Update = Literal["auto", "end", "next_step"]
-"""When the weights of a planned step are updated. See docs/overlap.md, Updates."""
+"""Which parts of a model data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
 
 Purpose = Literal[
     "gather_dense",
@@ -29,21 +34,22 @@ Purpose = Literal[
     "pp_bwd",
     "control",
 ]
-"""What a process group is for. Every purpose has groups of its own, so no two lanes share one."""
+"""The use of a process group. Every purpose has groups of its own, so no two lanes share a group."""
 
 Steps = list[tuple[int, int]]
-"""Ranks as sums of multiples, the first of which varies slowest: how many multiples, and of what."""
+"""Ranks as sums of multiples: (how many multiples, of which number) for each. The first varies slowest."""
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
     "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd"),
     "copy_engine_gathers": ("gather_dense", "gather_experts"),
 }
-"""Transports that use copy engines -> the purposes of the groups that these serve. All others are on NCCL's kernels."""
+"""Transports that use copy engines -> purposes of the groups that copy engines serve. NCCL's kernels serve the
+others."""
 
 BYTES, BYTE_VOCAB = "bytes", 256
 """The tokenizer that needs no file, and its number of tokens."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
-"""Transports that are for measuring -> the words that mark whatever they touch, so that nobody takes it for more."""
+"""Transports that only serve measurements -> the words that mark all results made with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ class ModelConfig:
     ffn: int = 384
     """Width of a dense layer's MLP."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers that have a dense MLP; all others are MoE layers. Ignored if experts is 0."""
+    """Numbers of the layers that have a dense MLP. All other layers are MoE layers. Ignored if experts is 0."""
     experts: int = 0
     """Routed experts per MoE layer; 0 makes every layer dense."""
     top_k: int = 2
@@ -77,8 +83,8 @@ class ModelConfig:
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
     routing: Literal["learnt", "even"] = "learnt"
-    """Who chooses experts: the router's scores, or an even spread that ignores them, to measure with a balanced load;
-    scores weigh the experts' outputs either way."""
+    """How experts are chosen. learnt: by the router's scores. even: an even spread that ignores the scores, to measure
+    with a balanced load. The scores weigh the experts' outputs in both cases."""
     normalize_top_k: bool = True
     """Divide the chosen scores by their sum."""
     route_scale: float = 1.0
@@ -86,7 +92,7 @@ class ModelConfig:
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
     bias_rate: float = 0.0
-    """Step of the bias that balances the load without a loss; 0 means no bias."""
+    """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
     """The head uses the embedding's weights. Needs pp = 1."""
     qk_norm: bool = False
@@ -106,20 +112,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How ranks are arranged. world = pp * dp * tp, and ep divides dp."""
+    """How ranks are arranged. There are pp * dp * tp ranks. ep divides dp."""
 
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
-    """Data-parallel ranks of each pipeline rank; dense weights are sharded over them, or over `shard` of them."""
+    """Data-parallel ranks of each pipeline rank. Dense weights are sharded over them, or over `shard` of them."""
     ep: int = 1
-    """Expert-parallel ranks inside dp; expert weights are sharded over the remaining dp / ep * tp."""
+    """Expert-parallel ranks inside dp. Expert weights are sharded over the remaining dp / ep * tp ranks."""
     tp: int = 1
-    """Tensor-parallel ranks of each data-parallel one: they share its sequences, heads, MLP columns and vocabulary."""
+    """Tensor-parallel ranks of each data-parallel rank. They share its sequences, heads, MLP columns and vocabulary."""
     shard: int = 0
-    """Data-parallel ranks that share one copy of the weights, neighbours, a multiple of ep; 0 means all of them. With
-    fewer than dp there are dp / shard replicas: gathers and reduces stay among shard ranks, such as those of a host,
-    and a step's gradients are summed over replicas once, behind the last microbatch's reduces (HSDP)."""
+    """Neighbouring data-parallel ranks that share one copy of the weights; 0 means all of them. It is a multiple of ep.
+    If it is less than dp, there are dp / shard replicas (HSDP). Gathers and reduces then stay among shard ranks, such
+    as those of a host. A step sums its gradients over the replicas once, after the last microbatch's reduces."""
 
     @property
     def replicas(self) -> int:
@@ -134,8 +140,8 @@ class MeshConfig:
     def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
         """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
 
-        Pipeline groups join neighbours. Those of the last rank and the first, and those behind a turn, are left out:
-        see `Mesh.groups`.
+        Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
+        groups behind a turn: see `Mesh.groups`.
         """
         row, edp = self.dp * self.tp, max(1, self.dp // self.ep)
         replicas, shard = self.replicas, (self.shard or self.dp) * self.tp
@@ -163,29 +169,29 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """What computes, for predictions and for what is chosen by them."""
+    """The GPUs that predictions, and the choices made by them, assume."""
 
     gpu: Literal["auto", "laptop", GpuName] = "auto"
-    """Whose rates, links and memory count. auto is the GPU that the driver names on this host, h200 where there is
-    none, and laptop for fp32."""
+    """The GPU whose rates, links and memory count. auto is the GPU that the driver names on this host, and h200 on a
+    host without one. For fp32 auto is laptop."""
     measured: str = "auto"
-    """File that hocket doctor --measure wrote: its rates take the place of the table's. auto is the one that was kept
-    for the GPUs of this host, if all ranks are on it; off is none."""
+    """File that hocket doctor --measure wrote. Its rates take the place of the table's. auto is the file that was kept
+    for the GPUs of this host, if all ranks are on this host. off is no file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """What lies between hosts, for predictions and for what is chosen by them."""
+    """The network between hosts that predictions, and the choices made by them, assume."""
 
     ranks_per_host: int | Literal["auto"] = "auto"
-    """Ranks that share a host: the same number on each, neighbours by their numbers. auto is what torchrun or Slurm
-    started here, and all ranks where hocket starts them itself; on GPUs hocket plan takes for granted 8, or the most
-    below 8 that divides the ranks."""
+    """Ranks on each host. Every host has as many, and they have consecutive numbers. auto is the number that torchrun
+    or Slurm started on this host, and all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the
+    largest number below 8 that divides the ranks."""
     bandwidth: str = "auto"
-    """What a rank sends between hosts, and receives at the same time, such as 50GB/s or 400Gb/s: its own adapter's
-    share, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
+    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s. It is the
+    rank's share of the adapters, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
     latency: str = "auto"
-    """How much longer a message takes to another host than to a rank of the same one, such as 10us. auto is 10us."""
+    """Time that a message to another host takes beyond one to a rank of the same host, such as 10us. auto is 10us."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,30 +199,31 @@ class PlanConfig:
     """How one optimizer step is ordered."""
 
     order: Literal["auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"] = "auto"
-    """Order of microbatches over pipeline ranks; auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
-    and zb_v fill the bubble with weight gradients; zb_v and merged_v have two chunks per rank, placed as a V, and
-    merged_v merges forwards of one with backwards of the other."""
+    """Order of microbatches over pipeline ranks. auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
+    and zb_v fill the bubble with weight gradients. zb_v and merged_v have two chunks per rank, placed as a V. merged_v
+    merges forwards of one chunk with backwards of the other."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
-    """Layers of every virtual stage; empty splits evenly. auto: so that ranks compute for equally long, embedding and
-    head included, where that shortens the step and fits into memory."""
+    """Layers of every virtual stage; empty splits evenly. auto lets all ranks compute for the same time, embedding and
+    head included, if that shortens the step and fits into memory."""
     group: int = 0
-    """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order; 0 means the fewest
-    that work: mesh.pp, or 1.5 times as many with a stride of 3."""
+    """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
+    that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
     stride: Literal[2, 3] = 2
-    """Warm-up steps by which neighbouring ranks of a merged order differ; 3 leaves a p2p transfer a step of its own,
-    and keeps more activations."""
+    """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
+    keeps more activations."""
     recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
-    """Parts of layers that keep only their inputs after forward and run it once more for their backward, which takes
-    less memory and more time; attn has the norms, router and shared expert in it. auto: as few as fit into memory."""
+    """Parts of layers that keep only their inputs after forward, and run forward again before their backward. That
+    takes less memory and more time. attn includes the norms, the router and the shared expert. auto recomputes as few
+    parts as the memory allows."""
     graphs: Switch = "auto"
-    """Record a step's calls to the GPU once and replay them as one CUDA graph; the optimizer runs behind it. auto:
-    where the host would be late otherwise, and memory allows it."""
+    """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
+    is on if the host would be late otherwise, and memory allows it."""
     layer_order: str = "auto"
-    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or one spelt out like these
-    are in hocket/program/layer.py, such as "cB aF eB dF eW dB eF cF aB uB aW uF". auto: literature, or what simulations
-    find shorter where all-to-alls are long."""
+    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
+    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones). auto is literature, or
+    the order that simulations find shorter where all-to-alls are long."""
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -230,123 +237,20 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOverlap:
-    """Gathers of weights and reduces of gradients."""
-
-    strategy: Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
-    """What data-parallel ranks share instead of each keeping it whole: nothing, the optimizer's state, also gradients,
-    or also weights. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
-    auto shares as little as fits into memory, where that makes a step shorter or moves fewer bytes."""
-    prefetch: int = 2
-    """Layer passes by which a gather runs ahead of its reader."""
-    update: Update = "auto"
-    """When weights are updated: end, all of them when a step ends; next_step, unit by unit when the next one begins, on
-    a lane of their own, so that first gathers and forwards run beside the updates of other units. auto is next_step
-    where copy engines gather and 2% of a step or more is hidden even if forwards gain nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOverlap:
-    """Sends between pipeline ranks."""
-
-    backward_lane: Switch = "auto"
-    """What waits for a gradient from the next pipeline rank: on, the op that reads it; off, the whole merged step that
-    it belongs to. auto is on."""
-    defer_layers: int | Literal["auto"] = "auto"
-    """How many layers of a chunk, the last ones of its backward, compute their weight gradients after the chunk's
-    gradient is sent; -1 means all, auto what makes the step shortest."""
-    defer_parts: Literal["auto", "attn", "all"] = "auto"
-    """Of which parts: attention only, or MLP and experts too."""
-    defer_head: int | Literal["auto"] = "auto"
-    """For how many microbatches, the last ones, the head's weight gradient (of the vocabulary's projection) waits until
-    its rank has nothing else to compute; -1 means all, auto as many as make the step shorter and fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOverlap:
-    """All-to-alls of experts."""
-
-    merge: Switch = "auto"
-    """Merge the forward of one microbatch with the backward of another, layer by layer."""
-    merge_ends: Switch = "auto"
-    """Merge two forwards, or two backwards, where a merged order begins and ends; one more activation in flight."""
-    splits: Literal["auto", "host", "device"] = "auto"
-    """Who knows how many rows travel to which experts: the host, which waits for it in every layer, or the device
-    alone, which needs room of a fixed size. auto: the device in replayed steps."""
-    room: float = 2.0
-    """Rows that a rank has room for, as a multiple of those of an even load, where splits are known to the device
-    alone. A step that needs more is made again with splits that the host knows, and from then on there is more."""
-    copies: Literal["auto", "per_expert", "per_rank"] = "auto"
-    """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
-    them; then that rank sums their outputs. auto sends fewer bytes where compute does not hide them."""
-
-
-TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorOverlap:
-    """Gathers and sums of tokens inside of tensor-parallel layers: qkv and fc1 gather forward, proj and fc2 sum."""
-
-    method: TensorMethod = "auto"
-    """How products and communication are put beside each other, where a layer can: ring gathers piece by piece,
-    pipeline sums piece by piece, bulk puts backward's second gather beside what follows. auto leaves it to the roles
-    below, and these to the shapes of their layers."""
-    pieces: int = 0
-    """Pieces of a product, a divisor of mesh.tp; 0 picks the number by the layer's shape."""
-    qkv_forward: TensorMethod = "auto"
-    """For projections into attention, forward: off or ring; auto takes method."""
-    qkv_backward: TensorMethod = "auto"
-    """For projections into attention, backward: off, bulk or pipeline."""
-    proj_forward: TensorMethod = "auto"
-    """For the projection out of attention, forward: off or pipeline."""
-    proj_backward: TensorMethod = "auto"
-    """For the projection out of attention, backward: off or ring."""
-    fc1_forward: TensorMethod = "auto"
-    """For projections into an MLP, forward: off or ring. The head does as these do."""
-    fc1_backward: TensorMethod = "auto"
-    """For projections into an MLP, backward: off, bulk or pipeline."""
-    fc2_forward: TensorMethod = "auto"
-    """For the projection out of an MLP, forward: off or pipeline."""
-    fc2_backward: TensorMethod = "auto"
-    """For the projection out of an MLP, backward: off or ring."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapConfig:
-    """What hides communication: one section for each kind, and what serves several."""
-
-    dp: DataOverlap = field(default_factory=DataOverlap)
-    """Gathers of weights and reduces of gradients."""
-    pp: PipelineOverlap = field(default_factory=PipelineOverlap)
-    """Sends between pipeline ranks."""
-    ep: ExpertOverlap = field(default_factory=ExpertOverlap)
-    """All-to-alls of experts."""
-    tp: TensorOverlap = field(default_factory=TensorOverlap)
-    """Gathers and sums inside of tensor-parallel layers."""
-    on_unmet: Literal["error", "warn"] = "error"
-    """What happens to a setting of this section that cannot be had: the run ends, or goes on without it and says so."""
-    defer_wgrad: Switch = "auto"
-    """Run weight gradients as ops of their own, where the layer order puts them."""
-    env: Policy = "set"
-    """Environment variables that decide whether communication overlaps, and that are not set: set them for all workers,
-    check and say what is missing, or ignore. A value that was set is never changed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
 
     compute: Literal["auto", "fp32", "bf16"] = "auto"
-    """What layers compute in, and what they send: activations and gathered weights. auto is bf16 on GPUs and fp32 on
-    CPUs."""
+    """Format in which layers compute, and in which activations and gathered weights travel. auto is bf16 on GPUs and
+    fp32 on CPUs."""
     wire: Literal["auto", "fp32", "bf16"] = "auto"
-    """What gradients of weights travel in; auto is what is computed in, to which each rank's gradient is rounded. fp32
-    beside bf16 rounds none, for twice the bytes. Where nothing travels, products add to the fp32 gradient. The two
-    gradients of a tied embedding are added up in it."""
+    """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
+    fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
+    the fp32 gradient. The two gradients of a tied embedding are added up in this format."""
     averages: Literal["fp32", "bf16"] = "fp32"
-    """What AdamW's two averages are kept in between steps. With bf16 a weight takes 8 bytes beside its copies, not 12;
-    a step computes in fp32 and rounds to nearest, so no decay rate of train.betas may be close to 1."""
+    """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
+    not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
+    to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,14 +258,14 @@ class DataConfig:
     """The text to train on."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns of text; empty means the running Python's own standard library source."""
+    """Files, folders or glob patterns of text. Empty means the source of the running Python's standard library."""
     tokenizer: str = "bytes"
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package."""
     sequence_length: int = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on"] = "off"
-    """Keep documents that share a sequence apart: attention stays inside of each, positions begin anew, and none is
-    asked for the first token of the next. off: a separator is all that stands between them."""
+    """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
+    each, and no document has to predict the first token of the next. off puts only a separator between documents."""
     validation: float = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
     seed: int = 0
@@ -383,11 +287,11 @@ class TrainConfig:
     lr: float = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
     min_lr: float = 3e-4
-    """Learning rate of the last step; the way down from `lr` is half a cosine."""
+    """Learning rate of the last step. The rate falls from `lr` to it as half a cosine."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two averages, per step."""
     eps: float = 1e-8
@@ -397,18 +301,19 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; auto takes one GPU per rank if the host has enough of them."""
+    """Where ranks compute. auto takes one GPU per rank if the host has enough GPUs, else the CPU."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
-    """How collectives move bytes; with copy_engine gathers, reduces, experts' all-to-alls and pipeline sends take no SM
-    from compute, with copy_engine_gathers gathers alone; null pretends to (wrong results, for bounds), slow imitates a
-    network. auto is copy_engine where GPUs of one host can have it and a step fits beside its buffers, else nccl; gloo
-    on CPUs."""
+    """How collectives move bytes. With copy_engine, gathers, reduces, the experts' all-to-alls and pipeline sends take
+    no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
+    its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
+    and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
     slow_latency: tuple[float, ...] = ()
     """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
     slow_bandwidth: tuple[float, ...] = ()
-    """Bytes per second and rank of the imitated network, likewise; 0 means no limit."""
+    """Bytes per second and rank of the imitated network: one number, or one for each of slow_groups; 0 means no
+    limit."""
     eval_every: int = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: int = 4
@@ -420,11 +325,12 @@ class TrainConfig:
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     hang_timeout: float = 300.0
-    """Seconds that a rank waits for others before it reports what it waits for and ends."""
+    """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     lane_seed: int = 0
-    """Seed of the order in which a CPU serves its lanes; any legal order gives the same result."""
+    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: tuple[int, ...] = ()
-    """First step and number of steps to record with the profiler; first 0 is soon after the start, empty means none."""
+    """First step and number of steps that the profiler records. First step 0 is soon after the start; empty records
+    none."""
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
@@ -441,13 +347,14 @@ class RunConfig:
     """Name and place of a run."""
 
     name: str = "run"
-    """Name of the run; that of its file or recipe unless it is given."""
+    """Name of the run. Without it the run has the name of its file or recipe."""
     folder: str = ""
     """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
     resume: str = "auto"
-    """auto continues from the newest complete checkpoint of the folder, off starts over, a path loads that one."""
+    """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
+    checkpoint."""
     port: int = 0
-    """TCP port at which ranks meet; 0 picks a free one, or takes what torchrun or Slurm gave."""
+    """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,13 +366,13 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Arrangement of the ranks."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    """What computes."""
+    """GPUs that predictions assume."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    """What lies between hosts."""
+    """Network between hosts that predictions assume."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Order of one step."""
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
-    """What hides communication."""
+    """How communication is hidden."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -477,7 +384,7 @@ class Config:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that one rank has between layers."""
+        """Tokens of a microbatch that one rank holds between layers."""
         return self.train.sequences * self.data.sequence_length // self.mesh.tp
 
     @property
@@ -487,5 +394,5 @@ class Config:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of an element of a gradient of a weight on its way."""
+        """Bytes of an element of a weight's gradient while it travels."""
         return {"bf16": 2, "fp32": 4}.get(self.precision.wire, self.element_bytes)

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
+from hocket import overlap_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
@@ -63,9 +64,9 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    tree = ast.parse(Path(config_module.__file__).read_text())
+    files = config_module.__file__, overlap_config.__file__
     documented = set()
-    for node in tree.body:
+    for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):
             for field, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):

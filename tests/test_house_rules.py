@@ -170,7 +170,7 @@ def test_circles_are_found() -> None:
 
 
 def test_no_circles_among_files() -> None:
-    """Imports inside of functions and for types alone count too: whoever reads one file has to read the other."""
+    """Imports inside of functions and for types alone count too: a reader of one file has to read the other."""
     imports = {name(path): {file for file, _ in imported(path)} - {name(path)} for path in PACKAGE}
     assert not circles(imports)
 
@@ -186,12 +186,12 @@ def test_values_do_not_import_torch() -> None:
 
 
 def test_streams_and_events_only_in_lanes() -> None:
-    """Queues are the lanes of those who have no plan."""
+    """Queues are the lanes of code that has no plan."""
     allowed = {"hocket/runtime/lanes.py", "hocket/runtime/queue.py"}
     assert not offenders(allowed, "torch.cuda", STREAMS)
 
 
-def test_nobody_records_streams() -> None:
+def test_no_file_records_streams() -> None:
     """Memory is handed between lanes by the plan's frees, so `Tensor.record_stream` has no place."""
     attributes = [(path, node) for path in PACKAGE for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
     assert not [f"{name(path)}:{node.lineno}" for path, node in attributes if node.attr == "record_stream"]
@@ -260,7 +260,8 @@ def test_modules_have_a_docstring() -> None:
 
 def test_automatic_settings_are_switches() -> None:
     """Never None or a bare bool for what can be automatic: no setting is optional."""
-    for node in ast.walk(tree(ROOT / "hocket" / "config.py")):
+    files = [ROOT / "hocket" / file for file in ("config.py", "overlap_config.py")]
+    for node in (node for file in files for node in ast.walk(tree(file))):
         if isinstance(node, ast.AnnAssign):
             assert "None" not in ast.unparse(node.annotation), ast.unparse(node)
 

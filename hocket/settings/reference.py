@@ -1,4 +1,4 @@
-"""Every setting as a table, from the docstrings of `config.py`: the page docs/settings.md is made of these."""
+"""Tables of all settings, from the docstrings of the dataclasses of `config.py`. They make up docs/settings.md."""
 
 from __future__ import annotations
 

@@ -1,0 +1,119 @@
+"""The settings of section `overlap`, as frozen dataclasses. `config.py` exports them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hocket.variables import Policy
+
+Switch = Literal["auto", "on", "off"]
+
+Update = Literal["auto", "end", "next_step"]
+"""When the weights of a planned step are updated. See docs/overlap.md, Updates."""
+
+TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]
+"""How a product and the communication beside it overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOverlap:
+    """Gathers of weights and reduces of gradients."""
+
+    strategy: Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    """What data-parallel ranks shard: nothing, the optimizer's state, also gradients, or also weights. Each rank keeps
+    the rest whole. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
+    auto shards as little as fits into memory, if that makes a step shorter or moves fewer bytes."""
+    prefetch: int = 2
+    """Number of layer passes by which a gather runs ahead of the op that reads it."""
+    update: Update = "auto"
+    """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit when the next
+    step begins, on a lane of its own: the first gathers and forwards run beside the updates of other units. auto is
+    next_step if copy engines gather and this hides 2% of a step or more even if forwards gain nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOverlap:
+    """Sends between pipeline ranks."""
+
+    backward_lane: Switch = "auto"
+    """What waits for a gradient from the next pipeline rank. on: only the op that reads it. off: the whole merged step
+    that the op belongs to. auto is on."""
+    defer_layers: int | Literal["auto"] = "auto"
+    """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
+    last layers of its backward. -1 means all layers. auto makes the step as short as possible."""
+    defer_parts: Literal["auto", "attn", "all"] = "auto"
+    """Parts of these layers whose weight gradients come late: attn is attention only, all adds MLP and experts."""
+    defer_head: int | Literal["auto"] = "auto"
+    """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
+    rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
+    shorten the step and fit into memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOverlap:
+    """All-to-alls of experts."""
+
+    merge: Switch = "auto"
+    """Merge the forward of one microbatch with the backward of another, layer by layer."""
+    merge_ends: Switch = "auto"
+    """Merge two forwards, or two backwards, where a merged order begins and ends. It keeps one more activation."""
+    splits: Literal["auto", "host", "device"] = "auto"
+    """Where the number of rows that travel to each expert is known. host: the host waits for these numbers in every
+    layer. device: only the device knows them, which needs room of a fixed size. auto is device in replayed steps."""
+    room: float = 2.0
+    """Rows that a rank has room for, as a multiple of the rows of an even load, with splits = device. A step that needs
+    more room runs again with splits that the host knows, and the steps after it have more room."""
+    copies: Literal["auto", "per_expert", "per_rank"] = "auto"
+    """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
+    them. With per_rank that rank sums its experts' outputs. auto sends fewer bytes if compute does not hide them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOverlap:
+    """Gathers and sums of tokens inside tensor-parallel layers. In forward qkv and fc1 gather, proj and fc2 sum."""
+
+    method: TensorMethod = "auto"
+    """How products and communication overlap, in the layers that allow it. ring gathers piece by piece. pipeline sums
+    piece by piece. bulk runs backward's second gather beside the ops that follow. auto leaves the choice to the roles
+    below. A role with auto chooses by the shape of its layer."""
+    pieces: int = 0
+    """Pieces of a product. It divides mesh.tp. 0 picks the number by the layer's shape."""
+    qkv_forward: TensorMethod = "auto"
+    """For projections into attention, forward: off or ring; auto takes method."""
+    qkv_backward: TensorMethod = "auto"
+    """For projections into attention, backward: off, bulk or pipeline."""
+    proj_forward: TensorMethod = "auto"
+    """For the projection out of attention, forward: off or pipeline."""
+    proj_backward: TensorMethod = "auto"
+    """For the projection out of attention, backward: off or ring."""
+    fc1_forward: TensorMethod = "auto"
+    """For projections into an MLP, forward: off or ring. The head uses the same method."""
+    fc1_backward: TensorMethod = "auto"
+    """For projections into an MLP, backward: off, bulk or pipeline."""
+    fc2_forward: TensorMethod = "auto"
+    """For the projection out of an MLP, forward: off or pipeline."""
+    fc2_backward: TensorMethod = "auto"
+    """For the projection out of an MLP, backward: off or ring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """How communication is hidden: one section for each kind, and the settings that concern several kinds."""
+
+    dp: DataOverlap = field(default_factory=DataOverlap)
+    """Gathers of weights and reduces of gradients."""
+    pp: PipelineOverlap = field(default_factory=PipelineOverlap)
+    """Sends between pipeline ranks."""
+    ep: ExpertOverlap = field(default_factory=ExpertOverlap)
+    """All-to-alls of experts."""
+    tp: TensorOverlap = field(default_factory=TensorOverlap)
+    """Gathers and sums inside tensor-parallel layers."""
+    on_unmet: Literal["error", "warn"] = "error"
+    """What hocket does about a setting of this section that cannot work. error ends the run. warn goes on without the
+    setting and says so."""
+    defer_wgrad: Switch = "auto"
+    """Run weight gradients as ops of their own, at the places that the layer order gives them."""
+    env: Policy = "set"
+    """What hocket does about unset environment variables that decide whether communication overlaps. set: set them for
+    all workers. check: say which are missing. ignore: nothing. hocket never changes a value that was set."""
