@@ -51,6 +51,17 @@ def contenders(*results: Result) -> str:
     return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
 
 
+def before_and_after(result: Result) -> str:
+    """A row per shape and contender, and its step in milliseconds at every commit."""
+    times: dict[tuple[str, str], list[str]] = {}
+    for run in result["runs"]:
+        for found in run["workloads"]:
+            for name, row in found["contenders"].items():
+                shown = f"{1e3 * row['seconds']:,.1f} ms at `{run['commit']}`"
+                times.setdefault((run["shape"], name), []).append(shown)
+    return table(["shape", "contender", "before", "after"], [[*names, *cells] for names, cells in times.items()])
+
+
 def _gib(row: Result) -> str:
     """Peak memory, and what of it is held between steps."""
     held = row["resident_bytes"] / 2**30

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.contender_tables import contenders, host_cost, settings
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
@@ -255,6 +255,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     ),
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
+    "redesign": ("redesign", before_and_after),
     "any_model_settings": ("any_model", settings),
     "summary": (summary_tables.files(short=False), summary_tables.summary),
     "summary_short": (summary_tables.files(short=True), summary_tables.summary_short),

@@ -71,7 +71,7 @@ def test_without_room_for_late_heads_it_is_chosen_again(monkeypatch: pytest.Monk
     monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
     found = settled(name, changes)
     # That of one microbatch takes no memory that is not there anyway; those of more do not fit.
-    assert found.overlap.pp.defer_head <= 1
+    assert found.overlap.pp.defer_head in (0, 1)
     assert found.overlap.pp.defer_layers == plain.overlap.pp.defer_layers
     assert "there is no memory" in next(d.reason for d in found.decisions if d.setting == HEADS)
 
