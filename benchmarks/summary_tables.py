@@ -35,7 +35,6 @@ ROWS = (
     Row("pipeline_dense_8", "Llama-3 8B in a pipeline", "4,096", "hocket", short=True),
     Row("pipeline_dense_2", "half of it on two ranks", "4,096", "hocket_ce"),
     Row("everything", "pipeline, experts and full sharding", "8,192", "hocket_ce", short=True),
-    Row("any_model", "Qwen3-MoE of transformers, 8 layers", "4,096", "transformers_plan"),
     Row("any_model", "Qwen3-MoE of transformers, 8 layers", "8,192", "transformers_plan", short=True),
 )
 

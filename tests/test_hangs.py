@@ -51,7 +51,7 @@ def test_the_rank_that_has_not_sent_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_that_one_rank_does_not_exchange_are_told(tmp_path: Path) -> None:
-    ended = stopped(tmp_path, "host", "hocket.engine.actions:Actions.fwd_dispatch", *ROWS, "--train.hang_timeout", "2")
+    ended = stopped(tmp_path, "host", "hocket.engine.actions:Actions._split", *ROWS, "--train.hang_timeout", "2")
     cause = (
         r"rank 1 has not come to exchange \d+ of a2a \(ranks 0, 1\) .*, and is stuck for \d+ s at op \d+: fwd dispatch"
     )
