@@ -81,7 +81,7 @@ class Found:
     ports: tuple[Port, ...] = ()
     copies: tuple[str, ...] = ()
     """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
-    no_probe: str = "nobody asked for it"
+    no_probe: str = "hocket doctor was not asked to try it"
     """Why none was tried."""
     cores: int = 0
     shm: int = 0

@@ -44,7 +44,7 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
     gpus, driver = _gpus()
     torch = _torch()
     copies: tuple[str, ...] = ()
-    no_probe = "nobody asked for it"
+    no_probe = "hocket doctor was not asked to try it"
     if probe and torch.gpus > 1 and not torch.no_copy_engine:
         copies, no_probe = _copies(torch.gpus, env)
     temporary = tempfile.gettempdir()

@@ -18,7 +18,8 @@ class Host:
     gpu: str = ""
     """Name of the first of them."""
     kinds: tuple[str, ...] = ()
-    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if nobody asked."""
+    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if the driver was
+    not asked."""
     processors: int = 0
     """Processors of the first of them; 0 means not known."""
     capability: tuple[int, int] = (0, 0)
@@ -36,9 +37,9 @@ class Host:
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
-    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody looked."""
+    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if this was not checked."""
     no_peer_memory: str = ""
-    """Why GPUs of this host cannot store into each other's memory; empty if they can, or if nobody looked."""
+    """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     variables: tuple[Finding, ...] = ()
     """What was found of the variables that decide about overlap, before hocket set any."""
 

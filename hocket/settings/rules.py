@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("train.lane_seed", "train.device"),
         lambda c, h: c.train.lane_seed != 0 and c.train.device == "cuda",
-        "no effect: on GPUs lanes run side by side, and nobody orders them",
+        "no effect: on GPUs lanes run side by side, and no seed orders them",
         "train.device = cpu, or leave it out",
         remark=True,
     ),

@@ -25,7 +25,8 @@ MOST_RANKS = 10**6
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
 _WIDE, _MANY, _LONG = 2**20, 2**16, 2**27
-"""Of a layer; of parts and passes; of what a layer has a row for. All are far above what anybody has built."""
+"""Largest width of a layer; largest number of parts and passes; largest number of things that have a row in a layer.
+All are far above the largest known models."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn"), (1, _WIDE)),
@@ -57,10 +58,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.betas": (0, 0.999999),
     "run.port": (0, 65535),
 }
-"""Smallest and largest value of every number; of a tuple, of each of its members.
+"""Smallest and largest value of every number. In a tuple they hold for each member.
 
-Numbers from which tables and plans are made have a largest one, so that a slip of the keyboard is a message at once,
-and no process that says nothing for minutes.
+Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
+a process that is silent for minutes.
 """
 
 

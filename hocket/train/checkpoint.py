@@ -185,7 +185,7 @@ def restore(settings: Settings, groups: Groups, text: str = "") -> Restored | No
 
 
 def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
-    """Have rank 0 move checkpoints of earlier runs. Nobody else writes there: a run holds its folder."""
+    """Have rank 0 move checkpoints of earlier runs. No other run writes there: a run locks its folder."""
     try:
         _by_first(action)
     except OSError as error:

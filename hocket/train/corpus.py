@@ -4,9 +4,9 @@ Documents are written in a random order that the seed fixes, each followed by a 
 array are the validation split; as the order is random, they come from all over the corpus.
 
 Note: [One process writes]
-All ranks of a host open the corpus at the same time. Whoever gets the lock on `<key>.lock` tokenises into a temporary
-folder and renames it; the others wait for the lock and then find the folder. The system drops the lock of a process
-that dies, so nobody waits for a dead writer.
+All ranks of a host open the corpus at the same time. The process that gets the lock on `<key>.lock` tokenises into a
+temporary folder and renames it. The others wait for the lock and then find the folder. The system drops the lock of a
+process that dies, so no process waits for a dead writer.
 """
 
 from __future__ import annotations

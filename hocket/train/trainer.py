@@ -56,7 +56,7 @@ class Trainer:
             raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def run(self) -> int:
-        """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
+        """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
         restored, notes = None, list[str]()

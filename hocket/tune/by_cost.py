@@ -223,7 +223,7 @@ _PLAIN = 0.05
 def choose_stages(c: Config, host: Host, trials: Trials) -> tuple[Split, str]:
     """The split that is nearest to balance and fits, and what it brings."""
     if c.mesh.pp == 1:
-        return (), ""  # whoever asks for no pipeline asks for no stages
+        return (), ""  # without a pipeline there are no stages to choose
     memory, layout, costs, too_large = memory_of(c, host), layout_of(c), trials.costs(c), ""
     splits = towards_balance(layout, costs)
     if len(splits) == 1:

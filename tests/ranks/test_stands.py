@@ -157,7 +157,7 @@ def test_ranks_that_wait_for_each_other_are_told_as_a_circle() -> None:
 
 
 def test_where_nobody_is_known_to_wait_that_is_said() -> None:
-    assert told(state(0, waits=0), others=(1,)).startswith("rank 1 did not say what it does, and nobody is known")
+    assert told(state(0, waits=0), others=(1,)).startswith("rank 1 did not say what it does, and no rank is known")
     assert told(state(0, waits=0, at=("op 4",)), state(1, waits=0)).startswith("rank 0 is stuck for 9 s at op 4")
     everybody = [state(rank, came("a2a", (0, 1), 1, 2)) for rank in (0, 1)]
     assert told(*everybody) == "no rank is known to be behind another one"
