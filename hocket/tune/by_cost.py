@@ -1,15 +1,16 @@
 """Chooses settings that are `auto` by the cost of steps: by candidates, simulations of a few microbatches, and a
 reason.
 
-Note: [Copies for each rank] One copy for each rank moves fewer bytes. It needs more kernels, and their launches cost
-the host time. So hocket chooses it for all-to-alls that compute does not cover: if no layers are merged, or if the
-all-to-alls take nearly as long as the compute beside them.
+Note: [Copies for each rank]
+One copy for each rank moves fewer bytes. It needs more kernels, and their launches cost the host time. So hocket
+chooses it for all-to-alls that compute does not cover: if no layers are merged, or if the all-to-alls take nearly as
+long as the compute beside them.
 
-Note: [The strategy that moves least] A rank that keeps weights and gradients whole gathers and reduces less: once a
-step, instead of in every microbatch. Most of this communication is hidden in both cases. Steps then take the same time
-except for contention, which the simulation leaves out. But hidden communication still takes SMs, power and memory
-bandwidth. So of steps of about the same time the one that moves the fewest bytes wins. Of these the one that needs the
-least memory wins.
+Note: [The strategy that moves least]
+A rank that keeps weights and gradients whole gathers and reduces less: once a step, instead of in every microbatch.
+Most of this communication is hidden in both cases. Steps then take the same time except for contention, which the
+simulation leaves out. But hidden communication still takes SMs, power and memory bandwidth. So of steps of about the
+same time the one that moves the fewest bytes wins. Of these the one that needs the least memory wins.
 
 Note: [Updates that hide]
 Both kinds of updates are simulated. Updates in the next step run beside its first gathers, in the bubble at its start,
@@ -32,9 +33,10 @@ A forward that runs again costs time, and hides only all-to-alls that would be e
 everything fits. Otherwise hocket simulates sets of parts, and the shortest step that fits wins. If a set fits, adding
 parts to it only takes more time. Recomputing all parts needs the least memory.
 
-Note: [Another order of parts] The literature's order hides every all-to-all that is shorter than the compute beside it.
-If some are longer, hocket compares all orders on the model of `layer_orders.py`. Then it simulates steps of a few
-microbatches with the orders that the model finds fastest.
+Note: [Another order of parts]
+The literature's order hides every all-to-all that is shorter than the compute beside it. If some are longer, hocket
+compares all orders on the model of `layer_orders.py`. Then it simulates steps of a few microbatches with the orders
+that the model finds fastest.
 """
 
 from __future__ import annotations

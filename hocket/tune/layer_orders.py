@@ -5,10 +5,11 @@ Lanes run in order, so two host orders that agree lane by lane are equally good.
 equal orders the one that issues the forward dispatch as late as its lanes allow is kept, because the dispatch stops the
 host. If even then no compute runs between attention and dispatch, `order_problem` rules the order out.
 
-Note: [The model of a merged step] Two lanes, compute and all-to-alls, run one step of a chunk after the other. The
-first values of each step are there when it starts, as in the steady state of a pipeline. The model leaves out
-contention, the host, p2p transfers and gathers, so a thousand orders take hundredths of a second. Its result is a
-suggestion: `search.py` prices whole programs with it.
+Note: [The model of a merged step]
+Two lanes, compute and all-to-alls, run one step of a chunk after the other. The first values of each step are there
+when it starts, as in the steady state of a pipeline. The model leaves out contention, the host, p2p transfers and
+gathers, so a thousand orders take hundredths of a second. Its result is a suggestion: `search.py` prices whole programs
+with it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Prices long steps by shorter ones, because the middle of a pipeline's step repeats itself.
 
-Note: [Long steps are priced by their period] In the steady state of a pipeline every group of microbatches takes the
-same time. So a step with many microbatches takes as long as a step with just enough of them to reach the steady state,
-plus the periods in between. Two short steps are simulated. They differ by one period, and have the same rest of
-microbatches as the whole step. They also reach the peak of a rank's memory, unless all of the head's weight gradients
-wait for the end.
+Note: [Long steps are priced by their period]
+In the steady state of a pipeline every group of microbatches takes the same time. So a step with many microbatches
+takes as long as a step with just enough of them to reach the steady state, plus the periods in between. Two short steps
+are simulated. They differ by one period, and have the same rest of microbatches as the whole step. They also reach the
+peak of a rank's memory, unless all of the head's weight gradients wait for the end.
 """
 
 from __future__ import annotations

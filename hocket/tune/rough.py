@@ -1,11 +1,12 @@
 """A rough model of a step, of chunks instead of ops. It finds the plans that are worth a simulation.
 
-Note: [What the rough model knows] A forward or a backward of a chunk is one block of time. The block adds up its
-compute, and the all-to-alls that no compute covers. It is at least as long as its gathers, its reductions, and the time
-that the host needs to issue it. Blocks run in the order of the plan's own steps. Values from another rank arrive one
-p2p transfer later. Memory is the sum of everything that is always held, and of the activations of all chunks in flight.
-The model takes ten thousandths of a second for a small step and a hundredth for a large one. Its result is mostly
-within a tenth of the simulation. The search corrects it by simulations of plans with the same order.
+Note: [What the rough model knows]
+A forward or a backward of a chunk is one block of time. The block adds up its compute, and the all-to-alls that no
+compute covers. It is at least as long as its gathers, its reductions, and the time that the host needs to issue it.
+Blocks run in the order of the plan's own steps. Values from another rank arrive one p2p transfer later. Memory is the
+sum of everything that is always held, and of the activations of all chunks in flight. The model takes ten thousandths
+of a second for a small step and a hundredth for a large one. Its result is mostly within a tenth of the simulation. The
+search corrects it by simulations of plans with the same order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Simulated steps, for choices that compare several of them.
 
-Note: [A choice asks for no more than it needs] A program takes longer to build than to simulate, and half of that time
-goes into placing the drops of values. So choices share their programs and times (`Trials`). They ask for times first,
-because times need no drops. They ask for memory only if it decides, one rank after the other. To move the head's weight
-gradients to the end they reuse a program.
+Note: [A choice asks for no more than it needs]
+A program takes longer to build than to simulate, and half of that time goes into placing the drops of values. So
+choices share their programs and times (`Trials`). They ask for times first, because times need no drops. They ask for
+memory only if it decides, one rank after the other. To move the head's weight gradients to the end they reuse a
+program.
 """
 
 from __future__ import annotations
