@@ -52,7 +52,7 @@ class Harm:
 
 @dataclass(frozen=True)
 class Finding:
-    """One variable: what was wanted, what was found, and what that means."""
+    """One variable: the wanted value, the found value, and what that means."""
 
     name: str
     wanted: str
@@ -125,7 +125,7 @@ _NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_W
 
 
 def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
-    """What has already happened in this process, from its loaded modules. Imports nothing."""
+    """Moments that have already passed in this process, by its loaded modules. Imports nothing."""
     found: set[Moment] = set()
     torch = modules.get("torch")
     if torch is not None:
@@ -138,7 +138,7 @@ def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
 
 
 def survey(env: Mapping[str, str], policy: Policy = "set", passed: Collection[Moment] = ()) -> list[Finding]:
-    """What was found of every wanted variable, then of those that harm. Changes nothing."""
+    """Findings about all wanted variables, then about harmful ones. Changes nothing."""
     return [*_wanted(env, policy, passed), *_harmful(env)]
 
 
@@ -180,7 +180,7 @@ def refusals(findings: Sequence[Finding]) -> list[str]:
 
 
 def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Moment] = ()) -> list[str]:
-    """Set what is missing, as far as the policy goes, and return remarks on what is not as wanted.
+    """Set missing variables, if the policy allows it, and return remarks on unwanted values.
 
     Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
     """

@@ -1,4 +1,4 @@
-"""What each value that the doctor has found means for overlap. Pure: a table of functions over `Found`."""
+"""Judges what each finding of the doctor means for overlap. It is pure: a table of functions over `Found`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _env, _soft, _gpu, _link, _host = (
 
 
 def environment(f: Found) -> Checks:
-    """Variables that hocket sets or wants, and those that harm."""
+    """Variables that hocket sets or wants, and harmful variables."""
     wanted = {variable.name for variable in WANTED}
     for finding in survey(f.env, "set", f.passed):
         found = finding.found or "not set, hocket sets " + finding.wanted
@@ -45,7 +45,7 @@ def environment(f: Found) -> Checks:
 
 
 def _threads(f: Found) -> Check:
-    """Threads of a rank, of which there is one per GPU; without GPUs one at least."""
+    """Threads of a rank. There is one rank per GPU, and without GPUs at least one."""
     name, ranks, fix = "OMP_NUM_THREADS", max(1, f.torch.gpus), "unset it, and hocket divides the cores"
     if name not in f.env:
         return _env(name, "ok", "not set, hocket divides the cores among the ranks of a host")
@@ -112,7 +112,7 @@ def gpus(f: Found) -> Checks:
 
 
 def _visible(f: Found) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, up to the first word that names nothing; None if it is not set."""
+    """The words of CUDA_VISIBLE_DEVICES up to the first invalid one; None if the variable is not set."""
     text = f.env.get("CUDA_VISIBLE_DEVICES")
     words = () if text is None else (word.strip() for word in text.split(","))
     return None if text is None else list(takewhile(lambda word: re.match(r"\d|GPU-|MIG-", word), words))

@@ -103,7 +103,7 @@ def _limit(kind: int) -> int:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a tool prints; empty if it is missing, fails or takes too long."""
+    """The output of a tool; empty if the tool is missing, fails or takes too long."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What may be said of hosts and of what lies between them."""
+"""Rules for the settings of hosts and of the network between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule between settings is, and what it may know of the host."""
+"""Defines a rule between settings, and what a rule may know about the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hocket.variables import Finding
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a run finds where it starts. Values, not probes: `hocket.environment.probe` fills it in."""
+    """The surroundings of a run, as plain values. `hocket.environment.probe` fills them in."""
 
     gpus: int = 0
     """GPUs of this host that torch can use."""
@@ -31,7 +31,7 @@ class Host:
     workers: int = 0
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0
-    """Those of them on this host."""
+    """Workers on this host."""
     port: int = 0
     """TCP port at which they meet; 0 where hocket starts them."""
     tokenizer_vocab: int = 0
@@ -41,7 +41,7 @@ class Host:
     no_peer_memory: str = ""
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     variables: tuple[Finding, ...] = ()
-    """What was found of the variables that decide about overlap, before hocket set any."""
+    """Findings about the variables that decide about overlap, before hocket set any."""
 
 
 @dataclass(frozen=True)

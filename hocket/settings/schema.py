@@ -20,7 +20,7 @@ _UNSEEN = ("Cc", "Cs")
 """Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
 
 MOST_RANKS = 10**6
-"""Of a mesh, and of each of its axes."""
+"""Largest number of ranks of a mesh, and of each of its axes."""
 
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
@@ -107,7 +107,7 @@ def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line per setting whose value by itself is impossible."""
+    """One line for each setting with a value that is impossible by itself."""
     return list(impossible(config, origins).values())
 
 
@@ -129,13 +129,13 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
 
 
 def unseen(value: object) -> bool:
-    """Whether a text, or one of several, has what can be no part of a line: a control character, or what is no text."""
+    """Whether a text, or one of several, has characters that no line can have, such as control characters."""
     texts = value if isinstance(value, tuple) else (value,)
     return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
 
 
 def unreadable(setting: str, value: object) -> str:
-    """Why a text is no rate or time where one is wanted; empty if it is, or if none is."""
+    """Why a text is not the rate or time that a setting needs; empty if it is, or if the setting needs none."""
     if setting in WITH_UNITS and isinstance(value, str) and value != "auto":
         try:
             WITH_UNITS[setting][0](value)
@@ -145,7 +145,7 @@ def unreadable(setting: str, value: object) -> str:
 
 
 def beyond(setting: str, value: object) -> str:
-    """What a setting's numbers have to be if one of these is not; empty if all are."""
+    """The bounds of a setting's numbers if one of the numbers is outside; empty if all are inside."""
     low, high = BOUNDS.get(setting, (-ANY, ANY))
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
     if all(low <= x <= high and x != ANY for x in numbers):

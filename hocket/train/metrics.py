@@ -29,7 +29,7 @@ from hocket.train.lines import Lines
 from hocket_trace.columns import counted
 
 REMARKS = 4
-"""How many settings that do not do what was asked are told of when a run begins."""
+"""Largest number of remarks on settings without their wanted effect, at the start of a run."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which may pass."""
