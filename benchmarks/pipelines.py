@@ -115,7 +115,7 @@ class Bench:
                 group.transport = Signal(group.size, group.rank, self.device, real)
 
     def step(self, name: str, microbatches: Sequence[Microbatch]) -> list[float]:
-        """One step of a plan; the losses of its microbatches, unless somebody else has them."""
+        """One step of a plan. Returns the losses of its microbatches, if this rank has them."""
         losses = self.executors[name].run(microbatches)
         return [loss.item() for loss in losses]
 

@@ -76,7 +76,7 @@ def on_slow_link(config: Config, link: Link) -> Config:
 
 
 def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
-    """Everybody who takes part, by name: every combination of the controls, then the others."""
+    """The contenders by name: every combination of the controls, then the others."""
     found = {
         f"lane {lane}, {count} layers, {parts}": changed(config, dict(zip(CONTROLS, (lane, count, parts), strict=True)))
         for lane, count, parts in product(LANES, COUNTS, PARTS)

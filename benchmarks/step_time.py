@@ -32,7 +32,7 @@ from hocket.settings.schema import changed
 
 
 def contenders(config: Config) -> dict[str, Config]:
-    """The settings of everybody who takes part, by name."""
+    """The settings of the contenders, by name."""
     everything = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
     return {
         "sequential": changed(config, {"plan.order": "sequential", **PLAIN}),

@@ -16,7 +16,7 @@ all-to-alls, pipeline sends, deferred weight gradients. It is checked for deadlo
     hocket.fully_shard(model, units=Block)               # any module, under a loop of your own, without a plan
 
 plan            a step of hocket's own transformer: settings, decisions and program; `.start()` makes it train
-plan_model      the same over somebody's model
+plan_model      the same for a model of your own
 check           every broken rule of a step, with the ops involved
 simulate        when each op would run, what is exposed, and how much memory it takes
 draw            the predicted timeline as text, SVG or a page

@@ -1,6 +1,6 @@
-"""The command line: `hocket train`, `hocket plan` and the others of `commands/`.
+"""The command line: `hocket train`, `hocket plan` and the other commands of `commands/`.
 
-Nothing here imports torch before a run is known to make sense, so that help and mistakes cost no second.
+It imports torch only after it has checked the command and its settings, so help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes")
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
-       hocket bench RECIPE [--against NAME,NAME]   measure the step against others; --list shows whom
+       hocket bench RECIPE [--against NAME,NAME]   compare the step with others; --list names them
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
        hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
        hocket explain runs/NAME                    the same of a run, as it was when the run was started
@@ -35,11 +35,11 @@ HOCKET_DEBUG=1 shows tracebacks."""
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 the run failed, 2 the command or its settings make no sense."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a character: do not fail
         sys.stdout.reconfigure(errors="replace")
     try:
         code = run(words)
-        sys.stdout.flush()  # a pipe that nobody reads any more is noticed here, not when Python ends
+        sys.stdout.flush()  # notices a closed pipe here, not when Python ends
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(words: list[str]) -> int:
-    """One command. Returns the exit code; raises ValueError for what the user can mend."""
+    """One command. Returns the exit code; raises ValueError for mistakes that the user can fix."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if words else 2

@@ -1,4 +1,4 @@
-"""What a run finds where it starts: its place among workers, GPUs, cores, ports; and the variables that must be set.
+"""The surroundings of a run: its place among workers, GPUs, cores and ports, and the variables that must be set.
 
 The environment comes as a value: `launching/` and those commands that need it read it.
 """

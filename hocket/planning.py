@@ -29,16 +29,16 @@ def program_of(settings: Settings) -> Program:
 
 
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
-    """When every op of the program would run on that hardware, with what was measured there where it is given."""
+    """When every op of the program would run on that hardware. `measured` are costs that were measured there."""
     costs = costs_of(settings, hardware, measured)
     return simulate(program, costs, overheads_of(settings, hardware, costs.table, measured))
 
 
 def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
-    """What a prediction goes by of a network between hosts, who crosses it, and whether anybody said so; else empty.
+    """The network between hosts that a prediction assumes, which groups cross it, and which of its settings are unset.
 
-    Rates are those of all bytes that a rank gets, from its own host and from others. `busy` are `adapter_seconds` of a
-    step, and `step` its seconds, where they are known.
+    Empty for a single host. Rates count all bytes that a rank receives, from its own host and from others. `busy` are
+    `adapter_seconds` of a step, and `step` its seconds; both are 0 if not known.
     """
     wide, given = crossing(settings), settings.network
     if not wide:
@@ -55,7 +55,7 @@ def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
     each = given.ranks_per_host
     words = f"{each} rank{'' if each == 1 else 's'} on a host, "
     words += f"each sends {given.bandwidth} to others after {given.latency}"
-    words += f" (network.{' and network.'.join(assumed)} taken for granted: nobody said)" if assumed else ""
+    words += f" (assumed, not set: network.{' and network.'.join(assumed)})" if assumed else ""
     parts = [f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())]
     if busy:
         longer = ", longer than the step: lanes share it, which is not simulated" if busy > step else ""

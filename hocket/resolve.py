@@ -1,13 +1,13 @@
-"""From a `Config` and what the host offers to `Settings`: every automatic choice made, with its reason.
+"""Makes `Settings` of a `Config` and of what the host offers: every automatic choice made, with its reason.
 
-Pure: the same arguments give the same answer on every rank, nothing is read from outside and nothing is changed.
-All broken rules are reported at once.
+It is pure: the same arguments give the same answer on every rank. It reads nothing from outside and changes nothing.
+It reports all broken rules at once.
 
 Note: [One microbatch is not halved]
-A single microbatch has nothing to merge with. Its two halves along the batch would do, but they are two microbatches:
-the auxiliary loss is a product of two averages over a microbatch, so that of halves is another loss, and what the
-sum of gradients rounds to changes too. Behind the user's back a plan changes neither. So it is said, where nothing is
-merged for that reason, that twice as many microbatches of half as many sequences are the same batch.
+A single microbatch has no other one to merge with. Its two halves along the batch would do, but they are two
+microbatches. The auxiliary loss is a product of two averages over a microbatch, so halves have another loss. The sum of
+gradients is rounded differently too. A plan changes neither without being asked. So if nothing is merged for that
+reason, the decision says that twice as many microbatches of half as many sequences are the same batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Settings(Config):
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each leaf that differs from the recipe was set, by dotted name."""
     decisions: tuple[Decision, ...] = ()
-    """Every automatic choice in the order in which they were made, then remarks."""
+    """All automatic choices in the order in which they were made, then remarks."""
 
     @property
     def world(self) -> int:
@@ -85,7 +85,7 @@ def resolve(
     before = config if isinstance(config, Settings) else None
     host = host or (before.host if before else Host())
     origins = dict((before.origins if before else {}) if origins is None else origins)
-    # Asking for auto is asking for nothing.
+    # A setting that was set to auto counts as not set.
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
     wrong = impossible(config, origins)
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
@@ -117,11 +117,11 @@ def resolve(
 
 
 def without_copies(settings: Settings, reason: str) -> Settings:
-    """The settings for a host whose copy engines turned out not to serve, where they were chosen and not asked for.
+    """The settings for a host whose copy engines turned out not to work, if hocket chose copy engines by itself.
 
-    What needs less memory and was chosen for them still holds. A transport that somebody asked for stays. Kernels that
-    store rows need the same memory of peers (`runtime/pushed_rows.py`), so where nobody asked for them or for the graph
-    of which they are a part, neither is chosen again.
+    Settings that were chosen to save memory for copy engines stay. A transport that the user set stays. Kernels that
+    store rows need peers' memory too (`runtime/pushed_rows.py`). So hocket does not choose them again, nor the graph
+    that they are part of, unless the user set one of these.
     """
     if not chose_copies(settings, settings.decisions):
         return settings
@@ -198,7 +198,7 @@ def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: se
 
 
 def _still_chosen(before: Settings, settled: Config) -> dict[str, Decision]:
-    """The choices that had been made before, and that nobody has changed since."""
+    """The choices that were made before and have not been changed since."""
     return {d.setting: d for d in before.decisions if d.chosen and leaf(settled, d.setting) == d.value}
 
 
@@ -311,4 +311,4 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
 )
 """The same of those that go by costs, which only a sound configuration has."""
 _OPEN = ("auto", "", ("auto",))
-"""What stands for no value of a setting that has `auto`."""
+"""Values that leave the choice of a setting to hocket."""

@@ -1,4 +1,4 @@
-"""What belongs to `hocket.fully_shard` beside it."""
+"""Names that go with `hocket.fully_shard`."""
 
 from hocket.fsdp.api import param_groups, unit_of
 from hocket.fsdp.shard_groups import Placement

@@ -24,7 +24,7 @@ _PIECE = 1 << 26
 
 
 class Outcome(NamedTuple):
-    """What a step says of itself, the same on all ranks."""
+    """The result that a step reports, the same on all ranks."""
 
     loss: float
     """Mean cross-entropy over the microbatches of all ranks."""

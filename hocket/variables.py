@@ -1,12 +1,13 @@
-"""Environment variables that decide whether communication overlaps: what hocket wants, what others cost.
+"""Environment variables that decide whether communication overlaps: the values that hocket wants, and costs of others.
 
-Each is read once, at a moment of its own: set later, it has no effect and nothing says so. So `survey` compares what is
-wanted with what was found and with what has already happened in this process. Pure: the environment comes as a value.
+A library reads each variable once, at a moment of its own. A value that is set later has no effect, and no library says
+so. So `survey` compares the wanted values with the values found, and with what has already happened in this process.
+It is pure: the environment comes as a value.
 
 Note: [Who sets what]
-hocket sets what is missing before torch is imported, in the process that forks the workers, or in each worker of
-torchrun and Slurm. A value that a user has set stays, whatever it is: it is reported, with what it costs. The exception
-is NVLink multicast. No setting leaves it on, and a user who turns it on gets an error, not another value.
+hocket sets missing variables before torch is imported: in the process that forks the workers, or in each worker of
+torchrun and Slurm. Every value that a user has set stays. hocket reports it with its cost. The exception is NVLink
+multicast. No setting leaves it on. A user who turns it on gets an error; hocket does not change the value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hocket.problems import stop_if
 
 Moment = Literal["threads start", "CUDA starts", "groups are made"]
 Policy = Literal["set", "check", "ignore"]
-"""What to do about variables that are not set: set them, only say so, or nothing."""
+"""What hocket does about unset variables: set them, only report them, or nothing."""
 State = Literal["ok", "set", "missing", "late", "kept", "refused"]
 
 
@@ -30,11 +31,11 @@ class Variable:
     name: str
     value: str
     read: Moment
-    """When its value is read, once for all."""
+    """The only moment at which its value is read."""
     cost: str
-    """What another value costs."""
+    """The cost of another value."""
     must: bool = False
-    """Whether nothing starts with another value."""
+    """Whether hocket refuses to start with another value."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Harm:
 
 @dataclass(frozen=True)
 class Finding:
-    """One variable: what was wanted, what was found, and what that means."""
+    """One variable: the wanted value, the found value, and what that means."""
 
     name: str
     wanted: str
@@ -117,14 +118,14 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_ALGO", (), "NCCL no longer chooses by size and by what links there are"),
     Harm("NCCL_PROTO", (), "NCCL no longer chooses by size and by what links there are"),
 )
-"""What nobody asks hocket to set, and what it costs where somebody has."""
+"""Variables that hocket never sets, with what each costs if the user has set it."""
 
 _NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_CTA_POLICY")
-"""With these NCCL falls back to kernels where copy engines should gather, or fails."""
+"""Variables with which NCCL fails, or uses kernels for gathers that copy engines should do."""
 
 
 def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
-    """What has already happened in this process, from its loaded modules. Imports nothing."""
+    """Moments that have already passed in this process, by its loaded modules. Imports nothing."""
     found: set[Moment] = set()
     torch = modules.get("torch")
     if torch is not None:
@@ -137,7 +138,7 @@ def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
 
 
 def survey(env: Mapping[str, str], policy: Policy = "set", passed: Collection[Moment] = ()) -> list[Finding]:
-    """What was found of every wanted variable, then of those that harm. Changes nothing."""
+    """Findings about all wanted variables, then about harmful ones. Changes nothing."""
     return [*_wanted(env, policy, passed), *_harmful(env)]
 
 
@@ -179,7 +180,7 @@ def refusals(findings: Sequence[Finding]) -> list[str]:
 
 
 def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Moment] = ()) -> list[str]:
-    """Set what is missing, as far as the policy goes, and return remarks on what is not as wanted.
+    """Set missing variables, if the policy allows it, and return remarks on unwanted values.
 
     Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
     """

@@ -2,13 +2,13 @@
 
 Note: [One clock]
 
-Ranks of one host share a clock, and their traces say when it stood at zero. Between hosts clocks differ, by
-milliseconds. What is known is that a collective ends on no rank before it started on all, and that it ends on all at
-nearly the same time; so does a send with its receive, though a small one may end before anybody receives it. So the
-clock of another host is moved by the median difference of the ends of all that two ranks share, no further than the
-first fact allows. A send of gloo says nothing: it is shown until its host waits for it. Ranks that share nothing with
-the first one are reached over others, those with most in common first. What is left, some microseconds, is error in
-`waiting` and in when sends of gloo end: no other figure compares two ranks' clocks.
+Ranks of one host share a clock, and their traces say when it stood at zero. Clocks of different hosts differ by
+milliseconds. A collective ends on no rank before it started on all, and it ends on all ranks at nearly the same time. A
+send and its receive end at nearly the same time too, though a small send may end before its receive starts. So the
+clock of another host is moved by the median difference between the ends of all activities that two ranks share, no
+further than the first fact allows. A send of gloo gives no information: the trace shows it until its host waits for it.
+Ranks that share nothing with the first rank are aligned through other ranks, those with most in common first. The rest,
+some microseconds, is an error in `waiting` and in when sends of gloo end: no other figure compares two ranks' clocks.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests are made of stays to the end: nobody need look through it for garbage."""
+    """The objects of thousands of tests live to the end, so the garbage collector need not look through them."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Slips of the keyboard: sizes that nobody has, and files of thousands of names, are a message at once."""
+"""Mistyped sizes that no model has, and files of thousands of names, give an error at once."""
 
 from __future__ import annotations
 

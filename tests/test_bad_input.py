@@ -1,4 +1,4 @@
-"""Everything a user can get wrong: one clear message, a non-zero exit code, nobody left behind."""
+"""All mistakes that a user can make: one clear message, a non-zero exit code, and no process left behind."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (SLOW, {"train__slow_bandwidth": (1e9, 2e9)}, "train.slow_bandwidth", "names none"),
     (SLOW, {"train__slow_groups": ("a2a", "pp_fwd", "a2a")}, "train.slow_groups", "one is named twice"),
     *(
-        (ALONE, {"train__slow_groups": (purpose,)}, "train.slow_groups", f"nobody has anybody to talk to for {purpose}")
+        (ALONE, {"train__slow_groups": (purpose,)}, "train.slow_groups", f"every group of {purpose} has one rank")
         for purpose in get_args(Purpose)
     ),
     (SLOW, {"train__slow_groups": ("gather_experts",)}, "train.slow_groups", "no effect: on this mesh"),

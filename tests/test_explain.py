@@ -209,7 +209,7 @@ def test_a_prediction_for_several_hosts_says_what_network_it_goes_by() -> None:
     assert "16 ranks on 2 hosts" in found.predicted.note
     assert found.heading.split(", ")[2] == "8 on each host"
     text = to_text(found)
-    assert "nobody said" in text
+    assert "(assumed, not set: network." in " ".join(text.split())
     assert all(len(line) <= 120 for line in text.partition("PREDICTED STEP")[2].partition("UNITS")[0].splitlines())
 
 

@@ -29,7 +29,7 @@ MESH = ("mesh.tp", "mesh.pp", "plan.chunks", "mesh.ep", "mesh.dp")
     ],
 )  # fmt: skip
 def test_a_mesh_is_translated_whole(system: System, words: str, mesh: tuple[int, ...]) -> None:
-    """What nobody says is 1, so the recipe that the file stands on adds no ranks; that this is assumed is said."""
+    """A size that is not given is 1, so the recipe of the file adds no ranks. The output says what is assumed."""
     pairs = read.flags(words) if words.startswith("--") else [tuple(map(read.scalar, words.split()))]
     found = translate(system, pairs, 16)
     assert tuple(found.settings[name] for name in MESH) == mesh

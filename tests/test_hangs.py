@@ -80,7 +80,7 @@ def test_a_rank_that_ends_otherwise_than_by_its_watchdog_is_named_too(
     assert explain_hang(children, children[3:]) == 1
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == (
-        f"{HANG_HEADLINE} for 9 s: rank 1 did not say what it does, and nobody is known to wait for another one. "
+        f"{HANG_HEADLINE} for 9 s: rank 1 did not say what it does, and no rank is known to wait for another. "
         "ranks 0, 1 waited; rank 3 (process 103) said nothing and was ended; rank 2 (process 102) ended with exit code "
         f"1. fix: see {tmp_path}, or raise train.hang_timeout; again"
     )

@@ -1,4 +1,4 @@
-"""A run that is killed while it saves goes on from a whole checkpoint, whoever was killed."""
+"""A run that is killed while it saves goes on from a whole checkpoint, whichever process was killed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def kill_while_saving(folder: Path, words: list[str], who: slice, delay: float) 
     before = newest()
     process = start(folder, "train", *words, "--train.steps", "100000")
     wait_for(lambda: newest() > before, "a checkpoint")
-    everybody = [process.pid, *sorted(children_of(process.pid))]
+    pids = [process.pid, *sorted(children_of(process.pid))]
     deadline = time.monotonic() + 20
     while not list(checkpoints.glob("step-*.tmp")) and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(delay)
-    for pid in everybody[who]:
+    for pid in pids[who]:
         os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    while any(map(alive, everybody)):
+    while any(map(alive, pids)):
         assert time.monotonic() - killed < 10, "the others do not end"
         time.sleep(0.01)
     finish(process)

@@ -30,7 +30,7 @@ DENSE = changed(Config(), BASE | {"mesh.dp": 4})
 EXPERTS = changed(Config(), BASE | {"model.experts": 8, "mesh.dp": 4, "mesh.ep": 4})
 PIPED = changed(Config(), BASE | {"mesh.pp": 4})
 HERE = Host(gpus=8, gpu="NVIDIA H200")
-"""A host at which somebody looked."""
+"""A host that was examined."""
 TWO_HOSTS = Host(gpus=2, gpu="NVIDIA H200", workers=4, local_workers=2)
 
 
@@ -54,9 +54,9 @@ def test_ranks_on_gpus_of_one_host_copy(config: Config) -> None:
     assert (again.train, again.decisions) == (settings.train, settings.decisions)
 
 
-def test_it_is_said_that_nobody_has_looked() -> None:
+def test_a_reason_says_that_memory_was_not_checked() -> None:
     assert chosen(resolve(DENSE, Host(gpus=8))).reason.endswith(
-        "taken for granted to reach each other's memory: not checked"
+        "hocket assumes that they reach each other's memory, without a check"
     )
 
 
@@ -84,13 +84,13 @@ def test_what_speaks_against_copies(changes: dict[str, Any], host: Host, value: 
     settings = resolve(changed(DENSE, changes), host)
     assert settings.train.transport == chosen(settings).value == value
     assert reason in chosen(settings).reason
-    # Only what is wrong with a host is said where a run begins: the rest is as somebody wanted it.
+    # A run reports at its start only faults of a host. The other reasons follow from the user's settings.
     mend = bool(host.no_copy_engine or host.no_peer_memory or (value == "nccl" and host.variables))
     assert bool(list(lost_copies(host, settings.decisions))) == mend
 
 
 @pytest.mark.parametrize("asked", ["nccl", "copy_engine", "copy_engine_gathers", "null"])
-def test_what_somebody_asks_for_stays(asked: str) -> None:
+def test_a_demanded_transport_stays(asked: str) -> None:
     origins = {"train.transport": "command line"}
     settings = resolve(changed(DENSE, {"train.transport": asked}), HERE, origins)
     assert settings.train.transport == asked

@@ -108,7 +108,7 @@ def say(text: str) -> None:
 
 
 def contenders() -> str:
-    """Everybody who can take part, one per line."""
+    """All contenders, one per line."""
     width = max(map(len, CONTENDERS))
     needs = {name: f" (needs {entry.package})" if entry.package else "" for name, entry in CONTENDERS.items()}
     return "\n".join(f"{name:{width}}  {entry.about}{needs[name]}" for name, entry in CONTENDERS.items())

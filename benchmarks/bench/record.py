@@ -21,7 +21,7 @@ ELSEWHERE = ("--out", "--commit", "--keep-traces")
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result file, all at once: whoever is killed meanwhile leaves the former one whole."""
+    """Write a result file in one piece: a process that is killed meanwhile leaves the former file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     new.write_text(json.dumps(result, indent=1) + "\n")

@@ -83,7 +83,7 @@ class Measured:
         return min(block.host_seconds for block in self.blocks[name])
 
     def bound(self) -> str:
-        """The bound that everybody is compared with; empty without one."""
+        """The bound that all contenders are compared with; empty without one."""
         return next((name for name in BOUNDS if name in self.blocks), "")
 
     def best_peer(self) -> str:

@@ -18,7 +18,7 @@ from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, placed
 
 Contexts = Callable[[Tensor], Any]
-"""What a layer's first piece is told beside hidden states, from the states."""
+"""Gives the context of a layer's first piece, from hidden states."""
 
 
 class DenseParts:

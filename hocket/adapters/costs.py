@@ -1,4 +1,4 @@
-"""What the ops of an adapted model cost: FLOPs from torch's counter on the meta device, bytes from shapes.
+"""Costs of the ops of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
 forward, and what it saves for backward. The seconds of its ops are those that the cost model gives to a part of
@@ -30,11 +30,11 @@ from hocket.tune.trials import Price
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one part's forward over one microbatch."""
+    """Counts of one part's forward over one microbatch."""
 
     flops: int
     saved_bytes: int
-    """Of activations; 0: not counted."""
+    """Bytes of activations; 0: not counted."""
 
 
 def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
@@ -75,7 +75,7 @@ def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
 
 
 def price_of(cut: Cut) -> Price:
-    """What ops cost in a configuration with this model."""
+    """Costs of ops in a configuration with this model."""
     known: dict[tuple[int, int, str], Mapping[tuple[str, str], Counted]] = {}
 
     def price(config: Config) -> CostTable:

@@ -28,26 +28,26 @@ def refuse(model: nn.Module, reason: str, fix: str = ELSE) -> ValueError:
 
 @dataclass(frozen=True)
 class Ends:
-    """What is before and behind the layers, in a copy of the model with parameters of its own."""
+    """The computation before and behind the layers, in a copy of the model with parameters of its own."""
 
     embed: Callable[[Tensor], Tensor]
     """Token ids [B, S] to hidden states [B, S, D]."""
     logits: Callable[[Tensor], Tensor]
     """Hidden states to logits [B, S, V]."""
     contexts: Callable[[Tensor], Sequence[Any]]
-    """Of hidden states, of which only the shape, dtype and device count, what each layer is told."""
+    """Hidden states to the context of each layer. Only shape, dtype and device of the states count."""
 
 
 class Adapter(Protocol):
-    """What makes a model of some kind fit the protocol."""
+    """Makes a model of some kind fit the protocol."""
 
     model: nn.Module
     layers: Sequence[nn.Module]
     """The model's own layers, in order."""
     embed_modules: Mapping[str, nn.Module]
-    """By name in the model, what has the parameters before the layers."""
+    """Modules with the parameters before the layers, by name in the model."""
     head_modules: Mapping[str, nn.Module]
-    """And behind them."""
+    """Modules with the parameters behind the layers, by name in the model."""
     vocab: int
     hidden: int
 
@@ -56,11 +56,11 @@ class Adapter(Protocol):
         ...
 
     def ends(self, memo: dict[int, Any]) -> Ends:
-        """What is around the layers, in a copy for which `memo` says what takes the place of which tensor."""
+        """The computation around the layers, in a copy. `memo` maps tensors of the model to those of the copy."""
         ...
 
     def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
-        """Called once before anything else with tensors that `memo` puts in the place of the model's: look around."""
+        """Examine the model. Called once, before all else, with a `memo` that replaces the model's tensors."""
         ...
 
     def expert_weights(self, layer: nn.Module) -> str:

@@ -49,9 +49,8 @@ def plan_model(
     config = replace(config, model=sizes_of(cut, top_k))
     price = price_of(cut)
     if config.plan.graphs == "auto":
-        config = changed(
-            config, {"plan.graphs": "off"}
-        )  # nobody knows what a foreign forward does while it is recorded
+        # hocket cannot know what a foreign forward does while it is recorded.
+        config = changed(config, {"plan.graphs": "off"})
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -137,7 +136,7 @@ def _check_widths(cut: Cut, config: Config) -> None:
 
 
 def _check_alike(cut: Cut) -> None:
-    """That ranks hold one model, by the first and last element of each parameter."""
+    """Check that all ranks hold the same model, by the first and last element of each parameter."""
     ends = [
         (name, *(float(param.detach().reshape(-1)[i]) for i in (0, -1)))
         for name, param in cut.params.items()
@@ -152,14 +151,14 @@ def _check_alike(cut: Cut) -> None:
 
 
 def _host() -> Host:
-    """What a rank that runs already has."""
+    """The host as a running rank finds it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         return Host(workers=ranks, local_workers=ranks)
     first = torch.cuda.get_device_properties(torch.cuda.current_device())
     local = ranks if ranks <= gpus else gpus
-    unknown = "nobody has looked: plan_model takes what the ranks that run have"
+    unknown = "not checked: plan_model uses what the running ranks already have"
     return Host(
         gpus=gpus, gpu=first.name, memory=first.total_memory, workers=ranks, local_workers=local,
         no_copy_engine=unknown, no_peer_memory=unknown,

@@ -89,7 +89,7 @@ class Pretrained:
             raise refuse(self.model, f"{type(layer).__name__} has no forward that a plan knows: {error}") from None
 
     def ends(self, memo: dict[int, Any]) -> Ends:
-        """What is around the layers."""
+        """The computation around the layers."""
         probes = [_Probe(layer) for layer in self.layers]
         memo[id(self.model.get_submodule(self._list))] = nn.ModuleList(probes)
         copied: Any = copy.deepcopy(self.model, memo)
@@ -104,7 +104,7 @@ class Pretrained:
         )
 
     def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
-        """Find out whether embedding and head are more than their modules, by what is computed with some parameters."""
+        """Find out whether embedding and head compute more than their modules, by a trial with some parameters."""
         slow = self.ends(dict(memo))
         self.direct = True, True
         fast = self.ends(dict(memo))
@@ -113,7 +113,7 @@ class Pretrained:
 
 
 class _Passed(Exception):
-    """What was wanted of a forward has been seen."""
+    """Ends a forward after a probe has seen what it needs."""
 
 
 class _Probe(nn.Module):
@@ -144,7 +144,7 @@ class _Around:
         self._original, self._model, self._base, self._probes = original, model, base, probes
 
     def embed(self, ids_BS: Tensor) -> Tensor:
-        """What the first layer is given."""
+        """The input of the first layer."""
         seen: list[Tensor] = []
 
         def meet(x_BSD: Tensor, _: Mapping[str, Any]) -> Tensor:
@@ -155,7 +155,7 @@ class _Around:
         return seen[0]
 
     def contexts(self, x_BSD: Tensor) -> list[dict[str, Any]]:
-        """What all layers are told."""
+        """The contexts of all layers."""
         seen: list[dict[str, Any]] = []
         passed: list[Tensor] = []
 
@@ -173,7 +173,7 @@ class _Around:
         return seen
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """What the model makes of the last layer's output."""
+        """Logits that the model computes from the last layer's output."""
         last = len(self._probes) - 1
         nothing = x_BSD.detach().new_zeros(()).expand(x_BSD.shape)
         return self._meeting({last: lambda _, told: x_BSD}, self._model, inputs_embeds=nothing).logits

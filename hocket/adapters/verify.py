@@ -27,7 +27,7 @@ _LARGE = 1 << 27
 _SHAPE = (2, 6)
 """Sequences and their length."""
 _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError
-"""What a foreign forward may raise."""
+"""Errors that a foreign forward may raise."""
 
 
 def verify(cut: Cut) -> int:

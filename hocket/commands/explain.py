@@ -1,4 +1,4 @@
-"""`hocket explain`: what was decided, why, and what it will do."""
+"""`hocket explain`: the decisions of a run, their reasons and their effects."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Explain(RecipeOptions):
     json: bool = False
     """Print the explanation as JSON."""
     probe: bool = False
-    """Time the run's products and transfers on this host, and put that beside what is predicted."""
+    """Time the run's products and transfers on this host, and show the times beside the predictions."""
     from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
-    """Traces of a run of the same sizes, one per rank, or its folder: put what they show beside what is predicted."""
+    """Traces of a run of the same sizes, one per rank, or its folder: show them beside the predictions."""
 
 
 def run(words: list[str]) -> int:
@@ -115,7 +115,7 @@ def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], 
 
 
 def with_probe(found: Explanation, settings: Settings) -> Explanation:
-    """The explanation with what was timed on this host."""
+    """The explanation with times measured on this host."""
     found_here = find_gpus()
     gpus, name = found_here.count, found_here.name
     asked = request(settings, gpus)

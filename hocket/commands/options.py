@@ -24,7 +24,7 @@ from hocket.settings.sources import begin
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What every command that takes a recipe takes."""
+    """Flags of all commands that take a recipe."""
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     gpus: int = 0
@@ -67,7 +67,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
 
 
 def _read(kind: type[Options], words: Sequence[str], config: Config, prog: str = "") -> Options:
-    """What words set, on top of a configuration; words for help print it, and exit."""
+    """The configuration with the settings of some words. A word for help prints help and exits."""
     if {"-h", "--help"} & set(words):
         _unbreak(kind)
     pairs_off = (tyro.conf.FlagCreatePairsOff,)
@@ -97,7 +97,7 @@ def _misread(flag: tuple[str, list[str]], config: Config, own: Mapping[str, Any]
 
 
 def _also_wrong(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """What else cannot work, where some settings could not even be read: all mistakes come at once."""
+    """Further mistakes, if some settings could not be read. So all mistakes are reported at once."""
     try:
         resolve(config, host_for_plan(config), origins)
     except ValueError as error:

@@ -46,9 +46,9 @@ class Plan(RecipeOptions):
     null_from: tuple[str, ...] = ()
     """Traces of that run with the null transport: contention is found more safely with them."""
     search: bool = False
-    """Look for the settings of the plan that make the step shortest; what is set on the command line stays."""
+    """Search the settings of the plan that make the step shortest. Settings of the command line stay."""
     memory: str = ""
-    """What a rank may hold at most in a plan that --search finds, such as 80GiB; empty is what the hardware has."""
+    """Most memory of a rank in a plan that --search finds, such as 80GiB. Empty means the memory of the hardware."""
 
 
 def run(words: list[str]) -> int:
@@ -87,7 +87,7 @@ def run(words: list[str]) -> int:
 
 
 def task_of(options: Plan, origins: dict[str, str]) -> best_plan.Task:
-    """What `--search` looks for."""
+    """The task of `--search`."""
     settings = resolve_for_plan(options.config, origins)
     hardware = hardware_of(settings)
     return best_plan.Task(

@@ -1,4 +1,4 @@
-"""What each value that the doctor has found means for overlap. Pure: a table of functions over `Found`."""
+"""Judges what each finding of the doctor means for overlap. It is pure: a table of functions over `Found`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hocket.variables import WANTED, survey
 OLDEST_PYTHON, OLDEST_TORCH, COPY_ENGINE_NCCL = (3, 11), (2, 11), (2, 28)
 GIB, MIB = 2**30, 2**20
 SHM_PER_GPU = 64 * MIB
-"""Of shared memory, for what NCCL's processes tell each other."""
+"""Shared memory that NCCL's processes need to talk to each other, in bytes per GPU."""
 OPEN_FILES = 4096
 TEMPORARY = 1 * GIB
 CORES_PER_GPU = 2
-"""One issues the ops of a rank; autograd's and NCCL's threads need another."""
+"""One core issues the ops of a rank. The threads of autograd and NCCL need another."""
 BUSY_MIB = 2048
-"""Used memory of a GPU from which on somebody else works there."""
+"""From this much used memory on, another process is taken to work on a GPU."""
 KERNELS = ("ncclDevKernel", "ncclSymk", "ncclKernel")
-"""In the names of kernels that communicate."""
+"""Words in the names of kernels that communicate."""
 
 Checks = Iterator[Check]
 _env, _soft, _gpu, _link, _host = (
@@ -31,7 +31,7 @@ _env, _soft, _gpu, _link, _host = (
 
 
 def environment(f: Found) -> Checks:
-    """Variables that hocket sets or wants, and those that harm."""
+    """Variables that hocket sets or wants, and harmful variables."""
     wanted = {variable.name for variable in WANTED}
     for finding in survey(f.env, "set", f.passed):
         found = finding.found or "not set, hocket sets " + finding.wanted
@@ -45,7 +45,7 @@ def environment(f: Found) -> Checks:
 
 
 def _threads(f: Found) -> Check:
-    """Threads of a rank, of which there is one per GPU; without GPUs one at least."""
+    """Threads of a rank. There is one rank per GPU, and without GPUs at least one."""
     name, ranks, fix = "OMP_NUM_THREADS", max(1, f.torch.gpus), "unset it, and hocket divides the cores"
     if name not in f.env:
         return _env(name, "ok", "not set, hocket divides the cores among the ranks of a host")
@@ -90,7 +90,7 @@ def software(f: Found) -> Checks:
 
 
 def gpus(f: Found) -> Checks:
-    """What the driver and torch say of the GPUs."""
+    """What the driver and torch report about the GPUs."""
     if not f.gpus and not f.torch.gpus:
         yield _gpu("GPUs", "unknown", "none", "clocks, power, memory errors and partitions need one")
         return
@@ -112,14 +112,14 @@ def gpus(f: Found) -> Checks:
 
 
 def _visible(f: Found) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, up to the first word that names nothing; None if it is not set."""
+    """The words of CUDA_VISIBLE_DEVICES up to the first invalid one; None if the variable is not set."""
     text = f.env.get("CUDA_VISIBLE_DEVICES")
     words = () if text is None else (word.strip() for word in text.split(","))
     return None if text is None else list(takewhile(lambda word: re.match(r"\d|GPU-|MIG-", word), words))
 
 
 def _shown(f: Found) -> list[int]:
-    """Numbers of the driver's GPUs but for those that CUDA_VISIBLE_DEVICES hides by number: no rank meets these."""
+    """Numbers of the driver's GPUs without those that CUDA_VISIBLE_DEVICES hides by number, which no rank uses."""
     named = _visible(f)
     if named is None or not all(word.isdecimal() for word in named):
         return list(range(len(f.gpus)))
@@ -151,7 +151,7 @@ def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
         yield "stops", "computing is prohibited", "no process may use it", f"nvidia-smi -c 0, {owner}"
     if g.used_mib > BUSY_MIB:
         found = f"{g.used_mib / 1024:.0f} GiB in use"
-        yield "costs", found, "another program works there, and peers wait for it", "wait until it is free"
+        yield "costs", found, "another process works there, and peers wait for this GPU", "wait until it is free"
 
 
 def _unused(f: Found) -> Checks:
@@ -168,7 +168,7 @@ def _unused(f: Found) -> Checks:
 
 
 def links(f: Found) -> Checks:
-    """How GPUs reach each other, and whether copy engines do the work."""
+    """How GPUs reach each other, and whether copy engines move the bytes."""
     if f.torch.gpus < 2:
         yield _link("P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "it takes two GPUs to see a link")
         yield _link("copy engine", "unknown", "-", "it takes two GPUs to see what moves the bytes")
@@ -194,7 +194,7 @@ def links(f: Found) -> Checks:
 
 
 def _network(f: Found) -> Checks:
-    """What joins hosts. One host needs none of it, so that there is none is no finding."""
+    """The network between hosts. A single host needs none, so a missing network is no finding."""
     up = [port for port in f.ports if port.active]
     if not f.ports:
         cost = "runs of one host need none; between hosts NCCL would talk over TCP, many times slower"
@@ -283,5 +283,5 @@ def examine(found: Found) -> tuple[Check, ...]:
 
 
 def exit_code(checks: tuple[Check, ...]) -> int:
-    """1 if anything costs something or stops a run, 0 if not. What could not be checked is no finding."""
+    """1 if a check found a cost or something that stops a run, else 0. An impossible check is no finding."""
     return int(any(check.state in ("costs", "stops") for check in checks))

@@ -1,4 +1,4 @@
-"""What the doctor has found on a host. Values alone, so that a test can make any host."""
+"""Findings of the doctor on a host. They are plain values, so a test can make any host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ State = Literal["ok", "costs", "stops", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, as the driver's own tool describes it. Empty or 0 is what it does not say."""
+    """One GPU, as the driver's own tool describes it. Values that the tool does not report are empty or 0."""
 
     name: str
     memory_mib: int = 0
     used_mib: int = 0
     clock_mhz: int = 0
-    """What applications are allowed."""
+    """Highest clock that applications may use."""
     max_clock_mhz: int = 0
     power_watts: float = 0.0
     """The limit that is set."""
@@ -30,7 +30,7 @@ class Gpu:
     mig: str = ""
     compute_mode: str = ""
     slowed_by: tuple[str, ...] = ()
-    """Why the clock is held down right now, but for being idle and for the limits above."""
+    """Reasons why the clock is held down now, except idleness and the limits above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +38,31 @@ class Port:
     """One port of a network adapter that can read and write the memory of other hosts."""
 
     name: str
-    """Of adapter and port, such as mlx5_0:1."""
+    """Names of adapter and port, such as mlx5_0:1."""
     active: bool
     gbits: float = 0.0
     """Gigabits per second; 0 is not known."""
     kind: str = "InfiniBand"
-    """What it speaks; Ethernet means RoCE."""
+    """Its protocol; Ethernet means RoCE."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """What torch, asked in a process of its own, says of the host."""
+    """What torch reports about the host, asked in a process of its own."""
 
     version: str
     cuda: str = ""
     """Version that torch was built for; empty is a build without."""
     gpus: int = 0
-    """That torch can use."""
+    """Number of GPUs that torch can use."""
     nccl: tuple[int, ...] = ()
     triton: str = ""
     apart: tuple[tuple[int, int], ...] = ()
-    """Pairs of GPUs of which the first cannot reach the memory of the second."""
+    """Pairs of GPUs (a, b): a cannot reach the memory of b."""
     no_copy_engine: str = ""
     """Why copy engines cannot serve collectives; empty if they can, or without GPUs."""
     error: str = ""
-    """What torch said when it could not be asked; empty if it could."""
+    """The error that torch raised instead of an answer; empty if it answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class Found:
     python: tuple[int, ...] = ()
     torch: Torch
     gpus: tuple[Gpu, ...] = ()
-    """That the driver lists, whether or not torch may use them."""
+    """GPUs that the driver lists, also those that torch cannot use."""
     driver: str = ""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
     ports: tuple[Port, ...] = ()
     copies: tuple[str, ...] = ()
     """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
-    no_probe: str = "nobody asked for it"
+    no_probe: str = "hocket doctor was not asked to try it"
     """Why none was tried."""
     cores: int = 0
     shm: int = 0
@@ -104,5 +104,5 @@ class Check:
     state: State
     found: str
     cost: str = ""
-    """What it costs, or why nothing can be said."""
+    """The cost of this state, or why the check has no answer."""
     fix: str = ""

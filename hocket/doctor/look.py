@@ -44,7 +44,7 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
     gpus, driver = _gpus()
     torch = _torch()
     copies: tuple[str, ...] = ()
-    no_probe = "nobody asked for it"
+    no_probe = "hocket doctor was not asked to try it"
     if probe and torch.gpus > 1 and not torch.no_copy_engine:
         copies, no_probe = _copies(torch.gpus, env)
     temporary = tempfile.gettempdir()
@@ -103,7 +103,7 @@ def _limit(kind: int) -> int:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a tool prints; empty if it is missing, fails or takes too long."""
+    """The output of a tool; empty if the tool is missing, fails or takes too long."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):

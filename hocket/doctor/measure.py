@@ -22,7 +22,7 @@ SMALL, LARGE = 4 << 20, 256 << 20
 
 
 def asked(gpus: int) -> Request:
-    """What is measured on a host of so many GPUs."""
+    """The measurements on a host with this many GPUs."""
     transfers = tuple((kind, size) for kind in LINKED for size in (SMALL, LARGE)) if gpus > 1 else ()
     return Request(world=gpus, device="cuda", transport="nccl", dtype="bf16", transfers=transfers, rates=True)
 
@@ -64,7 +64,7 @@ def _line(measured: Measured, kind: Kind) -> tuple[float, float]:
 
 
 def report(found: MeasuredHardware) -> Iterator[str]:
-    """What was measured beside what the table has, a line for each figure."""
+    """Measured figures beside those of the table, one on each line."""
     table = HARDWARE[found.gpu]
     for name, rate in found.rates.items():
         yield f"  {name:<20} {rate / 1e12:8.4g} T/s    table {getattr(table, name) / 1e12:8.4g}"

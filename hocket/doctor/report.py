@@ -14,7 +14,7 @@ WIDTH = 120
 
 
 def to_text(checks: tuple[Check, ...]) -> str:
-    """A line per judgement, by area; what it costs and how to mend it below."""
+    """A line for each judgement, by area. Its cost and its fix stand below the line."""
     return "\n".join(_lines(checks))
 
 
@@ -45,7 +45,7 @@ def verdict(checks: tuple[Check, ...]) -> str:
 
 
 def to_json(checks: tuple[Check, ...]) -> dict[str, Any]:
-    """The same for machines."""
+    """The same as JSON."""
     rows = [
         {"area": c.area, "name": c.name, "state": c.state, "found": c.found, "cost": c.cost, "fix": c.fix}
         for c in checks

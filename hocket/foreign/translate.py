@@ -14,15 +14,15 @@ from hocket.settings.schema import beyond, describe, is_a, types
 from hocket.settings.tomlfile import MOST_KEYS
 
 Default = tuple[str, Callable[[Given], Answer | None]]
-"""What a system does where nothing is given, if that is not what hocket does: words for it, and what it becomes."""
+"""A default of a system that differs from hocket's: words for it, and the settings that it becomes."""
 
 RANKS, STARTED = "(--gpus)", "(started by torchrun)"
-"""Words for where the number of ranks comes from: from hocket's own flag, or from what was given."""
+"""Words for the source of the number of ranks: hocket's own flag, or what was given."""
 
 Assumed = tuple[str, tuple[str, ...]]
-"""One of hocket's settings that is 1 where nobody says otherwise, and the names under which the system says it.
+"""One of hocket's settings that is 1 unless the user gave it, and the other system's names for it.
 
-So a mesh is translated whole: what is left out would come from the recipe that the file stands on.
+So a mesh is translated completely. A part that is left out would come from the recipe that the file builds on.
 """
 
 
@@ -37,7 +37,7 @@ class System:
     """How the table spells a name that was given."""
     assumed: Sequence[Assumed] = ()
     started: Callable[[Given], int] = field(default=lambda given: 0)
-    """Ranks, where what was given says how many are started."""
+    """Number of ranks that the given settings start; 0 if they do not say."""
 
     def find(self, name: str) -> Entry | None:
         """The row of a name."""

@@ -1,7 +1,7 @@
-"""Ranks of one run go by the same settings, or none of them begins.
+"""Checks that all ranks of a run have the same settings, before any of them begins.
 
-Processes that torchrun or Slurm started resolve the configuration each for itself. Where commands, files or hosts
-differ they may come to different plans, and would wait for each other until a watchdog ends them.
+Each process that torchrun or Slurm started resolves the configuration for itself. If commands, files or hosts differ,
+processes may arrive at different plans, and would wait for each other until a watchdog ends them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from hocket.runtime.comm import everyone
 from hocket.settings.schema import leaf, problem, show, types
 
 _OWN = ("run.", "data.paths", "data.tokenizer", "data.cache")
-"""How settings begin that say where things are, which may be elsewhere on each host. The trainer compares the text."""
+"""Beginnings of the names of settings for places of files. They may differ between hosts. The trainer compares the
+text."""
 
 
 def require_same(settings: Settings, rank: int) -> None:
@@ -22,7 +23,8 @@ def require_same(settings: Settings, rank: int) -> None:
     other = next((number for number, found in enumerate(differences) if found), None)
     if other is None:
         return
-    # The first rank that differs from rank 0, and whoever agrees with neither, speak of rank 0; others of that one.
+    # Every rank that differs from rank 0 names rank 0. The ranks that agree with rank 0 name the first one that
+    # differs.
     against, theirs = (0, first) if differences[rank] else (other, {**first, **differences[other]})
     name, *more = (name for name, value in mine.items() if theirs[name] != value)
     reason = f"rank {against} has {show(theirs[name])}"

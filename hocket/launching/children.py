@@ -55,7 +55,7 @@ class Child:
 
 
 def explain_hang(children: list[Child], silent: list[Child]) -> int:
-    """Say whom the others waited for, what every rank waited for, and which ones did not say. Returns the exit code."""
+    """Print the rank that the others waited for, what each waited for, and which were silent. Returns the exit code."""
     reports = {child.rank: report_of_hang(child) for child in children if child.code == HANG_EXIT_CODE}
     states = {rank: state for rank, lines in reports.items() if (state := state_in(lines)) is not None}
     cause = culprit(states, {child.rank for child in children} - states.keys())
@@ -103,7 +103,8 @@ def explain(children: list[Child]) -> int:
         if words[child.rank].get("kind") == "user":
             sys.stderr.write(f"hocket: {words[child.rank]['text']}\n")
             return 2
-    # A signal is the cause before an exception, which may only tell that somebody else has gone; so may a later one.
+    # A signal counts as the cause before an exception: an exception may only report that another rank has ended. Of
+    # several exceptions the earliest counts.
     cause = min(failed, key=lambda child: (child.code >= 0, words[child.rank].get("time", math.inf)))
     if cause.code < 0:
         hint = " (out of memory?)" if cause.code == -signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""Which rank a hang is due to: the one that others wait for, and that waits for nobody."""
+"""Finds the rank that causes a hang: other ranks wait for it, and it waits for no rank."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from hocket.runtime.exchanges import Came, RankState
 
 Waits = dict[int, tuple[Came, int]]
-"""By the rank that is waited for: in which exchanges, seen from the rank that waits, and the number of the first that
-the other has not come to."""
+"""What one rank waits for: awaited rank -> (the exchange as the waiting rank sees it, the number of the first exchange
+that the awaited rank has not come to)."""
 
 
 def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
-    """One line that says who keeps the others waiting, by the states of ranks that told them; `others` did not."""
+    """One line that names the rank for which the others wait. `states` are of ranks that reported; `others` did not."""
     newest = max((state.step for state in states.values()), default=0)
     waits = {rank: _waits(state, states, newest) for rank, state in states.items()}
     awaited = [rank for found in waits.values() for rank in found]
@@ -28,7 +28,7 @@ def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
         unless = f", unless {' or '.join(busy)}" if busy else ""
         return f"ranks wait in a circle: {'; '.join(legs)}{unless}"
     if others:
-        return f"rank {min(others)} did not say what it does, and nobody is known to wait for another one"
+        return f"rank {min(others)} did not say what it does, and no rank is known to wait for another"
     busy = [state for state in states.values() if not state.waits and state.at]
     if busy:
         return f"rank {busy[0].rank} {_does(busy[0].rank, states)}"
@@ -37,7 +37,7 @@ def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
 
 def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> Waits:
     found: Waits = {}
-    if state.step < newest:  # others have passed all that this one still does
+    if state.step < newest:  # other ranks have passed everything that this rank still does
         return found
     for key in state.waits:
         came = state.came(key)
@@ -59,14 +59,14 @@ def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> Wa
 
 
 def _missing(rank: int, came: Came, number: int) -> str:
-    """What the rank that a rank waits for has not done."""
+    """What the awaited rank has not done. `rank` is the rank that waits."""
     what = {"recv": "has not sent", "send": "has not received"}.get(came.name.split("_")[0], "has not come to")
     op = f" ({came.what} on rank {rank})" if number == came.done + 1 and came.what else ""
     return f"{what} {came.thing(number)}{op}"
 
 
 def _does(rank: int, states: Mapping[int, RankState]) -> str:
-    """What a rank does that waits for nobody."""
+    """What a rank does instead of waiting for another."""
     state = states.get(rank)
     if state is None:
         return "did not say what it does"
@@ -75,7 +75,7 @@ def _does(rank: int, states: Mapping[int, RankState]) -> str:
 
 
 def _circle(waits: Mapping[int, Waits]) -> Sequence[tuple[int, int]]:
-    """Pairs of a circle of ranks of which the first waits for the second: whoever is waited for waits too."""
+    """Pairs (waiting rank, awaited rank) that form a circle. Every awaited rank waits too, so there is a circle."""
     rank = next(rank for rank, found in waits.items() if found)
     path: list[int] = []
     while rank not in path:

@@ -104,7 +104,7 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
 
 
 def check_corpus(settings: Settings) -> None:
-    """Find missing paths and too little text now, not once all workers are up. Tokenises if nobody has yet."""
+    """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
     from hocket.train.corpus import open_corpus
 
     corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))

@@ -3,7 +3,7 @@
 A trace holds it under the key `hocket`, as JSON:
 
     version     of all this
-    plan        what the ops of this rank are, for whoever reads the trace (`hocket_trace/plan.py`)
+    plan        what the ops of this rank are, for readers of the trace (`hocket_trace/plan.py`)
     program     the ops of all pipeline ranks: JSON of `program/text.py`, packed by zlib, in base64
     costs       what the ops were predicted to cost when they were recorded: hardware, seconds and overheads
     settings    all of them, nested

@@ -1,4 +1,4 @@
-"""What may be said of hosts and of what lies between them."""
+"""Rules for the settings of hosts and of the network between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RANKS, _BANDWIDTH, _LATENCY = "network.ranks_per_host", "network.bandwidth", "n
 
 
 def ranks_of_a_host(c: Config, h: Host) -> int:
-    """As given, or as found."""
+    """Ranks of a host, as the settings give them or as the run found them."""
     each = c.network.ranks_per_host
     return (h.local_workers or c.mesh.world) if each == "auto" else each
 
@@ -22,7 +22,7 @@ def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
 
 
 def _given(c: Config) -> int:
-    """Ranks of a host as somebody gave them; 0 if nobody did."""
+    """Ranks of a host as the settings give them; 0 if they give none."""
     return 0 if c.network.ranks_per_host == "auto" else c.network.ranks_per_host
 
 

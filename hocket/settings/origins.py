@@ -1,9 +1,9 @@
 """Where settings come from.
 
 Origins are a mapping: dotted name -> where the setting was set, such as `run.toml:6` or `command line, --train.steps`.
-Under the key "" is where all others come from: the recipe. Under `recipe` and `preset` is where a file or a flag named
-what lies below the settings, such as `command line, --preset memory`. What a preset set, or lost to a recipe, is there
-as `Implied`: nobody asked for that very setting, so one without effect is worth a remark, not an error.
+The key "" has the origin of all other settings: the recipe. The keys `recipe` and `preset` say where a file or a flag
+named them, such as `command line, --preset memory`. A setting that a preset made, or lost to a recipe, has an origin of
+type `Implied`: the user did not ask for this very setting. If it has no effect, that is a remark, not an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hocket.settings.schema import leaf, types
 
 DEFAULTS = Config()
 BELOW = ("recipe", "preset")
-"""What a file builds on, or a flag names: keys of a file that are not settings."""
+"""Keys of a file that are not settings: they name what the file builds on. Flags may name it too."""
 _FLAG = "command line, "
 
 
 class Implied(str):
-    """The origin of a setting that came with something else. `lost` is what a preset said, where a recipe won."""
+    """The origin of a setting that came with something else. `lost` is a preset's value that a recipe overruled."""
 
     __slots__ = ("by", "lost")
 
@@ -51,9 +51,9 @@ def source(config: Config, origins: Mapping[str, str], setting: str) -> str:
 
 
 def command_words(config: Config, origins: Mapping[str, str], also: Collection[str] = ()) -> list[str]:
-    """What to give to `hocket train` for a configuration: its recipe or file, and flags for what these do not bring.
+    """Words for `hocket train` that give a configuration: its recipe or file, and flags for the settings beyond it.
 
-    `also` are settings that get a flag whoever set them.
+    `also` are settings that get a flag wherever they were set.
     """
     filed = {name: place[1] for name, text in origins.items() if (place := re.fullmatch(r"(.+):\d+", text))}
     recipe = origins.get("", "").partition("recipe ")[2]

@@ -88,7 +88,7 @@ def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[s
 def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:
     if kind is bool:
         return [f"{flag} (command line): takes no value; fix: leave out {show(' '.join(words))}"] if words else []
-    said = bool(words) and all(words)  # left out it means something else: whoever gives it empty expects something
+    said = bool(words) and all(words)  # an empty value is a mistake: without a value a flag means something else
     if said and _parses(words, kind):
         return []
     shown, wanted = show(" ".join(words)) if words else "(nothing)", describe(kind)

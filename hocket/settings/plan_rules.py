@@ -89,7 +89,7 @@ def most_layers(c: Config) -> int:
 def lane_matters(c: Config) -> bool:
     """Whether some step that reads a received gradient begins with another op than its reader.
 
-    That is a merged one, whose backward begins with a dense layer: a MoE layer's first op heads the step.
+    This is a merged step with a backward that begins with a dense layer. With a MoE layer the reader comes first.
     """
     if c.mesh.pp == 1 or c.overlap.ep.merge != "on":
         return False

@@ -1,4 +1,4 @@
-"""What a rule between settings is, and what it may know of the host."""
+"""Defines a rule between settings, and what a rule may know about the host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from hocket.variables import Finding
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a run finds where it starts. Values, not probes: `hocket.environment.probe` fills it in."""
+    """The surroundings of a run, as plain values. `hocket.environment.probe` fills them in."""
 
     gpus: int = 0
     """GPUs of this host that torch can use."""
     gpu: str = ""
     """Name of the first of them."""
     kinds: tuple[str, ...] = ()
-    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if nobody asked."""
+    """Names of the different GPUs of this host, in the driver's words; empty if there are none, or if the driver was
+    not asked."""
     processors: int = 0
     """Processors of the first of them; 0 means not known."""
     capability: tuple[int, int] = (0, 0)
@@ -30,17 +31,17 @@ class Host:
     workers: int = 0
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0
-    """Those of them on this host."""
+    """Workers on this host."""
     port: int = 0
     """TCP port at which they meet; 0 where hocket starts them."""
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
     no_copy_engine: str = ""
-    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if nobody looked."""
+    """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if this was not checked."""
     no_peer_memory: str = ""
-    """Why GPUs of this host cannot store into each other's memory; empty if they can, or if nobody looked."""
+    """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     variables: tuple[Finding, ...] = ()
-    """What was found of the variables that decide about overlap, before hocket set any."""
+    """Findings about the variables that decide about overlap, before hocket set any."""
 
 
 @dataclass(frozen=True)

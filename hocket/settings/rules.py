@@ -1,4 +1,4 @@
-"""What may go with what: one table of rules between settings.
+"""Which settings may go together: one table of rules.
 
 A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix.
 """
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("train.lane_seed", "train.device"),
         lambda c, h: c.train.lane_seed != 0 and c.train.device == "cuda",
-        "no effect: on GPUs lanes run side by side, and nobody orders them",
+        "no effect: on GPUs lanes run side by side, and no seed orders them",
         "train.device = cpu, or leave it out",
         remark=True,
     ),
@@ -288,7 +288,7 @@ def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]
 
 
 def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
-    """One line for each setting that cannot be had, with all the reasons."""
+    """One line for each setting that cannot work, with all reasons."""
     return rule_lines(broken(config, host, origins), config, host, origins)
 
 

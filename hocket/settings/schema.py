@@ -20,12 +20,13 @@ _UNSEEN = ("Cc", "Cs")
 """Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
 
 MOST_RANKS = 10**6
-"""Of a mesh, and of each of its axes."""
+"""Largest number of ranks of a mesh, and of each of its axes."""
 
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
 _WIDE, _MANY, _LONG = 2**20, 2**16, 2**27
-"""Of a layer; of parts and passes; of what a layer has a row for. All are far above what anybody has built."""
+"""Largest width of a layer; largest number of parts and passes; largest number of things that have a row in a layer.
+All are far above the largest known models."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn"), (1, _WIDE)),
@@ -57,10 +58,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.betas": (0, 0.999999),
     "run.port": (0, 65535),
 }
-"""Smallest and largest value of every number; of a tuple, of each of its members.
+"""Smallest and largest value of every number. In a tuple they hold for each member.
 
-Numbers from which tables and plans are made have a largest one, so that a slip of the keyboard is a message at once,
-and no process that says nothing for minutes.
+Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
+a process that is silent for minutes.
 """
 
 
@@ -106,7 +107,7 @@ def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line per setting whose value by itself is impossible."""
+    """One line for each setting with a value that is impossible by itself."""
     return list(impossible(config, origins).values())
 
 
@@ -128,13 +129,13 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
 
 
 def unseen(value: object) -> bool:
-    """Whether a text, or one of several, has what can be no part of a line: a control character, or what is no text."""
+    """Whether a text, or one of several, has characters that no line can have, such as control characters."""
     texts = value if isinstance(value, tuple) else (value,)
     return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
 
 
 def unreadable(setting: str, value: object) -> str:
-    """Why a text is no rate or time where one is wanted; empty if it is, or if none is."""
+    """Why a text is not the rate or time that a setting needs; empty if it is, or if the setting needs none."""
     if setting in WITH_UNITS and isinstance(value, str) and value != "auto":
         try:
             WITH_UNITS[setting][0](value)
@@ -144,7 +145,7 @@ def unreadable(setting: str, value: object) -> str:
 
 
 def beyond(setting: str, value: object) -> str:
-    """What a setting's numbers have to be if one of these is not; empty if all are."""
+    """The bounds of a setting's numbers if one of the numbers is outside; empty if all are inside."""
     low, high = BOUNDS.get(setting, (-ANY, ANY))
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
     if all(low <= x <= high and x != ANY for x in numbers):

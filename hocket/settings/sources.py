@@ -1,6 +1,6 @@
-"""Where a configuration comes from: defaults < a preset < a recipe < a TOML file < the command line.
+"""Sources of a configuration: defaults < a preset < a recipe < a TOML file < the command line.
 
-A recipe is a function that returns a whole `Config`; what it leaves at its default, it did not set.
+A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hocket.settings.tomlfile import Entry, read
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a run begins with, before the settings of the command line."""
+    """The configuration of a run before the settings of the command line."""
 
     config: Config
     origins: Mapping[str, str]
     problems: tuple[str, ...] = ()
-    """What is wrong with the file; the configuration then lacks it."""
+    """Mistakes in the file. The configuration lacks the settings with mistakes."""
 
 
 def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
@@ -108,7 +108,7 @@ def _check(file: str, entry: Entry, problems: list[str]) -> dict[str, Any]:
 
 
 def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
-    """What is wrong with a key that is not a table of settings; `inside` are the settings of the table of its name."""
+    """The mistake of a key that is not a table of settings. `inside` are the settings of the table of its name."""
     name = entry.name
     if inside:
         example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"

@@ -1,4 +1,4 @@
-"""What a user may have meant by a name that does not exist."""
+"""Guesses what a user meant by a name that does not exist."""
 
 from __future__ import annotations
 

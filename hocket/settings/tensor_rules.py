@@ -1,4 +1,4 @@
-"""What may go with tensor parallelism: what must be even to be spread, and what its layers can do."""
+"""Rules for tensor parallelism: which sizes mesh.tp must divide, and which methods its layers allow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def setting_of(role: str, direction: str) -> str:
 
 
 def _asked(c: Config, name: str) -> str:
-    """What one of them says."""
+    """The value of a setting below overlap.tp."""
     return getattr(c.overlap.tp, name)
 
 

@@ -72,7 +72,7 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         Rule(
             ("train.slow_groups", "mesh.pp", "mesh.dp", "mesh.ep"),
             lambda c, h, purpose=purpose: purpose in c.train.slow_groups and c.mesh.members(purpose) == 1,
-            f"no effect: on this mesh nobody has anybody to talk to for {purpose}",
+            f"no effect: on this mesh every group of {purpose} has one rank",
             f"leave out {purpose}, or another mesh",
         )
         for purpose in get_args(Purpose)

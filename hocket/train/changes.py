@@ -1,4 +1,4 @@
-"""What has changed between the settings that a checkpoint was written with and those that go on from it."""
+"""Changes between the settings of a checkpoint and those of the run that continues from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hocket.settings.schema import flat, leaf, show
 
 TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "clip")
 TOLD = ("model.", "data.", "precision.", *(f"train.{name} " for name in TRAINED_BY))
-"""How changes begin that change what is computed: of those a run that goes on is told."""
+"""Beginnings of the names of settings that change results. A continued run reports their changes."""
 BATCH = ("mesh.dp", "train.microbatches", "train.sequences")
 
 Stored = Mapping[str, Any]
@@ -26,14 +26,14 @@ def stored(config: Config) -> dict[str, Any]:
 
 
 def changes(saved: Stored, config: Config) -> list[str]:
-    """Settings whose value is another than when they were stored."""
+    """Settings with another value than in the stored ones."""
     then, now = flat(saved), flat(json.loads(json.dumps(stored(config))))
     differ = (name for name, value in now.items() if name in then and then[name] != value)
     return [f"{name} was {_said(then[name])} and is {_said(now[name])}" for name in differ]
 
 
 def told(saved: Stored, config: Config) -> Iterator[str]:
-    """The changes that change what is computed, in as few lines as can be."""
+    """The changes that change results, in as few lines as possible."""
     found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
     if found:
         yield "; ".join(found)

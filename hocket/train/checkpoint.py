@@ -47,12 +47,12 @@ Groups = Mapping[str, Sequence[Range]]
 
 
 class SaveFailed(ValueError):
-    """The file system has refused a checkpoint. Nothing is left of it, and those from before are as they were."""
+    """The file system has refused a checkpoint. Nothing of it is left. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says besides its tensors."""
+    """The content of a checkpoint beside its tensors."""
 
     path: Path
     step: int
@@ -185,7 +185,7 @@ def restore(settings: Settings, groups: Groups, text: str = "") -> Restored | No
 
 
 def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
-    """Have rank 0 move checkpoints of earlier runs. Nobody else writes there: a run holds its folder."""
+    """Have rank 0 move checkpoints of earlier runs. No other run writes there: a run locks its folder."""
     try:
         _by_first(action)
     except OSError as error:
@@ -307,7 +307,7 @@ def _problem(settings: Settings, reason: str, fix: str) -> str:
 
 
 def _together(action: Callable[[], T]) -> list[T]:
-    """What an action comes to on every rank. Its OSError or ValueError on one is raised on all: none waits in vain."""
+    """The results of an action on every rank. An OSError or ValueError of one rank is raised on all, so none hangs."""
     result: Any = None
     error: tuple[type[Exception], str] | None = None
     try:

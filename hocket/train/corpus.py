@@ -4,9 +4,9 @@ Documents are written in a random order that the seed fixes, each followed by a 
 array are the validation split; as the order is random, they come from all over the corpus.
 
 Note: [One process writes]
-All ranks of a host open the corpus at the same time. Whoever gets the lock on `<key>.lock` tokenises into a temporary
-folder and renames it; the others wait for the lock and then find the folder. The system drops the lock of a process
-that dies, so nobody waits for a dead writer.
+All ranks of a host open the corpus at the same time. The process that gets the lock on `<key>.lock` tokenises into a
+temporary folder and renames it. The others wait for the lock and then find the folder. The system drops the lock of a
+process that dies, so no process waits for a dead writer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hocket.model.tokenizer import Tokenizer, load_tokenizer
 from hocket.settings.schema import problem
 
 FORMAT = 3
-"""Changes whenever what is cached changes its meaning."""
+"""Number of the format. It changes whenever cached data changes its meaning."""
 
 SAMPLE = 1 << 20
 """Tokens at each end by which two hosts find out that they have the same text."""
@@ -53,7 +53,7 @@ class Corpus:
     skipped: int
     """Files that were left out because they are binary."""
     train_tokens: int
-    """The first so many tokens are for training, the rest for validation."""
+    """Number of tokens for training, from the first on. The rest is for validation."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Where each document begins in `tokens`, ascending int64; all is one if nothing else is said."""
 

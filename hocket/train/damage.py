@@ -12,13 +12,13 @@ import torch.distributed as dist
 from hocket.runtime.comm import everyone
 
 FORMAT = 1
-"""Changes whenever what is saved changes its meaning."""
+"""Number of the format. It changes whenever saved data changes its meaning."""
 
 META = "meta.json"
 
 
 def my_checksums(folder: Path) -> dict[str, list[int]]:
-    """Those of the files of DCP's that this rank has written into a folder. Raises OSError."""
+    """Checksums of the DCP files that this rank has written into a folder. Raises OSError."""
     rank, _ = rank_and_world()
     files = [folder / ".metadata"] if rank == 0 else []
     return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
@@ -34,12 +34,12 @@ def checksum(file: Path) -> list[int]:
 
 
 def damage_of(path: Path) -> str:
-    """What is wrong with a checkpoint on disk, in a few words; empty if it is complete. The same on all ranks."""
+    """The damage of a checkpoint on disk, in a few words; empty if it is complete. The same on all ranks."""
     return next((text for text in everyone(_damage_seen(path)) if text), "")
 
 
 def _damage_seen(path: Path) -> str:
-    """What this rank sees. The ranks share the work of reading everything once."""
+    """The damage that this rank sees. The ranks share the work of reading everything once."""
     try:
         meta = json.loads((path / META).read_text())
         if not _is_complete(meta):

@@ -29,7 +29,7 @@ from hocket.train.lines import Lines
 from hocket_trace.columns import counted
 
 REMARKS = 4
-"""How many settings that do not do what was asked are told of when a run begins."""
+"""Largest number of remarks on settings without their wanted effect, at the start of a run."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which may pass."""
@@ -159,7 +159,7 @@ class Metrics:
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
-        if self.settings.train.transport == "null":  # they mean nothing, and somebody might plot them
+        if self.settings.train.transport == "null":  # these numbers mean nothing: do not log them
             learnt = ""
             record = {name: value for name, value in record.items() if name not in ("loss", "grad_norm", "lr")}
         width = len(str(self.settings.train.steps))

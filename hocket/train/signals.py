@@ -22,7 +22,7 @@ def asking() -> list[int]:
 
 
 def hang_up() -> None:
-    """The terminal is gone: what is said to it from now on goes nowhere, and is no error. Files and pipes stay."""
+    """The terminal is gone. Output to it is dropped from now on, without an error. Files and pipes stay."""
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

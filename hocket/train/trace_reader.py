@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Reading:
-    """What the traces say."""
+    """The results of the traces."""
 
     headline: str = ""
     exposed: float | None = None

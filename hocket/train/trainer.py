@@ -56,7 +56,7 @@ class Trainer:
             raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def run(self) -> int:
-        """Train until the last step, or until somebody asks to stop. Returns the signal that asked, 0 for none."""
+        """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
         restored, notes = None, list[str]()
@@ -81,7 +81,7 @@ class Trainer:
 
     @property
     def pretends(self) -> bool:
-        """Whether nothing is communicated. What such a run computes is no training: it loads and saves nothing."""
+        """Whether the transport moves nothing. Such a run does not train: it loads and saves nothing."""
         return self.settings.train.transport == "null"
 
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
@@ -162,7 +162,7 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _state(self) -> Mapping[str, list[Range]]:
-        """What this rank adds to a checkpoint, by kind."""
+        """The part of a checkpoint that this rank adds, by kind."""
         states = self.engine.optimizer.state.values()
 
         def ranges(of: Callable[[PieceState], Tensor]) -> list[Range]:

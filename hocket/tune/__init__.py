@@ -1,1 +1,1 @@
-"""Choosing settings by their cost: `auto`, and the search for the best plan. Imports no torch."""
+"""Chooses settings by their cost: for `auto`, and in the search for the best plan. Imports no torch."""

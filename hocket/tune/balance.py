@@ -1,4 +1,4 @@
-"""How many layers every virtual stage gets, so that ranks compute for equally long: embedding and head count too."""
+"""Chooses the layers of every virtual stage: all ranks compute for the same time, embedding and head included."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
 
 
 def balanced(layout: Layout, costs: Costs) -> tuple[int, ...]:
-    """Layers per virtual stage, from those of a layout on: the last of `towards_balance`."""
+    """The balanced layers per virtual stage: the last split of `towards_balance`."""
     return towards_balance(layout, costs)[-1]
 
 
 def towards_balance(layout: Layout, costs: Costs) -> list[tuple[int, ...]]:
-    """Layers per virtual stage: those of a layout, and after each layer that moves.
+    """Splits of layers over virtual stages: the layout's own split, and the split after each layer that moves.
 
-    As long as it makes the longest rank shorter, a layer goes from its longest stage, which mostly is that of the head,
-    to the first stage of the shortest rank. In an interleaved order the backward of the last stage and the forward of
-    the first one stand side by side, so they may add up to what two others do.
+    A layer moves from the longest stage of the longest rank, mostly the stage with the head, to the first stage of the
+    shortest rank. This goes on while it makes the longest rank shorter. In an interleaved order the backward of the
+    last stage and the forward of the first one run side by side, so they may take as long as two other stages.
     """
     splits = [tuple(hi - lo for lo, hi in pairwise(layout.bounds))]
     owners = [layout.owner(stage)[0] for stage in range(layout.stages)]

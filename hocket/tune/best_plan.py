@@ -1,4 +1,4 @@
-"""From a recipe to the best plan that the search finds for it, and how that is told. Imports no torch."""
+"""Searches the best plan of a recipe, and reports the result. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from hocket.tune.transport_choice import TRANSPORT, chose_copies
 from hocket.tune.trials import model_costs
 
 DOUBT = 0.07
-"""Predicted gains of one plan over another have been off by less than this: benchmarks/search_tables.py."""
+"""Measured errors of the predicted gain of one plan over another are below this: benchmarks/search_tables.py."""
 _ORDERS = 3
-"""Orders of a merged layer step that are tried beside those with names."""
+"""Number of orders of a merged layer step that the search tries beside the named ones."""
 
 _BY_SIMULATION = (
     "train.transport",
@@ -48,7 +48,7 @@ _BY_SIMULATION = (
     "overlap.pp.defer_parts",
     "overlap.pp.defer_head",
 )
-"""Settings that `auto` chooses by simulating steps: too slow to do it for every plan that is tried."""
+"""Settings that `auto` chooses by simulating steps. That is too slow to do for every plan of a search."""
 
 
 class Resolve(Protocol):
@@ -57,16 +57,16 @@ class Resolve(Protocol):
     def __call__(
         self, config: Config, origins: dict[str, str], price: Callable[[Config], CostTable], remarks: bool = True, /
     ) -> Settings:
-        """Raises ValueError for what the rules refuse."""
+        """Raises ValueError if a rule refuses the settings."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to search for: the best plan of a recipe."""
+    """The task of a search: the recipe, its limits and its costs."""
 
     config: Config
-    """As the user gave it, automatic settings still open."""
+    """The configuration as the user gave it. Automatic settings are still open."""
     origins: Mapping[str, str]
     """Where settings come from. What the user set on the command line stays as it is."""
     resolve: Resolve
@@ -75,7 +75,7 @@ class Task:
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
     remarks: bool = True
-    """Whether to find out what may be remarked on settings, which takes simulations."""
+    """Whether to look for remarks on settings, which takes simulations."""
 
     def settled(self, changes: Changes, price: Callable[[Config], CostTable] | None = None) -> Settings:
         """The settings of a plan, with other costs than those of the search where `price` is given.
@@ -100,7 +100,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search found, and what it took."""
+    """The result of a search, and its effort."""
 
     found: Found
     tried: int
@@ -108,9 +108,9 @@ class Result:
     orders: int
     """Orders of a merged layer step that were compared on a model of the step; 0 where there is nothing to order."""
     suggested: tuple[str, ...]
-    """Those of them that were faster there than all that have names, the fastest first."""
+    """The orders that were faster on that model than all named ones, the fastest first."""
     seconds: float
-    """What the search took; 0 leaves it out of reports."""
+    """Seconds of the search; 0 leaves them out of reports."""
 
 
 @without_collector()
@@ -136,7 +136,7 @@ def search(task: Task) -> Result:
 
 
 class Pricer:
-    """Builds plans and asks the simulator; equal ones once."""
+    """Builds plans and simulates them, equal plans only once."""
 
     def __init__(self, task: Task) -> None:
         self._task = task.without_simulations()
@@ -221,7 +221,7 @@ class Pricer:
 
 
 def report(task: Task, result: Result) -> str:
-    """What was found, for a terminal."""
+    """The result of a search as text for a terminal."""
     found, first = result.found, result.found.path[0]
     costs = f"with measured costs of {task.measured.source}" if task.measured else "with modelled costs"
     cap = f"; at most {_gib(task.cap)} on a rank" if task.cap else ""
@@ -240,7 +240,7 @@ def report(task: Task, result: Result) -> str:
 
 
 def _table(path: tuple[Trial, ...], cap: int) -> Iterator[str]:
-    """A row per trial; gains are those over the first one."""
+    """A row for each trial. Gains are relative to the first trial."""
     rows = []
     for n, trial in enumerate(path):
         added = [name for name in trial.changes if n and name not in path[n - 1].changes]
@@ -287,7 +287,7 @@ def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
 
 
 def words(task: Task, changes: Changes) -> list[str]:
-    """What to give to `hocket train` for a plan: the recipe or file, what the user set, and what the search changed.
+    """Words for `hocket train` that give a plan: recipe or file, the user's settings, and what the search changed.
 
     Also what `auto` would choose otherwise there: it does not know the costs that the search knows, and the search left
     some of it as it was chosen for the plan that it began with.
@@ -312,7 +312,7 @@ def _works(task: Task, settings: Settings, names: set[str]) -> bool:
 
 
 def as_json(task: Task, result: Result) -> dict[str, Any]:
-    """The same for machines."""
+    """The same as JSON."""
     rows = [
         {
             "changes": dict(trial.changes),
@@ -347,7 +347,7 @@ def bytes_of(text: str) -> int:
 
 
 def _gib(size: int) -> str:
-    """GiB, or smaller units where that would show nothing."""
+    """A size in GiB, or in a smaller unit if GiB would show 0."""
     if size >= 2**30 // 100:
         return f"{size / 2**30:.2f} GiB"
     return f"{size / 2**20:.2f} MiB" if size >= 2**20 // 100 else f"{size} bytes"

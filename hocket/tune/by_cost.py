@@ -1,40 +1,42 @@
-"""Settings that `auto` chooses by what steps cost: candidates, simulations of a few microbatches, and a reason.
+"""Chooses settings that are `auto` by the cost of steps: by candidates, simulations of a few microbatches, and a
+reason.
 
 Note: [Copies for each rank]
-One copy for each rank moves fewer bytes, and needs more kernels, whose launches cost the host. So it is for all-to-alls
-that compute does not cover: where nothing is merged, or where they take as long as much of the compute beside them.
+One copy for each rank moves fewer bytes. It needs more kernels, and their launches cost the host time. So hocket
+chooses it for all-to-alls that compute does not cover: if no layers are merged, or if the all-to-alls take nearly as
+long as the compute beside them.
 
 Note: [The strategy that moves least]
-The more of weights and gradients stays on every rank, the less is gathered and reduced: once a step, instead of in
-every microbatch. Most of that is hidden either way, and steps take the same time but for contention, which is left out
-here. What is hidden still holds SMs, power and memory bandwidth: so of steps that are about as short the one wins that
-moves the fewest bytes, and of these the one that needs the least memory.
+A rank that keeps weights and gradients whole gathers and reduces less: once a step, instead of in every microbatch.
+Most of this communication is hidden in both cases. Steps then take the same time except for contention, which the
+simulation leaves out. But hidden communication still takes SMs, power and memory bandwidth. So of steps of about the
+same time the one that moves the fewest bytes wins. Of these the one that needs the least memory wins.
 
 Note: [Updates that hide]
-A step is simulated with both. What is left to the next step runs beside its first gathers, in the bubble at its start,
-and beside forwards. The simulator takes nothing from forwards for that, but both want the same SMs and the same memory
-bandwidth. So all time in which a rank does both counts as lost.
+Both kinds of updates are simulated. Updates in the next step run beside its first gathers, in the bubble at its start,
+and beside forwards. The simulator does not slow these forwards down, but updates and forwards need the same SMs and the
+same memory bandwidth. So all time in which a rank does both counts as lost.
 
-A step of which about 2 % are to be hidden by that count became shorter by 2.1 % on copy engines, and on NCCL's kernels
-by 0.8 %, which is no more than noise there (two H200, `benchmarks/results/updates.json`).
+A step with about 2 % to hide by that count became 2.1 % shorter on copy engines. On NCCL's kernels it became 0.8 %
+shorter, which is no more than noise there (two H200, `benchmarks/results/updates.json`).
 
 Note: [The rank with the head]
-A head over a large vocabulary takes as long as several layers. With even stages the rank that has it takes longest for
-every microbatch, and all others wait. So layers go from there to ranks that have time, one by one: `balance.py`.
-Ranks that take more layers hold more weights and activations, also the first rank, which holds most. Where the
-last split of that way does not fit into memory, the one before it is tried, and so on; even stages are its first.
-In merged steps uneven stages leave layers without a partner, whose all-to-alls nothing hides. So a small gain is asked
-of the simulator.
+A head over a large vocabulary takes as long as several layers. With even stages the rank of the head takes longest for
+every microbatch, and all other ranks wait. So `balance.py` moves layers one by one from that rank to ranks with less
+work. Ranks that take more layers hold more weights and activations. This includes the first rank, which holds most. If
+the last split does not fit into memory, hocket tries the split before it, and so on down to even stages.
+In merged steps uneven stages leave layers without a partner, and nothing hides the all-to-alls of such layers. So the
+simulator decides whether a small gain is real.
 
 Note: [As little recomputed as fits]
-Forwards that run once more cost time and hide nothing but all-to-alls that would be exposed, so nothing is recomputed
-where everything fits. Else sets of parts are simulated, and of those that fit the shortest step wins. More parts than
-those of a set that fits only take longer; all parts need the least memory.
+A forward that runs again costs time, and hides only all-to-alls that would be exposed. So nothing is recomputed if
+everything fits. Otherwise hocket simulates sets of parts, and the shortest step that fits wins. If a set fits, adding
+parts to it only takes more time. Recomputing all parts needs the least memory.
 
 Note: [Another order of parts]
-The literature's order hides all-to-alls that are shorter than the compute beside each of them. Where some are longer,
-all orders are compared on the model of `layer_orders.py`, and whole steps of a few microbatches with those that it
-finds fastest.
+The literature's order hides every all-to-all that is shorter than the compute beside it. If some are longer, hocket
+compares all orders on the model of `layer_orders.py`. Then it simulates steps of a few microbatches with the orders
+that the model finds fastest.
 """
 
 from __future__ import annotations
@@ -71,10 +73,10 @@ from hocket.tune.trials import Predicted, Trials, enough_microbatches, fits, gib
 
 STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
 WORTH = 0.01
-"""Share of a step that a value must save to be taken instead of the usual one."""
+"""Share of a step that a value must save for hocket to choose it instead of the usual value."""
 
 _FEWER = 0.97
-"""Share of the bytes to which one copy per rank must bring them to be worth its kernels."""
+"""Largest share of the bytes left by one copy per rank at which it is worth its kernels."""
 _COVERED = 0.6
 """Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
 
@@ -100,7 +102,7 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
 
 
 def _seconds_of_a_layer(costs: CostTable) -> tuple[float, float]:
-    """Seconds of all-to-alls, and of compute, of forward and backward of a MoE layer."""
+    """(seconds of all-to-alls, seconds of compute) of a MoE layer's forward and backward."""
     seconds = {"exchange": 0.0, "compute": 0.0}
     for (verb, part, kind), cost in costs.table.items():
         if kind == "moe" and verb in ("fwd", "bwd", "wgrad", "recompute"):
@@ -110,7 +112,7 @@ def _seconds_of_a_layer(costs: CostTable) -> tuple[float, float]:
 
 
 _LEAST: Strategy = "optim_grads_params"
-"""What needs the least memory."""
+"""The strategy that needs the least memory."""
 
 
 def choose_strategy(c: Config, host: Host, trials: Trials) -> tuple[Strategy, str]:
@@ -124,7 +126,7 @@ def choose_strategy(c: Config, host: Host, trials: Trials) -> tuple[Strategy, st
     fitting: dict[Strategy, Predicted] = {}
     for name, step in steps.items():
         if not step.fits(memory):
-            break  # those that follow keep more
+            break  # the strategies after this one keep more
         fitting[name] = step
     if not fitting:
         return _LEAST, f"{gib(least.nbytes)} of {gib(memory)} are needed, and the others need more"
@@ -152,7 +154,7 @@ def _moved(step: Predicted) -> str:
 
 
 _WORTH_UPDATE = 0.02
-"""Share of a step from which on it is taken."""
+"""Share of a step that must be hidden for hocket to choose next_step."""
 
 
 def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
@@ -178,7 +180,7 @@ def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
 
 
 def _updates(costs: CostTable) -> float:
-    """Seconds of a step's updates, one after the other, of the rank that has most."""
+    """Seconds of a step's updates, one after the other, on the rank with the longest ones."""
     return float(costs.table["step", "all", ""].seconds - costs.table["step", "norm", ""].seconds)
 
 
@@ -192,14 +194,14 @@ def _compute(c: Config, costs: CostTable) -> float:
 
 
 def _hidden(later: Config, count: int, end: float, trials: Trials) -> float:
-    """Seconds that are hidden even if forwards gain nothing, in a step that lasts `end` without."""
+    """Seconds that are hidden even if forwards gain nothing. A step without hidden updates lasts `end`."""
     starts, ends = trials.times(later, count)
     hidden = end - float(max(ends)) - _beside(trials.program(later, count), starts, ends)
     return max(round(hidden, 9), 0.0)
 
 
 def _beside(program: Program, starts: Sequence[Time], ends: Sequence[Time]) -> float:
-    """Seconds in which a rank updates weights while it computes with others; of the rank that does so most."""
+    """Seconds in which a rank updates some weights while it computes with others, on the rank with the most of them."""
     spans: list[dict[Lane, list[tuple[float, float]]]] = [{lane: [] for lane in COMPUTING} for _ in program.ranks]
     for number, (rank, _, op) in enumerate(program):
         if op.lane in COMPUTING:
@@ -217,13 +219,13 @@ Split = tuple[int, ...]
 """Layers of every virtual stage."""
 
 _PLAIN = 0.05
-"""Share of the longest rank's time that needs no simulation to be worth uneven stages."""
+"""A gain of this share of the longest rank's time is worth uneven stages without a simulation."""
 
 
 def choose_stages(c: Config, host: Host, trials: Trials) -> tuple[Split, str]:
-    """The split that is nearest to balance and fits, and what it brings."""
+    """The most balanced split that fits, and its gain."""
     if c.mesh.pp == 1:
-        return (), ""  # whoever asks for no pipeline asks for no stages
+        return (), ""  # without a pipeline there are no stages to choose
     memory, layout, costs, too_large = memory_of(c, host), layout_of(c), trials.costs(c), ""
     splits = towards_balance(layout, costs)
     if len(splits) == 1:
@@ -271,11 +273,11 @@ def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recom
 
 USUAL = "literature"
 _SIMULATED = 3
-"""Orders of which whole steps are simulated."""
+"""Number of orders for which whole steps are simulated."""
 
 
 def choose_layer_order(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
-    """The order, and why. There is nothing to say where nothing is merged."""
+    """The order and its reason. The reason is empty if no layers are merged."""
     if c.overlap.ep.merge != "on" or separate_wgrads(c):
         return USUAL, ""
     layout = layout_of(c)
@@ -308,9 +310,9 @@ def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
 
 
 def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """What a stride of 3 would buy, and its price, where weight gradients hide less than half of the p2p transfer.
+    """Gain and price of a stride of 3, if weight gradients hide less than half of the p2p transfer.
 
-    `c` has nothing open.
+    All settings of `c` must be decided.
     """
     if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
         return

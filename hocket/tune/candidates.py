@@ -1,4 +1,4 @@
-"""What the search may change, and the values worth trying in a plan."""
+"""The settings that the search may change, and the values that it tries in a plan."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hocket.program.simulate import Costs
 from hocket.tune.balance import balanced
 
 Changes = Mapping[str, Any]
-"""Settings, by dotted names, that a plan has otherwise than the one that the search began with."""
+"""Settings by dotted name in which a plan differs from the first plan of the search."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What values depend on beside the settings."""
+    """What the values to try depend on, beside the settings."""
 
     costs: Costs
     orders: tuple[str, ...] = ()
-    """Orders of a merged layer step that have no name."""
+    """Unnamed orders of a merged layer step."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that the search may change, and the values worth trying in a plan."""
+    """A setting that the search may change, and the values that it tries in a plan."""
 
     setting: str
     values: Callable[[Config, Known], Sequence[Any]]
     instead: bool = False
-    """Whether these values are tried instead of the one that the setting has, where there are any."""
+    """Whether these values, if there are any, replace the setting's present value instead of joining it."""
 
 
 def _orders(c: Config, known: Known) -> Sequence[str]:
-    """All but that which `auto` takes for one pipeline rank."""
+    """All orders except the one that `auto` takes for one pipeline rank."""
     usual = "1f1b" if c.plan.chunks == 1 else "interleaved"
     return (usual, "sequential", "zb_h1", "zb_v", "merged_v") if c.mesh.pp > 1 else ()
 
 
 def _chunks(c: Config, known: Known) -> Sequence[int]:
-    """As many as can have equally many layers; all, if a rank's layers are not a whole number."""
+    """Numbers of chunks with equally many layers; all numbers, if ranks cannot have equally many layers."""
     per_rank, rest = divmod(c.model.layers, c.mesh.pp)
     if c.mesh.pp == 1:
         return ()
@@ -52,7 +52,7 @@ def _chunks(c: Config, known: Known) -> Sequence[int]:
 
 
 def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
-    """Where the layers of a plan are, as many per stage as `sizes` says, none for evenly many; None if that fails."""
+    """The layout of a plan with `sizes` layers per stage; empty sizes are even. None if there is no such layout."""
     stages = c.mesh.pp * c.plan.chunks
     if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
         return None
@@ -61,7 +61,7 @@ def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
 
 
 def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
-    """So that ranks compute for equally long."""
+    """The split with which all ranks compute for the same time."""
     layout = _layout(c, ())
     return [balanced(layout, known.costs)] if layout else ()
 
@@ -83,7 +83,7 @@ def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
 
 
 def _groups(c: Config, known: Known) -> Sequence[int]:
-    """The smallest, and one so large that the p2p transfer around the ring has time."""
+    """The smallest group, and one so large that the p2p transfer around the ring has time."""
     return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 
@@ -99,13 +99,13 @@ ORDER: tuple[Choice, ...] = (
     Choice("plan.chunks", _chunks),
     Choice("plan.layers_per_stage", _balanced, instead=True),
 )
-"""Which microbatch runs when, and where."""
+"""Settings that decide which microbatch runs when, and where."""
 
 RELIEF: tuple[Choice, ...] = (
     Choice("overlap.dp.strategy", lambda c, known: get_args(Strategy)),
     Choice("plan.recompute", lambda c, known: recomputed(c)),
 )
-"""What gives time for memory, or memory for time."""
+"""Settings that trade time for memory, or memory for time."""
 
 GROUPS: tuple[tuple[Choice, ...], ...] = (
     ORDER,
@@ -126,4 +126,4 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
     (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
 )
-"""What is searched, and beside what, the most important first. See Note: [How the search goes]."""
+"""Groups of settings that are searched together, the most important first. See Note: [How the search goes]."""

@@ -1,26 +1,29 @@
-"""Which weight gradients wait, and whether the ends of a merged order are merged, where that is `auto`: one choice.
+"""Chooses which weight gradients wait, and whether the ends of a merged order are merged, if that is `auto`.
 
-Weight gradients can wait behind sends (`overlap.pp.defer_layers` and `defer_parts`), and those of the head until the
-end of a step (`overlap.pp.defer_head`). `overlap.ep.merge_ends` makes pairs of what runs alone at both ends.
+Both are one choice. Weight gradients can wait until after sends (`overlap.pp.defer_layers` and `defer_parts`). Those of
+the head can wait until the end of a step (`overlap.pp.defer_head`). `overlap.ep.merge_ends` makes pairs of the passes
+that run alone at both ends.
 
 Note: [What hides a p2p transfer may uncover something else]
-A weight gradient behind the send no longer runs beside the all-to-all that it stood beside. On the other hand, what
-stands behind the send delays nobody: the more of it, the sooner a gradient comes through the pipeline, and the shorter
-is the bubble. So the fewest weight gradients that cover the p2p transfer are only one proposal; none, as few as
-possible and all are the others.
+A weight gradient that runs after the send no longer runs beside the all-to-all that it hid before. On the other hand,
+ops after the send delay no other rank. The more weight gradients are there, the sooner a gradient comes through the
+pipeline, and the shorter is the bubble. So the fewest weight gradients that cover the p2p transfer are only one
+proposal. The others are none, as few as possible, and all.
 
 Note: [The end of a step]
-The rank of the head has one product more than others, and is done before them: it sends its last gradient, and they
-still have to pass it on. Weight gradients of the head that are left for then shorten what everybody waits for, until
-the others are done as early as that rank; more of them lengthen the step again. So as many are sought as leave that
-rank nothing to wait for. Each keeps the logits' gradients of a microbatch, so memory may allow fewer.
+The rank of the head computes one product more than the others, and is done before them: it sends its last gradient, and
+they still have to pass it on. If weight gradients of the head wait until then, the work that all ranks wait for gets
+shorter, until the other ranks are done as early as that rank. More late weight gradients lengthen the step again. So
+the search looks for the number that leaves that rank no time of waiting. Each late weight gradient keeps the logits'
+gradients of a microbatch, so memory may allow fewer.
 
 Note: [Each is worth what the others leave]
-Pairs are handed on a step later, which costs least where all weight gradients stand behind sends; and how many of the
-head's fit at the end depends on both. Chosen one after the other, they have cost up to 3 % of a step. So proposals are
-compared again beside as many of the head's as suit the best of them, until none is better; then the best one and all
-weight gradients behind sends are compared with pairs. Of equal steps that one wins which moves least. A few
-microbatches show it: the steady state repeats itself.
+Pairs pass their results on one step later. This costs least if all weight gradients run after sends. The number of the
+head's weight gradients that fit at the end depends on both. Choosing one after the other has cost up to 3 % of a step.
+So the proposals are compared again, each with the number of late weight gradients of the head that suits the best of
+them, until no proposal is better. Then the best proposal, and the one with all weight gradients after sends, are
+compared with pairs. Of equal steps the one that moves least wins. A few microbatches are enough for these comparisons,
+because the steady state repeats itself.
 """
 
 from __future__ import annotations

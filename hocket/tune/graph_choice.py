@@ -1,15 +1,16 @@
-"""How `plan.graphs` and `overlap.ep.splits` are chosen where they are `auto`: together, by rules, time and memory.
+"""Chooses `plan.graphs` and `overlap.ep.splits` if they are `auto`: together, by rules, time and memory.
 
-A step whose ops the host issues one by one lasts as long as the host needs for that, if GPUs are faster; a replayed one
-lasts as long as its GPUs need. So steps are recorded where hosts would be late. Where experts' rows travel, that takes
-splits that only the devices know, with room of a fixed size and kernels that store rows; where GPUs have enough to do,
-hosts that know the splits cost nothing, and leave rows to NCCL or to copy engines, which take less from products.
+If the host issues the ops of a step one by one and GPUs are faster than that, a step lasts as long as the host needs. A
+replayed step lasts as long as its GPUs need. So hocket records steps if hosts would be late. If experts' rows travel,
+recording needs splits that only the devices know, room of a fixed size, and kernels that store rows. If GPUs have
+enough to do, hosts that know the splits cost nothing. Then NCCL or copy engines move the rows, and slow down products
+less.
 
 Note: [What recorded steps cost]
-Memory: see `Note: [What a graph holds]`, and rows have room for more than come. Shapes are the same in each step, which
-takes room for packed documents; microbatches and sequences always are. Profiled steps and validations run op by op as
-ever. A step whose rows find no room runs twice, and the next one is recorded anew with more room, as long as that fits
-(`RowRoom.again`).
+They cost memory: see `Note: [What a graph holds]`. There is room for more rows than arrive. Shapes must be the same in
+each step. Those of microbatches and sequences always are; packed documents need extra room for that. Profiled steps and
+validations still run op by op. If a step has no room for its rows, it runs twice. The next step is recorded anew with
+more room, if that fits (`RowRoom.again`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from hocket.tune.trials import Trials, fits, gib, memory_of
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
 _LATE = 0.75
-"""Share of the time of the GPUs from which on a host counts as late: some hosts are slower by a third than others."""
+"""A host counts as late if it needs more than this share of the GPUs' time: some hosts are a third slower than
+others."""
 
 
 def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
-    """By rules alone: whether steps could be replayed."""
+    """Whether steps could be replayed, by rules alone."""
     wanted = _recorded(c)
     for rule in RULES:
         concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
@@ -44,7 +46,7 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_splits(c: Config, h: Host) -> tuple[str, str]:
-    """What graphs need, where rows travel."""
+    """The splits that the choice of graphs needs, if rows travel."""
     if not _rows_travel(c):
         return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
     if c.plan.graphs == "on":
@@ -53,7 +55,7 @@ def choose_splits(c: Config, h: Host) -> tuple[str, str]:
 
 
 def graphs_that_pay(c: Config, h: Host, open_: Collection[str], trials: Trials) -> Iterator[Choice]:
-    """What was chosen by rules and is now decided by time and memory. `open_` are the settings that were left open."""
+    """Confirm or undo the choice of rules by time and memory. `open_` are the settings that the user left open."""
     if GRAPHS not in open_ or c.plan.graphs != "on":
         return
     against, reason = _weighed(c, h, _rows_travel(c) and SPLITS not in open_, trials)
@@ -63,7 +65,7 @@ def graphs_that_pay(c: Config, h: Host, open_: Collection[str], trials: Trials) 
 
 
 def _weighed(c: Config, h: Host, decided: bool, trials: Trials) -> tuple[bool, str]:
-    """Whether a graph does not pay or does not fit, and why. `decided`: hosts know no splits anyway."""
+    """Whether a graph gains nothing or does not fit, and why. `decided`: hosts do not know the splits in any case."""
     memory = memory_of(c, h)
     if not memory:
         return True, f"how much memory a {hardware_of(c).name} rank can use is not known, and a graph keeps its own"
@@ -83,12 +85,12 @@ def _rows_travel(c: Config) -> bool:
 
 
 def _recorded(c: Config) -> Config:
-    """The configuration as it would be with graphs, as far as it is open."""
+    """The configuration with graphs, as far as the user left that open."""
     device = _rows_travel(c) and c.overlap.ep.splits == "auto"
     return changed(c, {GRAPHS: "on", **({SPLITS: "device"} if device else {})})
 
 
 def _smallest(c: Config) -> Config:
-    """With rows as devices can place them and as little kept as can be, where that is open."""
+    """The configuration with rows that devices can place, and with the least memory, as far as that is open."""
     least = {COPIES: "per_expert", "overlap.dp.strategy": "optim_grads_params"}
     return changed(c, {name: value for name, value in least.items() if leaf(c, name) == "auto"})

@@ -1,4 +1,4 @@
-"""How much ranks hold in a step, without a simulation: two bounds of `simulate.peak_bytes`."""
+"""Two bounds on the bytes that ranks hold in a step, `simulate.peak_bytes`, without a simulation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hocket.program.p2p import activation
 from hocket.program.values import reads
 
 _STARTS = ("act", "grad", "embed")
-"""What a chunk's forward and backward start from: these values may live until its backward is done."""
+"""Values that a chunk's forward and backward start from. They may live until its backward is done."""
 
 
 def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
-    """Fewer bytes than some rank holds: its main weights, and chunks that have run forward and not backward.
+    """A lower bound for the largest rank: its main weights, and its chunks that have run forward and not backward.
 
-    `in_flight` is a program's, which need not be built.
+    `in_flight` is that of a program, but no program needs to be built.
     """
     held = 0
     for rank, count in enumerate(in_flight):
@@ -27,10 +27,10 @@ def at_least(layout: Layout, in_flight: Sequence[int], costs: CostTable) -> int:
 
 
 def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> int:
-    """More bytes than a rank holds, if weight gradients have no steps of their own; `late_heads` are those at the end.
+    """An upper bound, if weight gradients have no steps of their own. `late_heads` counts those at a step's end.
 
-    All that is in flight and one chunk more, at the largest chunk's size, with what it starts from and what backward
-    reads of forward's values; whatever two chunks have besides; and all gradients.
+    It adds up: all chunks in flight and one more, at the size of the largest chunk, with the values that it starts from
+    and forward's values that backward reads; everything else that two chunks hold; and all gradients.
     """
     layout = program.layout
     grads = {(op.verb, op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
@@ -53,7 +53,7 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
 
 
 def forwards_at_most(layout: Layout, costs: CostTable) -> int:
-    """More bytes of values than a rank holds that runs forwards alone: of two chunks, and activations that wait."""
+    """An upper bound for a rank that only runs forwards: values of two chunks, and activations that wait."""
     most = 0
     for rank in range(layout.pp):
         waiting = layout.pp * costs.output_bytes(rank, Op("recv", "act"))
@@ -64,7 +64,7 @@ def forwards_at_most(layout: Layout, costs: CostTable) -> int:
 
 
 def _ops(layout: Layout, rank: int, chunk: int) -> list[Op]:
-    """What runs forward and backward for a microbatch of a chunk."""
+    """The ops of forward and backward for one microbatch of a chunk."""
     parts: list[tuple[str, int]] = [
         (part, layer) for layer in layout.layers(rank, chunk) for part in layout.forward_parts(layer)
     ]

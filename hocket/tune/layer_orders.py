@@ -1,14 +1,15 @@
-"""Which order of parts suits a merged layer step best: all orders, on a small model of the step.
+"""Finds the best order of parts in a merged layer step: it compares all orders on a small model of the step.
 
 Note: [All orders, one per pair of lanes]
-Lanes run in order, so of two host orders that agree lane by lane one is as good as the other. That leaves a seventh of
-all orders. Of equal ones the one kept issues the forward dispatch as late as its lanes allow, since it stops the host;
-if no compute stands between attention and dispatch even then, `order_problem` rules the order out.
+Lanes run in order, so two host orders that agree lane by lane are equally good. That leaves a seventh of all orders. Of
+equal orders the one that issues the forward dispatch as late as its lanes allow is kept, because the dispatch stops the
+host. If even then no compute runs between attention and dispatch, `order_problem` rules the order out.
 
 Note: [The model of a merged step]
-Two lanes, compute and all-to-alls, run one step of a chunk after the other, and each step's first values are there when
-it starts, as in the steady state of a pipeline. No contention, no host, no p2p transfers, no gathers: a thousand orders
-take hundredths of a second. What it finds is a suggestion: `search.py` prices whole programs with it.
+Two lanes, compute and all-to-alls, run one step of a chunk after the other. The first values of each step are there
+when it starts, as in the steady state of a pipeline. The model leaves out contention, the host, p2p transfers and
+gathers, so a thousand orders take hundredths of a second. Its result is a suggestion: `search.py` prices whole programs
+with it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hocket.program.ops import Layout, Op, Verb
 from hocket.program.simulate import Costs
 
 _WORTH = 0.999
-"""A suggested order takes at most this share of the time of every order that has a name."""
+"""A suggested order takes at most this share of the time of every named order."""
 _LONGER = 1.25
-"""Of orders that take equally long, that one comes first which bears all-to-alls so much longer best."""
+"""Factor on all-to-alls. Of orders of equal time the one that is fastest with this factor comes first."""
 _NEEDS = {behind: before for chain in CHAINS for before, behind in pairwise(chain)}
 _EARLIER = {"aF": "uF", "cB": "uB"}
-"""What the first op of each half needs: the last one of the layer before."""
+"""The op that the first op of each half needs: the last op of the layer before."""
 
 Words = tuple[str, ...]
 
@@ -80,9 +81,9 @@ def step_seconds(order: Sequence[str], seconds: Mapping[str, float], layers: int
 
 
 def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
-    """Seconds of the twelve ops of a merged step of a MoE layer; empty where there is no all-to-all.
+    """Seconds of the twelve ops of a merged step of a MoE layer; empty if there is no all-to-all.
 
-    Of what is recomputed, backward includes it.
+    Backward includes the time of recomputed parts.
     """
     if "moe" not in layout.kinds or layout.ep == 1:
         return {}
@@ -100,7 +101,7 @@ def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
 
 
 def better_orders(seconds: Mapping[str, float], layers: int, count: int) -> list[str]:
-    """Up to `count` orders that the model finds faster than all that have names, the fastest first."""
+    """Up to `count` orders that the model finds faster than all named orders, the fastest first."""
     named = min(step_seconds(spelt(order).split(), seconds, layers) for order in MERGED.values())
     longer = {word: value * (_LONGER if _is_transfer(word) else 1) for word, value in seconds.items()}
     faster = []

@@ -1,10 +1,10 @@
-"""Long steps from shorter ones: what repeats in the middle of a pipeline.
+"""Prices long steps by shorter ones, because the middle of a pipeline's step repeats itself.
 
 Note: [Long steps are priced by their period]
-In the steady state of a pipeline every group of microbatches takes the same time. So the time of a step with many is
-that of one with a few, just enough to reach the steady state, and so many periods more. Two steps are simulated, a
-period apart, with the same rest as the whole one. What a rank holds at most is reached there too, unless all of the
-head's weight gradients wait for the end.
+In the steady state of a pipeline every group of microbatches takes the same time. So a step with many microbatches
+takes as long as a step with just enough of them to reach the steady state, plus the periods in between. Two short steps
+are simulated. They differ by one period, and have the same rest of microbatches as the whole step. They also reach the
+peak of a rank's memory, unless all of the head's weight gradients wait for the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def steady(config: Config) -> tuple[int, int]:
 
 
 def repeats(config: Config) -> bool:
-    """Whether the two shorter steps say all of the whole one, and take half as long to simulate, or less."""
+    """Whether two shorter steps can stand for the whole one, and together have at most half its microbatches."""
     bounded = config.overlap.pp.defer_head != -1
     return bounded and sum(steady(config)) <= config.train.microbatches // 2
 
 
 def continued(short: float, long: float, periods: float) -> float:
-    """What grows by the same with every period, so many periods behind the shorter step."""
+    """A quantity that grows by the same amount with every period, `periods` periods after the shorter step."""
     return short + periods * (long - short)

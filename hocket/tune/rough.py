@@ -1,12 +1,12 @@
-"""A rough model of a step, of chunks instead of ops: tells which of many plans are worth a simulation.
+"""A rough model of a step, of chunks instead of ops. It finds the plans that are worth a simulation.
 
 Note: [What the rough model knows]
-A forward or a backward of a chunk is one block of time. Its compute adds up, all-to-alls count as far as nothing covers
-them, and no block is shorter than its gathers, its reductions, or the time that the host needs to issue it. Blocks run
-in the order of the plan's own steps; what comes from another rank arrives a p2p transfer later. Memory is what is
-always held, and the activations of all chunks in flight. That is ten thousandths of a second for a small step and a
-hundredth for a large one, and mostly within a tenth of the simulation. The search corrects it by what simulations of
-plans with the same order showed.
+A forward or a backward of a chunk is one block of time. The block adds up its compute, and the all-to-alls that no
+compute covers. It is at least as long as its gathers, its reductions, and the time that the host needs to issue it.
+Blocks run in the order of the plan's own steps. Values from another rank arrive one p2p transfer later. Memory is the
+sum of everything that is always held, and of the activations of all chunks in flight. The model takes ten thousandths
+of a second for a small step and a hundredth for a large one. Its result is mostly within a tenth of the simulation. The
+search corrects it by simulations of plans with the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block:
     exchange: float = 0.0
     """All-to-alls."""
     covered: float = 0.0
-    """What of them has compute beside it without another half."""
+    """Seconds of all-to-alls that have compute beside them without another half."""
     moved: float = 0.0
     """Gathers, or reductions."""
     issue: float = 0.0
@@ -64,7 +64,7 @@ class Rough:
 
     @cached_property
     def nbytes(self) -> int:
-        """The most that a rank holds, but for what is the same in all plans of an order and a strategy."""
+        """Peak bytes of a rank, without the part that is the same in all plans of an order and a strategy."""
         return max(self._held(rank, in_flight(steps)) for rank, steps in enumerate(self._order))
 
     def _held(self, rank: int, count: int) -> int:
@@ -108,7 +108,7 @@ class Rough:
 
     @cached_property
     def _blocks(self) -> Mapping[tuple[str, int], Block]:
-        """By verb and stage, the ends of the model with their own."""
+        """Blocks by verb and stage. Embedding and head are part of the blocks of the first and last stage."""
         layout, found = self._layout, dict[tuple[str, int], Block]()
         verbs: tuple[Verb, ...] = ("fwd", "bwd", "wgrad")
         layers = {(verb, n): self._layer(verb, n) for verb in verbs for n in range(len(layout.kinds))}
@@ -122,14 +122,14 @@ class Rough:
         return found
 
     def _alone(self, block: Block, covered: float) -> float:
-        """Seconds of a block of which so much of the exchanges has compute beside it."""
+        """Seconds of a block if so much of its exchanges has compute beside it."""
         contend = self._contention
         compute = block.compute + contend.get("a2a", 0.0) * covered + contend.get("gather", 0.0) * block.moved
         return max(compute + block.exchange - covered, block.moved, block.issue)
 
     @cached_property
     def _merged(self) -> float:
-        """By how much a merged layer step is longer than its compute, as a share of its exchanges."""
+        """Time of a merged layer step beyond its compute, as a share of its exchanges."""
         seconds = layer_seconds(self._costs, self._layout)
         exchange = sum(value for word, value in seconds.items() if word[0] in "dc")
         if not exchange:
@@ -139,7 +139,7 @@ class Rough:
         return max(0.0, step_seconds(words.split(), seconds, 2) / 2 - sum(seconds.values()) + exchange) / exchange
 
     def _duration(self, verb: str, stages: tuple[int, ...], apart: bool) -> float:
-        """Of a step of the order: `both` is forward beside backward, else items of one kind, one after the other."""
+        """Seconds of a step of the order. `both`: forward beside backward; else items of one kind in turn."""
         blocks = self._blocks
         if verb == "both":
             forward, backward = blocks["fwd", stages[0]], blocks["bwd", stages[1]]
@@ -184,7 +184,7 @@ class Rough:
 
 
 def _items(step: Step, layout: Layout, rank: int) -> Iterator[tuple[str, int, int]]:
-    """(verb, stage, microbatch) of what runs in a step, forwards first."""
+    """(verb, stage, microbatch) of everything that runs in a step, forwards first."""
     items: tuple[tuple[str, tuple[Item, ...]], ...] = (
         ("fwd", step.forwards),
         ("bwd", step.backwards),
@@ -196,7 +196,7 @@ def _items(step: Step, layout: Layout, rank: int) -> Iterator[tuple[str, int, in
 
 
 def _needs(item: tuple[str, int, int], layout: Layout) -> Iterator[tuple[str, int, int]]:
-    """What has to be done before."""
+    """The items that must be done before an item."""
     verb, stage, microbatch = item
     if verb == "fwd" and stage:
         yield "fwd", stage - 1, microbatch

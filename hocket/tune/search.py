@@ -1,15 +1,15 @@
-"""Which settings make a step shortest under a memory cap: from candidates to the best plan.
+"""Searches the settings that make a step shortest under a memory cap.
 
 Note: [How the search goes]
-All combinations would be tens of thousands of plans. The rough model (`rough.py`) prices the combinations of what
-matters most: the order of microbatches and stages, and what gives time for memory. It prices them together, since an
-order that needs much memory may be the best one with a part recomputed. Plans that it finds promising are simulated,
-the most promising first, and each simulation corrects what the model says of plans like it. The best plans of three
-orders are then improved group by group; inside a group all combinations are tried. Where a value makes a step shorter
-but too large, or smaller but longer, it is tried again with other parts recomputed or other things shared out. What
-brought nothing goes back in the end. The number of simulations is bounded by the number of operations in a step, not by
-a clock: the same words find the same plan. Against all combinations of small recipes the search stays within 3 %
-(`tests/plan/test_search.py`).
+All combinations would be tens of thousands of plans. The rough model (`rough.py`) prices the combinations of the most
+important settings: the order of microbatches and stages, and the settings that trade time for memory. It prices them
+together, because an order that needs much memory may be the best one with a part recomputed. The search simulates the
+plans that the model finds promising, the most promising first. Each simulation corrects the model's price of similar
+plans. The search then improves the best plans of three orders group by group, and tries all combinations inside a
+group. If a value makes a step shorter but too large, or smaller but longer, the search tries it again with other parts
+recomputed or another strategy. In the end it undoes changes that gain nothing. The number of operations in a step
+bounds the number of simulations, and no clock does. So the same command finds the same plan. Compared with all
+combinations of small recipes the search stays within 3 % (`tests/plan/test_search.py`).
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from hocket.settings.schema import changed, leaf
 from hocket.tune.candidates import GROUPS, ORDER, RELIEF, Changes, Choice, Known
 
 BEAM = 3
-"""Orders, with their numbers of chunks, for which all other settings are tried."""
+"""Number of orders, with their numbers of chunks, for which all other settings are tried."""
 WORTH = 1e-3
-"""What a setting must gain to be changed, as a share of the step."""
+"""Share of the step that a change of a setting must gain."""
 LEADS = 24
-"""Simulations that find these orders, at most."""
+"""Largest number of simulations to find these orders."""
 _NEAR = 1.02
-"""The rough model may be off by so much of memory, and of time, after it was corrected."""
+"""Factor by which the corrected rough model may be wrong about memory, and about time."""
 _HOPED = 0.75
-"""What may be left of the memory beside a guess, as a share of the least that was seen."""
+"""Hoped-for memory beyond a guess of an unknown order, as a share of the least that simulations have shown."""
 _FAR = 1.15
-"""The same of time before."""
+"""Factor by which the rough model may be wrong about time before a correction."""
 SPEND = 2_000_000
-"""Operations that are simulated, at most, beside those of the plans that are shown."""
+"""Largest number of simulated operations, without those of the plans that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A plan and what the simulator says of it."""
+    """A plan and its simulation."""
 
     changes: Changes
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
     exposed: Mapping[Kind, float] = field(default_factory=dict)
     """Seconds in which communication of a kind is exposed, mean over ranks."""
     idle: float = 0.0
     """Seconds in which nothing runs, mean over ranks."""
     peak_bytes: int
-    """The most that any rank holds at once."""
+    """Peak bytes of the rank that holds most."""
     ops: int = 0
     """Operations that were simulated for it."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A plan and what the rough model says of it."""
+    """A plan and its price by the rough model."""
 
     changes: Changes
     seconds: float
@@ -69,14 +69,14 @@ class Price(Protocol):
     """Tries a plan."""
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
-        """What the simulator says. None if the rules refuse these settings, or one of them would have no effect.
+        """The simulation. None if the rules refuse these settings, or one of them would have no effect.
 
         Without `whole` a long step may be priced by its period: see Note: [Long steps are priced by their period].
         """
         ...
 
     def guess(self, changes: Changes) -> Guess | None:
-        """What the rough model says, or None likewise."""
+        """The price by the rough model. None in the same cases."""
         ...
 
 
@@ -85,13 +85,14 @@ class Found:
     """The outcome of a search."""
 
     path: tuple[Trial, ...]
-    """From the plan that the search began with to the winner, each with one change more, all simulated in full."""
+    """Plans from the first one to the winner. Each has one change more than the one before. All are simulated in
+    full."""
     fits: bool
-    """Whether the winner keeps to the cap. If not, nothing did, and it is the plan that needs least."""
+    """Whether the winner keeps to the cap. If not, no plan did, and the winner is the plan that needs least."""
 
 
 class Search:
-    """One search, from the settings of a run on. `cap` is in bytes, 0 for none; `fixed` settings stay as they are."""
+    """One search that starts from the settings of a run. `cap` is in bytes, 0 for none. `fixed` settings stay."""
 
     def __init__(self, start: Config, known: Known, price: Price, cap: int = 0, fixed: Container[str] = ()) -> None:
         self._start, self._known = start, known
@@ -100,7 +101,7 @@ class Search:
         self._order, self._relief = self._open(ORDER, fixed), self._open(RELIEF, fixed)
         self._trials: dict[tuple[bool, tuple[tuple[str, Any], ...]], Trial | None] = {}
         self._corrections: dict[tuple[Any, ...], tuple[float, int]] = {}
-        """What was simulated of plans that are alike: seconds as a share of the guess, and bytes beside it."""
+        """Simulations of similar plans: (seconds as a share of the guess, bytes beyond the guess)."""
         self._spent = 0
 
     def _open(self, group: Sequence[Choice], fixed: Container[str]) -> list[Choice]:
@@ -115,7 +116,7 @@ class Search:
         return Found(path, self._lacks(path[-1]) == 0)
 
     def _leads(self) -> list[Trial]:
-        """The best plans of the best orders, as far as simulations can tell that are worth it."""
+        """The best plans of the best orders, by simulations of promising guesses."""
         start = self._tried({})
         self._learn(start)
         left = self._guesses()
@@ -135,7 +136,7 @@ class Search:
         return list(leads.values())[:BEAM]
 
     def _guesses(self) -> list[Guess]:
-        """Orders with everything that gives time for memory, but for those that are far too long without it."""
+        """Orders with all trades of time for memory. Leaves out orders that are far too long without such trades."""
         plain: dict[str, Guess] = {}
         for changes in self._combined({}, self._order):
             guess = self._price.guess(changes)
@@ -158,7 +159,7 @@ class Search:
         return self._cap or float("inf")
 
     def _alike(self, changes: Changes) -> Iterator[tuple[Any, ...]]:
-        """Names for plans that are like one, the closest first."""
+        """Names of groups of plans similar to this one, the closest group first."""
         config = changed(self._start, changes)
         order = config.plan.order, config.overlap.ep.merge, config.plan.chunks
         yield (*order, config.plan.recompute, config.overlap.dp.strategy)
@@ -172,7 +173,7 @@ class Search:
                 self._corrections[name] = trial.seconds / guess.seconds, trial.peak_bytes - guess.nbytes
 
     def _expected(self, guess: Guess) -> tuple[float, int]:
-        """Seconds and bytes of a guess, corrected; of an order of which nothing is known yet, the best that may be."""
+        """Corrected seconds and bytes of a guess. An order without a simulation gets the best possible values."""
         known = [self._corrections[name] for name in self._alike(guess.changes) if name in self._corrections]
         if not known and self._corrections:
             longer, more = (min(values) for values in zip(*self._corrections.values(), strict=True))
@@ -181,7 +182,7 @@ class Search:
         return guess.seconds * longer, guess.nbytes + more
 
     def _promise(self, guess: Guess) -> tuple[Any, ...]:
-        """The most promising guess has the smallest."""
+        """Sort key: the most promising guess has the smallest."""
         seconds, nbytes = self._expected(guess)
         lacks = max(0.0, nbytes - _NEAR * self._limit)
         return lacks, seconds, nbytes, str(sorted(guess.changes.items()))
@@ -201,7 +202,7 @@ class Search:
         return self._trials[key]
 
     def _tried(self, changes: Changes, whole: bool = False) -> Trial:
-        """A plan that is known to be possible."""
+        """The trial of a plan that is known to be possible."""
         trial = self._try(changes, whole)
         assert trial is not None, f"refused after all: {changes}"
         return trial
@@ -211,17 +212,17 @@ class Search:
         return max(0, trial.peak_bytes - self._cap) if self._cap else 0
 
     def _rank(self, trial: Trial) -> tuple[Any, ...]:
-        """The best plan has the smallest. Of equal ones it is the one that needs less, then that with fewer changes."""
+        """Sort key: the best plan has the smallest. Of equal plans less memory wins, then fewer changes."""
         changes = sorted(trial.changes.items())
         return self._lacks(trial), trial.seconds, trial.peak_bytes, len(changes), str(changes)
 
     def _better(self, trial: Trial, than: Trial) -> bool:
-        """Whether a plan is worth changing settings for."""
+        """Whether a plan is so much better that settings should change."""
         lacks, there = self._lacks(trial), self._lacks(than)
         return lacks < there or (lacks == there and trial.seconds < than.seconds * (1 - WORTH))
 
     def _swept(self, trial: Trial) -> Trial:
-        """A plan after what every group in turn makes of it. A group is tried again as long as it helps."""
+        """A plan improved by every group in turn. A group is tried again as long as it helps."""
         for group in self._groups[1:]:
             best = min(self._around(trial, group), key=self._rank)
             while self._better(best, trial):
@@ -229,7 +230,7 @@ class Search:
         return trial
 
     def _around(self, trial: Trial, group: Sequence[Choice]) -> Iterator[Trial]:
-        """A plan, and those with any combination of a group's values in place of its own."""
+        """A plan, and the plans with every combination of a group's values in place of its own."""
         yield trial
         relief = {choice.setting for choice in group} & {choice.setting for choice in RELIEF}
         for changes in self._combined(trial.changes, group):
@@ -242,7 +243,7 @@ class Search:
                     yield from self._relieved(found, trial)
 
     def _worth_trying(self, changes: Changes, than: Trial) -> bool:
-        """Whether the rough model leaves it open that a plan is better, for settings that it knows well."""
+        """Whether a plan may be better by the rough model, for settings that the model knows well."""
         guess = self._price.guess(changes)
         here = self._price.guess(than.changes)
         if guess is None or here is None:
@@ -253,13 +254,13 @@ class Search:
         return nbytes < _NEAR * self._limit and seconds < _NEAR * than.seconds
 
     def _beside(self, guess: Guess, trial: Trial, here: Guess) -> tuple[float, int]:
-        """Seconds and bytes that a guess leads to expect, beside a trial of which there is one too."""
+        """Expected seconds and bytes of a guess, from a trial whose own guess is `here`."""
         return trial.seconds * guess.seconds / here.seconds, trial.peak_bytes + guess.nbytes - here.nbytes
 
     def _relieved(self, trial: Trial, than: Trial) -> Iterator[Trial]:
-        """A plan that is shorter and too large, or smaller and longer, than another one: with time for memory or back.
+        """Variants of a plan that is shorter but too large, or smaller but longer, than another: they trade it back.
 
-        Of what may be better than that the two are tried that should be shortest.
+        Of the variants that may be better than the other plan, the two with the shortest guesses are tried.
         """
         faster, smaller = trial.seconds < than.seconds, trial.peak_bytes < than.peak_bytes
         here = self._price.guess(trial.changes)
@@ -279,7 +280,7 @@ class Search:
                 yield found
 
     def _combined(self, changes: Changes, group: Sequence[Choice]) -> Iterator[Changes]:
-        """Changes with each combination of values; those of a setting may depend on the settings before it."""
+        """Changes with each combination of values. The values of a setting may depend on the settings before it."""
         if not group:
             yield changes
             return
@@ -292,7 +293,7 @@ class Search:
             yield from self._combined(rest if value == there else {**rest, choice.setting: value}, others)
 
     def _pruned(self, trial: Trial) -> Trial:
-        """A plan without the changes that bring nothing."""
+        """A plan without the changes that gain nothing."""
         for name in self._in_order(trial.changes):
             without = self._try({other: value for other, value in trial.changes.items() if other != name})
             if without is not None and not self._better(trial, without):
@@ -304,7 +305,7 @@ class Search:
         return [name for name in dict.fromkeys(c.setting for group in GROUPS for c in group) if name in changes]
 
     def _path(self, winner: Trial) -> tuple[Trial, ...]:
-        """The way to the winner, a change at a time in the order of the table; those that need another come with it."""
+        """The way to the winner, one change at a time in the order of the table. Dependent changes come together."""
         path, changes = [self._tried({}, whole=True)], dict[str, Any]()
         for name in self._in_order(winner.changes):
             changes[name] = winner.changes[name]

@@ -1,8 +1,8 @@
-"""How tensor-parallel layers communicate: what is possible here, what is worth it, and what was asked for.
+"""Chooses how tensor-parallel layers communicate: by what is possible, what is worth it, and what the user set.
 
-For each weight's role and direction the rule compares all that can be done, on the layer's own shapes, by the model of
-`program/tensor_times.py`. More pieces hide more and take the host longer. What a busy host would not issue in time is
-not done, nor what doesn't save a few per cent.
+For each weight's role and direction the rule compares all possible methods, on the layer's own shapes, by the model of
+`program/tensor_times.py`. More pieces hide more communication, and take the host longer. The rule leaves out methods
+that a busy host would not issue in time, and methods that save less than a few per cent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hocket.settings.rule import Host
 from hocket.settings.tensor_rules import no_pieces, setting_of
 
 WORTH = 1.03
-"""By how much pieces must be faster than what can be done without them to be taken."""
+"""Factor by which a method with pieces must be faster than the best one without pieces to be chosen."""
 
 
 def choose_tensor(c: Config, h: Host) -> Iterator[Choice]:
@@ -63,9 +63,9 @@ def _or(values: Iterable[str]) -> str:
 
 
 def choose_network(c: Config, h: Host) -> Iterator[Choice]:
-    """What is taken for granted of several hosts; of one there is nothing to say."""
+    """What hocket assumes about the network of several hosts. A single host needs no assumption."""
     each = ranks_of_a_host(c, h)
     if each < c.mesh.world:
         yield "network.ranks_per_host", each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
-        yield "network.bandwidth", BANDWIDTH, "nobody said: one adapter of 400 Gb/s for each rank is taken for granted"
-        yield "network.latency", LATENCY, "nobody said: what NCCL reckons with on InfiniBand is taken for granted"
+        yield "network.bandwidth", BANDWIDTH, "not set: hocket assumes one adapter of 400 Gb/s for each rank"
+        yield "network.latency", LATENCY, "not set: hocket assumes what NCCL reckons with on InfiniBand"

@@ -1,12 +1,12 @@
-"""How `train.transport` is chosen where it is `auto`: copy engines where they can serve and pay, and fit into memory.
+"""Chooses `train.transport` if it is `auto`: copy engines if they can serve, shorten the step and fit into memory.
 
-A kernel that communicates takes SMs from the compute beside it, and slows it down by more than its share; a copy takes
-none. Of the steps in `benchmarks/results` that were measured on both, all are faster on copies, by 1 to 17 %. They need
-one host, whose GPUs reach each other's memory, and room into which peers write.
+A kernel that communicates takes SMs from the compute beside it, and slows that compute down by more than this share. A
+copy takes no SM. All steps in `benchmarks/results` that were measured on both are faster on copies, by 1 to 17 %.
+Copies need one host whose GPUs reach each other's memory, and buffers into which peers write.
 
 Note: [One transport for all groups]
-Groups with ranks on several hosts are on NCCL's kernels, and a transport is one for all groups. So a mesh that leaves
-its host is on NCCL altogether, even where some of its groups stay inside.
+Groups with ranks on several hosts need NCCL's kernels, and all groups have the same transport. So a mesh on several
+hosts uses NCCL for all groups, also for groups that stay inside a host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hocket.variables import no_copies
 TRANSPORT = "train.transport"
 COPIES = "copy_engine"
 CHOSEN_BY_IT = TRANSPORT, "overlap.dp.update"
-"""What is chosen anew where copies turn out not to be had."""
+"""Settings that are chosen anew if copy engines turn out not to work."""
 
 
 def choose_transport(c: Config, h: Host) -> tuple[str, str]:
@@ -38,12 +38,12 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
         return "nccl", reason
     ranks = f"{c.mesh.world} ranks on GPUs of one host"
     if not h.gpu:
-        return COPIES, f"{ranks}, which are taken for granted to reach each other's memory: not checked"
+        return COPIES, f"{ranks}; hocket assumes that they reach each other's memory, without a check"
     return COPIES, f"{ranks}, which reach each other's memory"
 
 
 def chose_copies(c: Config, decisions: Collection[Decision]) -> bool:
-    """Whether copy engines were chosen, and nobody asked for them."""
+    """Whether hocket chose copy engines, without a user's demand for them."""
     return c.train.transport == COPIES and any(d.setting == TRANSPORT and d.chosen for d in decisions)
 
 
@@ -60,7 +60,7 @@ def _against(c: Config, h: Host) -> str:
 
 
 def _host_against(h: Host) -> str:
-    """Why the GPUs of this host cannot; empty if they can, or if nobody looked."""
+    """Why the GPUs of this host cannot use copy engines. Empty if they can, or if this was not checked."""
     return h.no_copy_engine or h.no_peer_memory or no_copies(h.variables)
 
 

@@ -1,9 +1,10 @@
-"""Steps as the simulator expects them, for choices that compare several.
+"""Simulated steps, for choices that compare several of them.
 
 Note: [A choice asks for no more than it needs]
-A program takes longer to build than to simulate, and where values are dropped is half of that. So choices share their
-programs and times (`Trials`); they ask for times first, which need no drops; and for memory only where it decides, of
-one rank after the other. The head's weight gradients are moved to the end of a program that is there.
+A program takes longer to build than to simulate, and half of that time goes into placing the drops of values. So
+choices share their programs and times (`Trials`). They ask for times first, because times need no drops. They ask for
+memory only if it decides, one rank after the other. To move the head's weight gradients to the end they reuse a
+program.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_least, at_most, forwards_at_most
 
 Price = Callable[[Config], CostTable]
-"""What ops cost in a configuration."""
+"""Gives the costs of ops in a configuration."""
 
 _USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
@@ -43,7 +44,7 @@ _TOLD = {
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
 }
-"""Settings that a program does not read, or reads from layout and sharding alone, with a value for all of theirs."""
+"""Settings that a program does not read, or reads only from layout and sharding -> one value for all their values."""
 _OPEN = {
     "overlap.dp.update": "end",
     "overlap.ep.merge_ends": "off",
@@ -53,26 +54,26 @@ _OPEN = {
     "overlap.pp.defer_head": 0,
     "plan.layer_order": "literature",
 }
-"""As what a program takes settings that are still open. On none of them depends what an op costs."""
+"""Open settings -> the values that a program assumes for them. The costs of ops do not depend on them."""
 _SENDS = "overlap.pp."
-"""Of this section a program reads nothing where nothing is sent."""
+"""A program without sends reads nothing of this section."""
 
 
 def model_costs(config: Config) -> CostTable:
-    """What ops cost by the cost model alone, on the hardware that fits the run."""
+    """Costs of ops by the cost model alone, on the hardware of the run."""
     return costs_of(config, hardware_of(config))
 
 
 class Trials:
-    """The steps of the configurations that are compared: each program is built once, each time is found once.
+    """The steps of compared configurations. It builds each program once, and finds each time once.
 
-    Lives as long as the choices for one configuration. What is open in a configuration is taken as it comes.
+    It lives as long as the choices for one configuration. `_OPEN` says how it treats open settings.
     """
 
     def __init__(self, price: Price = model_costs) -> None:
         self._price = price
         self._tables: list[CostTable] = []
-        """Costs that differ."""
+        """Different cost tables."""
         self._table_of: dict[Config, int] = {}
         self._programs: dict[_Plan, Program] = {}
         self._times: dict[tuple[_Plan, int], tuple[list[Time], list[Time]]] = {}
@@ -84,7 +85,7 @@ class Trials:
         return self._tables[self._table(c)]
 
     def program(self, c: Config, microbatches: int) -> Program:
-        """A step, without what is dropped where."""
+        """The program of a step, without drops of values."""
         return self._built(_plan(c, microbatches))
 
     def times(self, c: Config, microbatches: int) -> tuple[list[Time], list[Time]]:
@@ -99,7 +100,7 @@ class Trials:
         return float(max(self.times(c, microbatches)[1]))
 
     def peak(self, c: Config, microbatches: int, rank: int) -> int:
-        """The most bytes that a rank holds in a step, without what lies beside steps."""
+        """Peak bytes of a rank in a step, without the bytes that lie beside steps."""
         key = plan, table, _ = _plan(c, microbatches), self._table(c), rank
         if key not in self._peaks:
             program = free_rank(self._built(plan), rank)
@@ -108,7 +109,7 @@ class Trials:
         return self._peaks[key]
 
     def beside(self, c: Config, microbatches: int) -> int:
-        """Bytes that a rank holds beside what the simulator counts of a step."""
+        """Bytes that a rank holds and that the simulator does not count in a step."""
         return arrival_bytes(c) + (self._validation(c, microbatches) if _validates(c) else 0)
 
     def _validation(self, c: Config, microbatches: int) -> int:
@@ -127,7 +128,7 @@ class Trials:
         return Predicted(c, self)
 
     def _table(self, c: Config) -> int:
-        """The place of its costs in `_tables`."""
+        """The index of its costs in `_tables`."""
         key = changed(Config(**{field.name: getattr(c, field.name) for field in fields(Config)}), _OPEN)
         if key not in self._table_of:
             costs = self._price(c)
@@ -149,11 +150,11 @@ class Trials:
 
 
 _Plan = tuple[Layout, int, Sharding, Config]
-"""All that a program is made from. Microbatches are the second."""
+"""Everything that a program is made from: layout, microbatches, sharding, and the sections that it reads."""
 
 
 def _plan(c: Config, microbatches: int) -> _Plan:
-    """Equal ones make equal programs. Of the configuration `build_program` reads the sections `plan` and `overlap`."""
+    """Key of a program: equal keys make equal programs. `build_program` reads the sections `plan` and `overlap`."""
     read = Config(plan=c.plan, overlap=c.overlap)
     alone = c.mesh.pp == 1
     taken = {name: v for name, v in _OPEN.items() if leaf(c, name) == "auto" or (alone and name.startswith(_SENDS))}
@@ -161,17 +162,17 @@ def _plan(c: Config, microbatches: int) -> _Plan:
 
 
 class Predicted:
-    """A step of a few microbatches, on the slowest rank, or the one that needs most. Found out when asked for.
+    """A step of a few microbatches: time of the slowest rank, memory of the largest. Computed when asked for.
 
     Note: [What a graph holds]
-    What a step allocates while it is recorded is the graph's own as long as it lives, and lies beside all that runs
-    between replays. Within the step it is handed on as ever, so a graph holds what a step needs at its most. Beside it
-    lie what validations compute with; the optimizer and the end of a step add nothing of that size.
+    The memory that a step allocates while it is recorded belongs to the graph as long as the graph lives. Code between
+    replays cannot use it. Inside the step values still reuse memory, so a graph holds the peak of a step. Validations
+    need their memory beside it. The optimizer and the end of a step add nothing of that size.
     """
 
     def __init__(self, c: Config, trials: Trials) -> None:
         self.microbatches = enough_microbatches(c)
-        # A rank of a merged V holds as much as it ever does after half of them.
+        # A rank of a merged V reaches its peak after half of them.
         self._holding = min(self.microbatches, group_of(c)) if c.plan.order == "merged_v" else self.microbatches
         self._config, self._trials = c, trials
 
@@ -181,7 +182,7 @@ class Predicted:
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory."""
+        """Peak bytes of the rank that holds most."""
         peak = 0
         for rank in self._by_bound:
             if self._bounds[rank] > peak or not self._bounded:
@@ -189,7 +190,7 @@ class Predicted:
         return peak + self._beside
 
     def fits(self, memory: int) -> bool:
-        """Whether ranks of so much memory can hold it; without the simulation, where bounds suffice."""
+        """Whether ranks with this much memory can hold it. Simulates only if bounds do not decide."""
         c, costs = self._config, self._trials.costs(self._config)
         if not self.may_fit(memory):
             return False
@@ -203,7 +204,7 @@ class Predicted:
         return True
 
     def may_fit(self, memory: int) -> bool:
-        """False if ranks of so much memory cannot hold it, by a bound for which nothing is built."""
+        """False if ranks with this much memory cannot hold it, by a bound that needs no program."""
         layout = layout_of(self._config)
         order, _ = choose_order(layout, self._holding, self._config)
         held = at_least(layout, [in_flight(steps) for steps in order], self._trials.costs(self._config))
@@ -220,7 +221,7 @@ class Predicted:
 
     @cached_property
     def ops(self) -> int:
-        """What a host issues."""
+        """Ops that a host issues, on the rank with the most."""
         return max(map(len, self._program.ranks))
 
     @cached_property
@@ -229,17 +230,17 @@ class Predicted:
 
     @property
     def _bounded(self) -> bool:
-        """Whether `_bounds` are bounds."""
+        """Whether `_bounds` are valid upper bounds."""
         return not separate_wgrads(self._config)
 
     @property
     def _by_bound(self) -> list[int]:
-        """Ranks, the one first that may hold most."""
+        """Ranks in the order of their bounds, the largest first."""
         return sorted(self._bounds, key=self._bounds.__getitem__, reverse=True)
 
     @cached_property
     def _bounds(self) -> dict[int, int]:
-        """Rank -> more than it holds, if weight gradients have no steps of their own."""
+        """Rank -> an upper bound on its bytes, if weight gradients have no steps of their own."""
         late, costs = self._config.overlap.pp.defer_head, self._trials.costs(self._config)
         late = 0 if late == "auto" else late if late >= 0 else self._holding
         program = self._trials.program(self._config, self._holding)
@@ -251,22 +252,22 @@ class Predicted:
 
 
 def enough_microbatches(c: Config) -> int:
-    """Microbatches of a simulated step. After two groups a rank has held as much as it ever does."""
+    """Microbatches of a simulated step. After two groups a rank has reached its peak."""
     return min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
 
 
 def _validates(c: Config) -> bool:
-    """Whether a validation lies beside a graph."""
+    """Whether validations need memory beside a graph."""
     return c.plan.graphs == "on" and c.train.eval_batches > 0
 
 
 def memory_of(c: Config, host: Host) -> int:
-    """Bytes that one rank can use, of the host's GPUs or of the hardware that is predicted for; 0: not known."""
+    """Bytes that one rank can use, on the host's GPUs or on the predicted hardware; 0: not known."""
     return host.memory or hardware_of(c).memory
 
 
 def fits(nbytes: int, memory: int) -> bool:
-    """Whether a rank can hold as much as was predicted."""
+    """Whether a rank with this much memory can hold the predicted bytes."""
     return nbytes <= room(memory)
 
 
@@ -276,5 +277,5 @@ def room(memory: int) -> int:
 
 
 def gib(size: float) -> str:
-    """Memory in words."""
+    """A size as text in GiB."""
     return f"{size / 2**30:.0f} GiB"

@@ -212,6 +212,6 @@ resize();
 recall();
 view.ready = true;
 draw();
-// For whoever wants to check the page: what it computed from the activities that it holds.
+// For checks of the page: what it computed from the activities that it holds.
 document.body.dataset.rows = String(ranks.reduce((sum, rank) => sum + rank.lanes.reduce((n, lane) => n + lane.what.length, 0), 0));
 document.body.dataset.figures = JSON.stringify(figures());

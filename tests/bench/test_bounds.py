@@ -20,7 +20,7 @@ from tests.helpers.command import wait_for
 from tests.helpers.ranks import run_ranks
 
 LATE = 0.3
-"""Seconds in which a step that waits for nobody is over, many times."""
+"""Seconds. A step that waits for no rank takes a small part of them."""
 
 
 def in_pipeline(work: Workload) -> Workload:
@@ -82,7 +82,7 @@ def handed_on(rank: int) -> list[float]:
 def test_a_signal_carries_one_element():
     sent, received = run_ranks(handed_on, 2)
     assert received[0] == sent[0]
-    assert all(number not in (0.0, 7.0, 8.0, 9.0, 10.0) for number in received[1:]), "numbers, but nobody's"
+    assert all(number not in (0.0, 7.0, 8.0, 9.0, 10.0) for number in received[1:]), "numbers that no rank sent"
 
 
 def test_signals_must_not_change_weights():

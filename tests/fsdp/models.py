@@ -243,7 +243,7 @@ class Parallel(nn.Module):
 
 
 class Unused(nn.Module):
-    """A block that never runs, and parameters that nobody reads beside ones that are."""
+    """A block that never runs, and unread parameters beside parameters that are read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
 
 class Everything(nn.Module):
-    """Tied and frozen weights, ones that nobody reads, every awkward size, buffers, and experts."""
+    """Tied and frozen weights, unread ones, every awkward size, buffers, and experts."""
 
     def __init__(self, experts: int = EXPERTS, reads_all: bool = False) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def test_a_unit_around_others_is_joined_to_none() -> None:
 
 @dataclass(frozen=True)
 class Unnamed:
-    """A model of the zoo, whose units nobody names."""
+    """A model of the zoo without names for its units."""
 
     name: str
     exact = True

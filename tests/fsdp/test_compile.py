@@ -76,7 +76,7 @@ def test_autocast():
 
 
 def wrapped(rank: int) -> None:
-    """Modules whose attribute access is already somebody else's: weight norm and spectral norm of torch."""
+    """Modules whose attribute access torch already changes: weight norm and spectral norm."""
     torch.manual_seed(0)
 
     def build() -> nn.Module:

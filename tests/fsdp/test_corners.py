@@ -117,7 +117,7 @@ def goes_on_without_abort(rank: int) -> None:
 
 
 def test_after_a_backward_that_failed_abort_is_asked_for():
-    """Without it nobody would wait for reductions any more."""
+    """Without it no rank would wait for reductions any more."""
     run_ranks(goes_on_without_abort, 2, timeout=20)
 
 
@@ -152,7 +152,7 @@ def norm_of_what_was_set(rank: int) -> None:
             fresh = group.grads.flat is None
             make()
             if fresh:
-                group.main_grad.fill_(float("nan"))  # what memory may hold that nobody has written
+                group.main_grad.fill_(float("nan"))  # memory that was not written may hold this
 
         group.make_grads = make_dirty
     for param in model.parameters():
@@ -312,7 +312,7 @@ def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]
 
 @pytest.mark.parametrize("outer", ["replicate", "shard"])
 def test_gradients_may_be_forgotten_before_replicas_exchange_them(outer):
-    """The exchange takes place all the same, in the memory of gradients that nobody has any more."""
+    """The exchange takes place all the same, in the memory of the forgotten gradients."""
     run_ranks(forgotten_while_accumulating, 2, outer, timeout=20)
 
 

@@ -160,7 +160,7 @@ def test_boxes_by_hand(shape: tuple[int, ...], lo: int, hi: int, expected: list[
 
 
 def test_loading_writes_into_the_callers_memory_and_its_version_grows(tmp_path: Path) -> None:
-    """Whoever holds the shard that the range is a view of must be able to see that it has changed."""
+    """The range is a view of a shard. Code that holds the shard must be able to see that it has changed."""
     quiet()
     main = torch.zeros(10)
     dcp.save({"w": FlatTensor(torch.arange(6.0), (2, 3), 0, 6)}, checkpoint_id=tmp_path)

@@ -114,7 +114,7 @@ def test_gradients_may_be_read_between_microbatches():
 
 
 def changed_by_hand(rank: int) -> None:
-    """Weights that somebody changes between steps, with and without a trace, are seen by the next forward."""
+    """The next forward sees weights that the user changed between steps, with and without a trace."""
     pair = Pair(Case("deep"), rank, 2)
     pair.microbatch()
     pair.step()

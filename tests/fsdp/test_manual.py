@@ -97,7 +97,7 @@ def shared(rank: int) -> None:
     three = unit.acquire()
     three.wait()
     three.release()
-    assert unit.gathers == before + 1  # nobody needed the room
+    assert unit.gathers == before + 1  # no other unit needed the room
 
 
 def test_claims():

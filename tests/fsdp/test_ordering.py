@@ -50,7 +50,7 @@ def test_weights_are_gathered_behind_the_optimizer() -> None:
 
 
 def forgotten(rank: int) -> None:
-    """Nobody has read a gradient when all are forgotten."""
+    """All gradients are forgotten before any is read."""
     history, _, model = recorded(rank, 1)
     model(torch.ones(3, 8)).sum().backward()
     for shard in model.parameters():

@@ -247,7 +247,7 @@ def test_recomputation_gathers_nothing_more():
 
 
 def balanced(rank: int) -> None:
-    """After a step nobody claims anything, and no collective is under way."""
+    """After a step no claim is held, and no collective is under way."""
     run = Run(Model(L), 2)
     history = run.step()
     assert not any(unit.claims for unit in run.ctx.units)

@@ -40,7 +40,7 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def results(fn: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     """Output and gradients of the inputs."""
     leaves = [t.clone().requires_grad_() for t in inputs]
-    out = fn(*(leaf * 1 for leaf in leaves))  # somebody's results: a loss overwrites its logits
+    out = fn(*(leaf * 1 for leaf in leaves))  # not leaves: a loss overwrites its logits
     g = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     g = g.bfloat16().to(out.dtype)  # the same numbers in all dtypes
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]

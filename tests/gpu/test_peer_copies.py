@@ -1,4 +1,4 @@
-"""Rows that copy engines bring are those that NCCL brings, whoever is late, in one round or in several."""
+"""Copy engines bring the same rows as NCCL, whichever rank is late, in one round or in several."""
 
 from __future__ import annotations
 

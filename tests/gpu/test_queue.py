@@ -39,7 +39,7 @@ def test_tickets_order_and_nothing_else_waits(device):
     a, b = torch.zeros(N, device=device), torch.zeros(N, device=device)
     torch.cuda.synchronize()
     first = gather.submit("a", slow_fill(a, 1))
-    early = a.clone()  # nobody has waited: the fill is still to come
+    early = a.clone()  # no stream has waited: the fill is still to come
     second = reduce.submit("b", issuing(b.copy_, a), [first])
     assert not first.done
     second.wait()

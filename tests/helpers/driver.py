@@ -35,7 +35,7 @@ class Memcpy:
     def wait(self, stream: int, word: int, value: int) -> None:
         with self.changed:
             reached = self.changed.wait_for(lambda: self.value(word) >= value, 10.0)
-        assert reached, "nobody has written what is waited for"
+        assert reached, "the awaited word was not written"
 
     def read(self, words: Sequence[int]) -> list[int] | None:
         return [self.value(word) for word in words]

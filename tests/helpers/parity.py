@@ -45,7 +45,7 @@ def config(
 
 
 def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
-    """One rank of a planned run. New memory holds nan: who reads what nobody has written will be noticed."""
+    """One rank of a planned run. New memory holds nan, so reads of memory that was not written show up."""
     torch.use_deterministic_algorithms(True)
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()

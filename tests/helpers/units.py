@@ -52,7 +52,7 @@ def build(rank, mesh, dtype=torch.float32, transport: TransportName = "gloo"):
     model = PlannedModel([build_module(mesh.ep)], mesh, groups, program, dtype, CPU)
     for slots in (*model.weight_slots.values(), *model.grad_slots.values()):
         for buffer in slots.buffers:
-            buffer.fill_(float("nan"))  # whoever reads what nobody wrote will notice
+            buffer.fill_(float("nan"))  # a read of memory that was not written gives nan
     return model, groups
 
 

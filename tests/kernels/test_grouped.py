@@ -34,7 +34,7 @@ def ends_of(counts: list[int]) -> Tensor:
 )
 @settings(max_examples=12, deadline=None)
 def test_against_float64(counts, beyond, width, inner, into, scale) -> None:
-    """Whatever the experts' rows and the tiles' edges; rows of nobody mean nothing."""
+    """For all numbers of rows of experts and all edges of tiles. Rows without an expert mean nothing."""
     dtype, add = into
     rows = sum(counts)
     x, g = torch.randn(rows + beyond, width).bfloat16(), torch.randn(rows + beyond, inner).bfloat16()

@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def both(fn, logits: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """(loss, gradient of the logits times `factor`)."""
     leaf = logits.clone().requires_grad_()
-    loss = fn(leaf * 1, targets)  # the logits are somebody's result, for they get overwritten
+    loss = fn(leaf * 1, targets)  # not a leaf: the loss overwrites its logits
     loss.backward(torch.tensor(factor, dtype=loss.dtype))
     assert leaf.grad is not None
     return loss.detach(), leaf.grad

@@ -77,7 +77,7 @@ def test_sum_of_parts(parts: int, width: int, dtype: torch.dtype) -> None:
     partial, out = torch.randn(parts, width), torch.full((width + 1,), float("nan"), dtype=dtype)
     norm.sum_parts(partial, out[:-1])
     torch.testing.assert_close(out[:-1].float(), partial.sum(0), rtol=TOLERANCE[dtype], atol=1e-5)
-    assert out[-1].isnan()  # which is nobody's
+    assert out[-1].isnan()  # which belongs to no row
 
 
 def test_any_strides() -> None:

@@ -19,7 +19,7 @@ from hocket.kernels.squares import BLOCK, squares
 @settings(max_examples=30)
 def test_equals_torch_but_for_the_order_of_additions(numel, dtype, programs) -> None:
     values = (torch.randn(numel + 1) * 10 ** torch.randn(numel + 1)).to(dtype)
-    values[-1] = float("nan")  # which is nobody's
+    values[-1] = float("nan")  # which belongs to no tensor
     tensors = [values[:-1], values[:0], values[: numel // 2]]
     found = squares(tensors, programs)
     assert found.dtype == torch.float64

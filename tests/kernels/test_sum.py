@@ -26,7 +26,7 @@ def test_same_bits_as_the_formula(world, numel, dtype, scale, add, programs) -> 
     expected, into = before.clone(), before.clone()
     local_sum(parts, expected[:-1], scale, add)
     launch(parts, into[:-1], scale, add, programs)
-    assert torch.equal(into, expected)  # the last element too, which is nobody's
+    assert torch.equal(into, expected)  # the last element too, which no part has
 
 
 def test_order_of_the_rows_counts() -> None:

@@ -25,7 +25,7 @@ SOON = 7e-7
 """Seconds from one launch to the next of a host that needs no time: traces tell orders by times."""
 
 QUICK = dataclasses.replace(H200, issue=0.0, counts=0.0, beside_kernels=0.0, beside_copies=0.0)
-"""GPUs that nobody waits for and that nothing slows down: these ops are shorter than a host takes to issue one."""
+"""GPUs that never wait for a host and that nothing slows down: these ops are shorter than issuing one takes."""
 
 _COLLECTIVES = {"gather": "_all_gather_base", "reduce": "_reduce_scatter_base", "a2a": "all_to_allv"}
 _GROUPS = {"gather": "gather_dense", "reduce": "reduce_dense", "a2a": "a2a"}

@@ -168,7 +168,7 @@ def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Pat
 
 
 def test_costs_of_a_real_run_predict_its_step() -> None:
-    """Of a small model on four GPUs, whose host is late: what nobody simulated is not far from what is simulated."""
+    """A small model on four GPUs with a late host: the measured step is close to the simulated one."""
     traces = load(sorted(FIXTURES.glob("rank*.json.gz")))
     stored, measured = stored_in(traces[0]), calibrate(traces)
     found = simulate(stored.program, stored.costs.measured(measured.seconds), measured.overheads)

@@ -143,7 +143,7 @@ def step_ignores_reduces(program: Program) -> Program:
 
 
 def freed_with(program: Program, rank: int, value: str, freer: str) -> Program:
-    """The program where `freer` drops what `value` made, and nobody else does."""
+    """The program in which only `freer` drops what `value` made."""
     p = find(program, rank, value)
     ops = [op._replace(frees=tuple(v for v in op.frees if v != p)) for op in program.ranks[rank]]
     q = find(program, rank, freer)

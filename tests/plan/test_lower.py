@@ -61,7 +61,7 @@ def test_a_receive_waits_at_its_first_reader() -> None:
         for i, op in enumerate(ops):
             if op.verb == "recv":
                 waiting = [j for j, other in enumerate(ops) if i in other.deps]
-                assert waiting, f"nobody waits for {op} of rank {rank}"
+                assert waiting, f"no op waits for {op} of rank {rank}"
                 assert ops[waiting[0]].layer >= 0
 
 

@@ -229,22 +229,22 @@ def test_a_published_step_of_two_hosts_is_of_the_predicted_size() -> None:
 
 
 def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
-    nobody = settled("llama3_8b", mesh__dp=16)
-    text = network(nobody)
+    unset = settled("llama3_8b", mesh__dp=16)
+    text = network(unset)
     assert "8 ranks on a host" in text
-    assert "network.bandwidth and network.latency taken for granted: nobody said" in text
+    assert "(assumed, not set: network.bandwidth and network.latency)" in text
     assert "gather_dense" in text
     assert "16 ranks on 2 hosts at 316 GB/s" in text
-    somebody = network(settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s"))
-    assert "(network.latency taken for granted: nobody said)" in somebody
-    assert "at 40 GB/s" in somebody
+    half_set = network(settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s"))
+    assert "(assumed, not set: network.latency)" in half_set
+    assert "at 40 GB/s" in half_set
     assert "granted" not in network(
         settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s", network__latency="2us")
     )
-    assert as_json(nobody, hardware_of(nobody))["network"].startswith(text)
-    told = " ".join(report(nobody, hardware_of(nobody), 100, 0).split())
+    assert as_json(unset, hardware_of(unset))["network"].startswith(text)
+    told = " ".join(report(unset, hardware_of(unset), 100, 0).split())
     assert text in told
-    assert network(resolve(nobody)) == text, "resolving again forgets nothing"
+    assert network(resolve(unset)) == text, "resolving again forgets nothing"
 
 
 def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_shares_it() -> None:

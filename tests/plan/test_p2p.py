@@ -247,7 +247,7 @@ def test_nothing_is_moved_where_it_brings_nothing() -> None:
 
 
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
-    """Nobody waits for them, and where there is no all-to-all to cover they are needed nowhere else."""
+    """No rank waits for them, and without an all-to-all to cover they are needed at no other place."""
     found = settings(train__microbatches=4)
     assert (found.overlap.pp.defer_layers, found.overlap.pp.defer_parts) == (-1, "all")
 

@@ -59,8 +59,8 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
 
 def alone(log: list[str] | None = None) -> CopyEngine:
     """A transport without a group: what it refuses, it refuses before it asks the group."""
-    nobody: Any = None
-    return CopyEngine(nobody, (0, 1), CPU, make_pool=lambda: CpuPool(log))
+    no_group: Any = None
+    return CopyEngine(no_group, (0, 1), CPU, make_pool=lambda: CpuPool(log))
 
 
 def test_a_window_holds_what_was_allocated_inside_and_nothing_else():
@@ -225,7 +225,7 @@ def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list
     batch = [Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids]
     with patch.object(dispatch, "gather", wraps=dispatch.gather) as sort:
         losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(2)]
-    assert bool(sort.called) == (transport != "copy_engine"), "whoever copies rows brings them in the order of experts"
+    assert bool(sort.called) == (transport != "copy_engine"), "copies bring rows in the order of experts"
     weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
     engine.sharded.close()
     windows = [sum(isinstance(window, SymmetricWindow) for window in one.windows) for one in engines]

@@ -157,7 +157,7 @@ def interrupted(rank: int, fails: bool) -> list[float]:
             assert engine.executor.recorder.replayed
             engine.abort()
             engine.assert_clean()
-            assert engine.current_recorder is None, "nobody waits for what was abandoned"
+            assert engine.current_recorder is None, "nothing waits for the abandoned step"
         losses.append(float(engine.train_step(microbatches, 1e-2).loss))
         engine.forget_graph()
     return losses

@@ -148,7 +148,7 @@ def dropped_values(rank: int, c: Config) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("dense", [(), (0, 1, 2, 3), (0, 3)])
 @pytest.mark.parametrize("defer", ["on", "off"])
 def test_what_a_communication_lane_drops_is_free(dense: tuple[int, ...], defer: str) -> None:
-    """On a GPU the lane uses such memory again at once, so nobody may have kept it: no graph and no queue."""
+    """On a GPU the lane reuses such memory at once, so neither a graph nor a queue may have kept it."""
     plan = dict(chunks=2, merge="on", defer_wgrad=defer, defer_layers=-1 if defer == "on" else 0)
     c = config(dict(layers=4, dense_layers=dense, shared_ffn=16), dict(pp=2, dp=2, ep=2), plan, 3, "fp32")
     for dropped, held in run_ranks(dropped_values, 4, c):

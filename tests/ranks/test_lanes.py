@@ -90,7 +90,7 @@ def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current
         (beside,) = current
     assert current[0] is lanes._streams["compute"]
     outer.behind.clear()
-    lanes.abort()  # nobody has waited for what is on the side
+    lanes.abort()  # no lane has waited for the ops on the side
     assert current == [outer]
     assert set(outer.behind) == {*(lanes._streams[lane] for lane in LANES), beside}
 

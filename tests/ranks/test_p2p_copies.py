@@ -38,7 +38,7 @@ def sent(number: int) -> Tensor:
     return torch.arange(SIZES[number % len(SIZES)], dtype=torch.float32) + 1000.0 * number
 
 
-@pytest.mark.parametrize("late", ["nobody", "the sender", "the receiver", "now this one, now that one"])
+@pytest.mark.parametrize("late", ["neither", "the sender", "the receiver", "now this one, now that one"])
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "back"])
 def test_what_is_sent_arrives_in_order(late: str, forward: bool) -> None:
     sender, receiver = edge(Memcpy())[:: 1 if forward else -1]
@@ -67,7 +67,7 @@ def test_what_is_sent_arrives_in_order(late: str, forward: bool) -> None:
 
 def test_a_tensor_that_fits_waits_for_its_receiver_beside_the_sender() -> None:
     sender, receiver = edge(Memcpy())
-    sender.send(sent(2))  # two halves: returns although nobody receives
+    sender.send(sent(2))  # two halves: returns before the receiver receives
     received = torch.empty_like(sent(2))
     receiver.receive(received)
     assert torch.equal(received, sent(2))
@@ -178,7 +178,7 @@ def test_words_tell_what_has_arrived_and_who_is_waited_for(before: int) -> None:
     until_stuck(lambda: receiver.receive(arrives[1]))
     receiver._piece, more = receiver._piece - 1, [*marks[1], before + 14, before + 15]  # as if a stream had taken all
     assert told(receiver, more) == (1, (0,), "1 of 3 have arrived, 1 were read")
-    # A sender whose second tensor finds no room waits for the receiver, who waits for nobody then.
+    # A sender whose second tensor finds no room waits for the receiver. The receiver waits for no rank then.
     until_stuck(lambda: sender.send(big))
     sender._piece, less = before + 15, [*marks[0], before + 14, before + 15]
     assert told(sender, less) == (1, (1,), "1 of 3 have arrived, 1 were read")

@@ -222,7 +222,7 @@ def run_layer(rank: int, per_rank: bool) -> list[Any]:
 
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_ranks_with_different_numbers_of_tokens(per_rank: bool) -> None:
-    """Nobody waits for ever, and nothing differs from what one process computes."""
+    """No rank waits for ever, and all results are those of one process."""
     found = run_ranks(run_layer, 4, per_rank)
     layers, xs = [new_layer(rank, per_rank) for rank in range(4)], [hidden(rank).requires_grad_() for rank in range(4)]
     outputs, _ = moe_layer(layers, xs)  # pyrefly: ignore

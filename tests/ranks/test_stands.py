@@ -31,11 +31,11 @@ def stands(complete: set[int], unknown: set[int] = frozenset(), issued: int = le
     ("complete", "unknown", "at"),
     [
         (set(), set(), {(0,), (2,)}),
-        ({2}, set(), {(0,)}),  # not at the gather behind it, which nobody needs yet
+        ({2}, set(), {(0,)}),  # not at the gather behind it, which no op needs yet
         ({0}, set(), {(2,)}),
         ({0, 2}, {3}, {(3, 4)}),  # ops that leave no event: at one of them
         ({0, 2, 4}, {3}, {(1,)}),  # in order, so what stands before a complete op is complete
-        ({1, 2, 4}, {5, 6}, {(6, 7)}),  # a send that nobody has taken keeps this rank from nothing
+        ({1, 2, 4}, {5, 6}, {(6, 7)}),  # a send that was not received delays nothing on this rank
         ({1, 2, 4}, {5}, {(6,)}),  # not at the op behind it, whose event says nothing yet either
         ({1, 2, 6}, {3, 4, 5}, {(7,)}),
     ],
@@ -127,7 +127,7 @@ def test_the_rank_that_is_behind_in_a_group_is_named_and_not_those_that_are_ther
 
 
 def test_words_in_memory_say_more_than_what_was_issued() -> None:
-    """Everybody has issued it, and one rank's stream has not come there."""
+    """All ranks have issued it, and one rank's stream has not reached it."""
     ranks = (4, 5, 6)
     waits = [state(rank, came("a2a", ranks, 6, 7, absent=(6,))) for rank in (4, 5)]
     line = told(*waits, state(6, came("a2a", ranks, 6, 7), waits=0))
@@ -135,7 +135,7 @@ def test_words_in_memory_say_more_than_what_was_issued() -> None:
 
 
 def test_a_rank_in_an_earlier_step_is_behind() -> None:
-    """It waits for nobody who has not passed there."""
+    """It waits for no rank that has not passed there."""
     late = state(1, came("gather_dense", (0, 1), 2, 3), step=2)
     assert told(state(0, came("gather_dense", (0, 1), 0, 1)), late).startswith("rank 1 has not come to exchange 1 of g")
 
@@ -156,9 +156,9 @@ def test_ranks_that_wait_for_each_other_are_told_as_a_circle() -> None:
     assert told(states[0], unsure, states[2]) == f"{line}, unless rank 1 is at op 3: fwd attn .. op 4: fwd mlp"
 
 
-def test_where_nobody_is_known_to_wait_that_is_said() -> None:
-    assert told(state(0, waits=0), others=(1,)).startswith("rank 1 did not say what it does, and nobody is known")
+def test_a_message_says_that_no_rank_is_known_to_wait() -> None:
+    assert told(state(0, waits=0), others=(1,)).startswith("rank 1 did not say what it does, and no rank is known")
     assert told(state(0, waits=0, at=("op 4",)), state(1, waits=0)).startswith("rank 0 is stuck for 9 s at op 4")
-    everybody = [state(rank, came("a2a", (0, 1), 1, 2)) for rank in (0, 1)]
-    assert told(*everybody) == "no rank is known to be behind another one"
+    states = [state(rank, came("a2a", (0, 1), 1, 2)) for rank in (0, 1)]
+    assert told(*states) == "no rank is known to be behind another one"
     assert told(others=(0, 1)).startswith("rank 0 did not say")

@@ -29,7 +29,7 @@ OPS = [
 
 
 class Streams:
-    """Lanes of a GPU with events that say which ops are over. Ops that nobody awaits have none."""
+    """Lanes of a GPU with events that say which ops are over. Ops that no other op awaits have none."""
 
     needs_rehearsal = True
 

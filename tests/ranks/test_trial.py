@@ -1,4 +1,4 @@
-"""Copy engines are tried: all ranks come to the same answer, whoever of them fails, and nothing is left behind."""
+"""Trials of copy engines: all ranks get the same answer, whichever rank fails, and leave nothing behind."""
 
 from __future__ import annotations
 

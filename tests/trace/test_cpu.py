@@ -266,4 +266,4 @@ def test_waits_stand_for_ops_without_a_transfer_beside_ops_that_have_one(tmp_pat
     assert np.isnan([step.kinds["reduce"].waiting, step.kinds["a2a"].waiting]).all()
     notes = report(traces).notes
     assert sum("only waits for them" in note for note in notes) == 1
-    assert not any("do not match" in note for note in notes), "sends that nobody could see"
+    assert not any("do not match" in note for note in notes), "sends that no host could see"

@@ -4,7 +4,7 @@ Both take whole parameters in the compute dtype and keep fp32 main weights and f
 The stable one's optimizer wrapper steps once with zero gradients when it is made, which would move the bias correction
 and decay the weights. So AdamW is given views of the flat shards here, in both.
 
-Note: [Experts that nobody shares]
+Note: [Experts on one rank alone]
 With gradients sent in another dtype than they are summed in, the stable library adds the gradient of a group with one
 member to itself. So where some group has one member, all gradients are sent in fp32.
 """

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: 1F1B, interleaved 1F1B and the zero-bubble V order over stages of the plain stack.
 
-Weights of a stage lie whole on its rank if nobody shares them; else they are under `fully_shard`, gathered once a step
-and their gradients reduced once a step, which is how that library uses FSDP2. Experts move rows by synchronous
+Weights of a stage lie whole on its rank if no other rank shares them; else they are under `fully_shard`, gathered once
+a step and their gradients reduced once a step, which is how that library uses FSDP2. Experts move rows by synchronous
 all-to-alls between the data-parallel ranks of one pipeline rank.
 
 The schedules would divide all gradients by the number of microbatches in the end, and with them those of the

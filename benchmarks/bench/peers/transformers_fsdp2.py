@@ -1,4 +1,4 @@
-"""transformers' Qwen3-MoE under torch FSDP2: what somebody with that model would pick.
+"""transformers' Qwen3-MoE under torch FSDP2: the usual choice of users of that model.
 
 Each layer is a unit, and weights of the next two are fetched ahead. Experts are sharded over all ranks like everything
 else, for transformers' own expert parallelism excludes FSDP; their products are transformers' grouped ones.
