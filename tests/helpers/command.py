@@ -90,9 +90,16 @@ def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = F
 
 
 def in_a_terminal(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A command in a terminal of its own, and this end of it."""
+    """A command in a terminal of its own, and this end of it. It hears SIGHUP even if `nohup` started the tests."""
     ours, theirs = pty.openpty()
-    command = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = "; ".join(
+        [
+            "import fcntl, os, signal, sys, termios",
+            "fcntl.ioctl(0, termios.TIOCSCTTY, 0)",
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)",
+            "os.execv(sys.argv[1], sys.argv[1:])",
+        ]
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", command, sys.executable, "-m", "hocket", *arguments],
         cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
