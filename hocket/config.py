@@ -258,9 +258,11 @@ class DataConfig:
     """The text to train on."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns of text. Empty means the source of the running Python's standard library."""
+    """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
+    text_key: str = "text"
+    """Name of the text in a line of JSON or a row of a table."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package."""
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
     sequence_length: int = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on"] = "off"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -373,6 +375,12 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     done = len(losses(tmp_path))
     saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
     assert saved["step"] == done
+
+
+def test_versions_are_told(tmp_path):
+    ended = hocket(tmp_path, "--version")
+    version, number = importlib.metadata.version, platform.python_version()
+    assert (ended.code, ended.out) == (0, f"hocket {version('hocket')}, torch {version('torch')}, Python {number}\n")
 
 
 def test_a_closed_terminal_saves_and_ends(tmp_path):

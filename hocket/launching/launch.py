@@ -107,7 +107,10 @@ def check_corpus(settings: Settings) -> None:
     """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
     from hocket.train.corpus import open_corpus
 
-    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
+    def say(words: str) -> None:
+        sys.stderr.write(f"{words}\n")
+
+    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder), say=say)
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)
