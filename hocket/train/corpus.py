@@ -206,7 +206,7 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, meta: Mapping[str, Any]) -
     check = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
     for values in (starts, tokens):
         for first in range(0, len(values), PIECE):
-            check = zlib.crc32(memoryview(values[first : first + PIECE]), check)
+            check = zlib.crc32(values[first : first + PIECE].data, check)
     return check
 
 
