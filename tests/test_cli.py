@@ -124,6 +124,7 @@ MISTAKES = [
     (["--gpus", "4", "--mesh.dp", "4"], "gpus = 4", "leave one of them out"),
     (["--config", "x"], "--config", "--help lists all settings"),
     (["--data.paths", "a", "--data.paths", "b"], "--data.paths", "given twice; fix: give it once"),
+    (["--train.steps", "3", "--train.steps=5"], "--train.steps", "given twice; fix: give it once"),
     (["stray"], "stray", "--train.steps 50"),
     (["plan.order=1f1b"], "plan.order=1f1b", "fix: --plan.order=1f1b"),
     (["-plan.order=1f1b"], "-plan.order=1f1b", "fix: --plan.order=1f1b"),
@@ -343,6 +344,10 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     assert "explanation.json has what was decided" in ended.out
     again = hocket(tmp_path, "train", *words)
     assert "nothing to do" in again.out
+    record = (tmp_path / "runs/tiny/explanation.json").read_bytes()
+    refused = hocket(tmp_path, "train", *words, "--model.vocab", "512")
+    assert (refused.code, refused.err.count("belongs to another model")) == (2, 1)
+    assert (tmp_path / "runs/tiny/explanation.json").read_bytes() == record
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, memory, prepare, probe
+from hocket.explain.record import record
 from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job, end_now, outcome
@@ -97,10 +98,14 @@ def check_memory(settings: Settings, ranks: int, nbytes: int) -> None:
 
 
 def train_rank(settings: Settings, rank: int, device: Any) -> None:
-    """The job of training."""
+    """The job of training. A run that is refused up to the first step leaves the record of an earlier one alone."""
     from hocket.train.trainer import Trainer
 
-    Trainer(settings, rank, device).run()
+    trainer = Trainer(settings, rank, device)
+    trainer.begin()
+    if rank == 0:
+        record(settings, Path(settings.run.folder))
+    trainer.run()
 
 
 def check_corpus(settings: Settings) -> None:
