@@ -77,7 +77,8 @@ def expert_ranks(data_ranks: Callable[[Given], int], tensor_ranks: str) -> Rule:
     def rule(value: Any, given: Given) -> Answer:
         ranks = data_ranks(given) * given.number(tensor_ranks)
         if ranks and value > 0 and ranks % value:
-            return Answer("not there", words=f"{value} does not divide the {ranks} data and tensor ranks of a pipeline rank")
+            words = f"{value} does not divide the {ranks} data and tensor ranks of a pipeline rank"
+            return Answer("not there", words=words)
         return Answer("becomes", {"mesh.ep": value})
 
     return rule

@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("mesh.ep", "mesh.dp", "mesh.tp"),
         lambda c, h: c.mesh.dp * c.mesh.tp % c.mesh.ep != 0,
-        "expert-parallel ranks lie inside of one pipeline rank, and {mesh.ep} does not divide mesh.dp = {mesh.dp}{tensors}",
+        "expert-parallel ranks are on one pipeline rank, and {mesh.ep} does not divide mesh.dp = {mesh.dp}{tensors}",
         "make mesh.dp x mesh.tp a multiple of mesh.ep",
     ),
     Rule(
