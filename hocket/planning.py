@@ -70,7 +70,8 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     if not each:
         return 0.0
     seconds = {
-        key: cost.wire_bytes * each.get(carried_by(key) or "control", 0.0) + cost.inner_bytes * each.get("tp", 0.0)
+        key: cost.wire_bytes * each.get(carried_by(key, program.layout) or "control", 0.0)
+        + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }
     return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
