@@ -62,7 +62,7 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
-        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
+        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout_of(config))
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
     if layout_of(config).placed:
