@@ -121,20 +121,24 @@ def _rows(count: float, width: int, copies: Copies) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ parts
 
-EMBED = Part("embed", "i", unit="embed", backward_reads_weights=False, size=_embed)
+EMBED = Part("embed", "i", unit="embed", backward_reads_weights=False, products=("embed",), size=_embed)
 """Token ids to hidden states."""
-HEAD = Part("head", "h", unit="head", kept=(INPUT,), size=_head)
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), products=("head",), size=_head)
 """The last norm, logits and the loss."""
 
 DENSE = layer_kind(
     "dense",
     (
-        Part("attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, size=_attention),
         Part(
-            "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M", size=_mlp
+            "attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, products=("qkv", "proj"),
+            size=_attention,
+        ),
+        Part(
+            "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M",
+            products=("fc1", "fc2"), size=_mlp,
         ),
     ),
-)
+)  # fmt: skip
 """`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
 
 
@@ -154,7 +158,7 @@ def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bo
             Part(
                 "attn", "a", outputs=("rows", "residual", "shared", "probs"), takes=("documents",), makes=("routing",),
                 unit="dense", kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
-                size=_attention_and_routing,
+                products=("qkv", "proj", "shared_fc1", "shared_fc2"), size=_attention_and_routing,
             ),
             away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=_dispatch),
             Part(

@@ -49,7 +49,7 @@ from hocket.program.copies import copies_of, elements_sent
 from hocket.program.cost import CostTable
 from hocket.program.layer import MERGED, spelt
 from hocket.program.network import hardware_of
-from hocket.program.ops import COMPUTING, Lane, Program, Recomputable
+from hocket.program.ops import COMPUTING, Lane, Layout, Program, Recomputable
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, layout_of
@@ -92,7 +92,7 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if after > _FEWER * before:
         return "per_expert", f"{where}, and what rows must say about them eats up what is saved"
     fewer = f"{where}: one copy for each is {1 - after / before:.0%} fewer bytes"
-    exchanges, compute = _seconds_of_a_layer(trials.costs(changed(c, {"overlap.ep.copies": "per_expert"})))
+    exchanges, compute = seconds_of_experts(trials.costs(changed(c, {"overlap.ep.copies": "per_expert"})), layout_of(c))
     if c.overlap.ep.merge != "on":
         return "per_rank", fewer
     beside = f"all-to-alls of a merged layer take {duration(exchanges)} beside {duration(compute)} of compute"
@@ -101,14 +101,18 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     return "per_rank", f"{beside}; {fewer}"
 
 
-def _seconds_of_a_layer(costs: CostTable) -> tuple[float, float]:
-    """(seconds of all-to-alls, seconds of compute) of a MoE layer's forward and backward."""
-    seconds = {"exchange": 0.0, "compute": 0.0}
-    for (verb, part, kind), cost in costs.table.items():
-        if kind == "moe" and verb in ("fwd", "bwd", "wgrad", "recompute"):
-            what = "exchange" if carried_by((verb, part, kind)) else "compute"
-            seconds[what] += float(cost.seconds)
-    return seconds["exchange"], seconds["compute"]
+def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
+    """(seconds of communication, seconds of compute) of a forward and backward of layers that exchange rows.
+
+    One of each kind of these layers.
+    """
+    parts = [(kind.name, part) for kind in layout.layer_types if any(p.way for p in kind.parts) for part in kind.parts]
+    seconds = {False: 0.0, True: 0.0}
+    for kind, part in parts:
+        for verb in ("fwd", "bwd", "wgrad", "recompute"):
+            cost = costs.table.get((verb, part.name, kind))
+            seconds[part.communicates] += float(cost.seconds) if cost else 0.0
+    return seconds[True], seconds[False]
 
 
 _LEAST: Strategy = "optim_grads_params"
@@ -186,10 +190,10 @@ def _updates(costs: CostTable) -> float:
 
 def _compute(c: Config, costs: CostTable) -> float:
     """Seconds of a step's other compute, as a mean over pipeline ranks."""
-    kinds, total = layout_of(c).kinds, 0.0
+    layout, total = layout_of(c), 0.0
     for (verb, part, kind), cost in costs.table.items():
-        if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind)):
-            total += (kinds.count(kind) if kind else 1) * float(cost.seconds)
+        if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind), layout):
+            total += (layout.kinds.count(kind) if kind else 1) * float(cost.seconds)
     return total * c.train.microbatches / c.mesh.pp
 
 
