@@ -18,7 +18,7 @@ from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
-from hocket.program.text import from_json, from_text, to_json, to_text
+from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from tests.helpers.costs import Table
@@ -145,7 +145,6 @@ def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
 
 def test_a_stored_program_knows_its_kinds() -> None:
     for program in programs():
-        assert from_text(to_text(program)) == program
         again = from_json(to_json(program))
         assert again == program
         assert not check(again)
