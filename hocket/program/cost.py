@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 from hocket.config import ModelConfig, Purpose
 from hocket.program.clock import Work, at_clock, clock_of
-from hocket.program.copies import Copies, copies_of
-from hocket.program.formulas import STOCK, Formulas, PartSize
+from hocket.program.copies import copies_of
+from hocket.program.formulas import STOCK, PartSize
 from hocket.program.hardware import Hardware
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import END_UNITS, Part, Unit
@@ -130,18 +130,6 @@ class Measurement:
     overheads: Overheads
     notes: tuple[str, ...] = ()
     """What the reader must know, such as what could not be measured."""
-
-
-def part_size(
-    model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None, f: Formulas = STOCK
-) -> PartSize:
-    """Sizes of one part of hocket's own model. `seq` is the length of a sequence, `kind` that of the layer.
-
-    Rows are sent once per expert, if `copies` does not say otherwise.
-    """
-    shapes = Shapes(model, seq, ep, copies or copies_of(model, ep, False, 1), f)
-    there = standard_types((kind,), ep=ep)[0].by_name if kind else {EMBED.name: EMBED, HEAD.name: HEAD}
-    return size_of(there[part], shapes)
 
 
 def size_of(part: Part, shapes: Shapes) -> PartSize:

@@ -9,14 +9,15 @@ from typing import get_args
 import pytest
 
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
-from hocket.program.copies import ranks_per_token
-from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
-from hocket.program.formulas import FUSED, STOCK
+from hocket.program.copies import copies_of, ranks_per_token
+from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, size_of, unit_weights
+from hocket.program.formulas import FUSED, STOCK, Formulas, PartSize
 from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
+from hocket.program.transformer import EMBED, HEAD, Shapes, standard_types
 from tests.helpers.plans import planned
 
 LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -34,6 +35,12 @@ SMALL = ModelConfig(
 
 def table(model: ModelConfig, mesh: MeshConfig, tokens: int, seq: int, chunks: int = 1) -> CostTable:
     return op_costs(model, layout_of(model, mesh, chunks), tokens, seq, sharding_of(mesh), H200, 2)
+
+
+def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Formulas = STOCK) -> PartSize:
+    """Sizes of one part of hocket's own model, of a layer of this kind; rows are sent once per expert."""
+    there = standard_types((kind,), ep=ep)[0].by_name if kind else {EMBED.name: EMBED, HEAD.name: HEAD}
+    return size_of(there[part], Shapes(model, seq, ep, copies_of(model, ep, False, 1), f))
 
 
 def sharding_of(mesh: MeshConfig, strategy: Strategy = "optim_grads_params") -> Sharding:
