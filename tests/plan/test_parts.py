@@ -140,7 +140,7 @@ def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
     assert "cp " in text
     assert "Q qkv" in text
     assert "cp</text>" in svg_timeline(timeline, program)
-    assert "cp</text>" in html_timeline(timeline, program)
+    assert '"cp"' in html_timeline(timeline, program)
 
 
 def test_a_stored_program_knows_its_kinds() -> None:
