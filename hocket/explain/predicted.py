@@ -19,9 +19,9 @@ from hocket.program.network import hardware_of
 from hocket.program.ops import Program
 from hocket.program.schedule import KIND_OF
 from hocket.program.stages import costs_of
-from hocket.program.without_collector import without_collector
 from hocket.resolve import Settings
 from hocket.tune.period import continued, steady
+from hocket_trace.without_collector import without_collector
 
 MOST_OPS = 40_000
 """Ops of a program that is built and simulated in a second."""

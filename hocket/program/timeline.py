@@ -11,16 +11,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import floor
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from hocket.program.ops import COMPUTING, LANES, Lane, Layout, Op, Program
 from hocket.program.parts import Part
 from hocket.program.schedule import kind_of
 from hocket.program.simulate import Span, Timeline
 from hocket.program.transformer import EMBED, HEAD
-
-if TYPE_CHECKING:
-    from hocket_trace.data import RankTrace
+from hocket_trace.columns import duration
+from hocket_trace.data import KINDS, Plan, RankTrace, Step
+from hocket_trace.exposure import report
+from hocket_trace.page import html
+from hocket_trace.picture import svg
 
 _LEGEND = (
     "w weight gradient  > activation received  < gradient received  g gather  r reduce  S step  · nothing\n"
@@ -53,14 +57,6 @@ def _legend_of(layout: Layout) -> str:
     parts = {part.name: part for kind in layout.layer_types for part in kind.parts}
     named = (f"{_mark(part)} {part.name}" for part in (EMBED, *parts.values(), HEAD))
     return "\n".join(["  ".join(named) + ": forward; small letters: backward", _LEGEND])
-
-
-def duration(seconds: float) -> str:
-    """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
-            return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def exposed_spans(ops: Sequence[Op], spans: Sequence[Span]) -> list[tuple[float, float]]:
@@ -138,10 +134,6 @@ def _text_row(marks: Iterable[tuple[str, Any, Any]], columns: int, step: float) 
 
 def as_traces(timeline: Timeline, program: Program) -> tuple[RankTrace, ...]:
     """The step as traces of its pipeline ranks, so that it is drawn like a measured one. No host is late in it."""
-    import numpy as np
-
-    from hocket_trace.data import KINDS, Plan, RankTrace, Step
-
     found, end = [], float(timeline.makespan)
     for rank, (ops, spans) in enumerate(zip(program.ranks, timeline.spans, strict=True)):
         timed = [(op, span) for op, span in zip(ops, spans, strict=True) if span.end > span.start]
@@ -189,9 +181,6 @@ def as_traces(timeline: Timeline, program: Program) -> tuple[RankTrace, ...]:
 
 def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str:
     """A picture of the step as one SVG document, `width` pixels wide; ops tell their name when pointed at."""
-    from hocket_trace.exposure import report
-    from hocket_trace.picture import svg
-
     traces = as_traces(timeline, program)
     labels = {
         str(op): f"{letter(op, program.layout)}{op.microbatch if op.microbatch >= 0 else ''}"
@@ -203,9 +192,6 @@ def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str
 
 def html_timeline(timeline: Timeline, program: Program, title: str = "Predicted step") -> str:
     """A page that needs no other file: a timeline to zoom into, and numbers per rank."""
-    from hocket_trace.exposure import report
-    from hocket_trace.page import html
-
     traces = as_traces(timeline, program)
     return html(report(traces), traces, title=title)
 

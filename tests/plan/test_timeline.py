@@ -17,7 +17,6 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import (
     as_traces,
-    duration,
     exposed_spans,
     html_timeline,
     letter,
@@ -235,20 +234,3 @@ def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
 def test_nothing_is_merged_in_a_plan_without_merging() -> None:
     _, built = real(merge="off")
     assert [merged_share(ops) for ops in built.ranks] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 µs"),
-        (3e-6, "3 µs"),
-        (2.5e-4, "250 µs"),
-        (9.9949e-4, "999 µs"),
-        (9.996e-4, "0.9996 ms"),
-        (0.0125, "12.5 ms"),
-        (0.99996, "1 s"),
-        (1.25, "1.25 s"),
-    ],
-)
-def test_durations_have_a_unit_that_fits(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
