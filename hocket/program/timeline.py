@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from math import floor
 from typing import Any
 
@@ -18,11 +17,11 @@ import numpy as np
 from hocket.program.ops import COMPUTING, LANES, Lane, Layout, Op, Program
 from hocket.program.parts import Part
 from hocket.program.schedule import kind_of
-from hocket.program.simulate import Span, Timeline
+from hocket.program.simulate import Timeline
 from hocket.program.transformer import EMBED, HEAD
 from hocket_trace.columns import duration
 from hocket_trace.data import KINDS, Plan, RankTrace, Step
-from hocket_trace.exposure import report
+from hocket_trace.exposure import exposed, report
 from hocket_trace.page import html
 from hocket_trace.picture import svg
 
@@ -59,26 +58,6 @@ def _legend_of(layout: Layout) -> str:
     return "\n".join(["  ".join(named) + ": forward; small letters: backward", _LEGEND])
 
 
-def exposed_spans(ops: Sequence[Op], spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """(start, end) of the stretches in which communication runs on a rank and no compute op does."""
-    moments: list[tuple[float, bool, bool]] = []
-    for op, span in zip(ops, spans, strict=True):
-        if span.end > span.start:
-            computes = op.lane in COMPUTING
-            moments += [(float(span.start), True, computes), (float(span.end), False, computes)]
-    moments.sort()
-    running = {True: 0, False: 0}
-    out: list[tuple[float, float]] = []
-    for (moment, starts, compute), following in pairwise(moments):
-        running[compute] += 1 if starts else -1
-        if running[False] and not running[True] and following[0] > moment:
-            if out and out[-1][1] == moment:
-                out[-1] = (out[-1][0], following[0])
-            else:
-                out.append((moment, following[0]))
-    return out
-
-
 # --------------------------------------------------------------------------------------------------------------- text
 
 
@@ -93,6 +72,7 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
     columns = max(width - gutter, 10)
     step = float(timeline.makespan) / columns or 1.0
     lines = [f"{'':{gutter}}0{duration(float(timeline.makespan)):>{columns - 1}}"]
+    traces = as_traces(timeline, program)
     for rank, (ops, spans) in enumerate(zip(program.ranks, timeline.spans, strict=True)):
         for n, lane in enumerate(_lanes(ops)):
             marks = [
@@ -106,8 +86,9 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
             row = "".join(mark if share > enough else little if share else "·" for mark, share in busy)
             lines.append(f"{name:{left}}{lane:10}{row}")
             if lane == "compute":
-                exposed = _text_row([("!", *span) for span in exposed_spans(ops, spans)], columns, step)
-                row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in exposed)
+                alone = exposed(traces[rank], 0.0, float(timeline.makespan))
+                marked = _text_row([("!", *span) for span in alone.tolist()], columns, step)
+                row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in marked)
                 lines.append(f"{'':{left}}{'exposed':10}{row}")
     again = ["+ forward once more"] if program.layout.recompute else []
     return "\n".join([*lines, f"one character is {duration(step)}", _legend_of(program.layout), *again])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +16,6 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import (
     as_traces,
-    exposed_spans,
     html_timeline,
     letter,
     merged_share,
@@ -25,7 +23,7 @@ from hocket.program.timeline import (
     svg_timeline,
     text_timeline,
 )
-from hocket_trace.exposure import report
+from hocket_trace.exposure import exposed, report
 from hocket_trace.scene import COLORS, GUTTER
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
@@ -120,14 +118,6 @@ def test_letters_tell_forward_from_backward_and_parts_apart() -> None:
     assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", ":", "·", "'"))
 
 
-def test_exposed_spans_add_up_to_the_exposed_time() -> None:
-    timeline, built = real()
-    for ops, spans, use in zip(built.ranks, timeline.spans, timeline.ranks, strict=True):
-        stretches = exposed_spans(ops, spans)
-        assert sum(end - start for start, end in stretches) == pytest.approx(float(use.exposed_total))
-        assert all(a[1] < b[0] for a, b in pairwise(stretches))
-
-
 def bars(svg: str) -> dict[str, ElementTree.Element]:
     """Bars by title; those of the legend have none."""
     found = [e for e in ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect") if e.get("class") == "op"]
@@ -154,8 +144,8 @@ def test_svg_of_a_real_program_has_a_bar_per_op_and_stays_inside() -> None:
     root = ElementTree.fromstring(svg_timeline(timeline, built, width))
     drawn = [e for e in root.iter(f"{NAMESPACE}rect") if e.findtext(f"{NAMESPACE}title")]
     took_time = sum(span.end > span.start for spans in timeline.spans for span in spans)
-    exposed = sum(len(exposed_spans(o, s)) for o, s in zip(built.ranks, timeline.spans, strict=True))
-    assert len(drawn) == took_time + exposed
+    alone = sum(len(exposed(trace, 0, float(timeline.makespan))) for trace in as_traces(timeline, built))
+    assert len(drawn) == took_time + alone
     assert max(float(e.get("x", "")) + float(e.get("width", "")) for e in drawn) <= width
 
 
