@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import summary_tables, tensor_tables
+from benchmarks import settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
@@ -58,7 +58,6 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.text import to_text
 from hocket.program.timeline import svg_timeline
-from hocket.settings import reference
 from hocket.tune import best_plan
 from hocket_trace import load
 from hocket_trace import report as trace_report
@@ -360,8 +359,8 @@ def make_gpus() -> str:
 
 MAKERS = {
     "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
-    "step": make_step, "golden": make_golden, "settings": reference.table,
-    "presets": lambda words: reference.presets(), "gpus": lambda words: make_gpus(),
+    "step": make_step, "golden": make_golden, "settings": settings_tables.table,
+    "presets": lambda words: settings_tables.presets(), "gpus": lambda words: make_gpus(),
 }  # fmt: skip
 _MARKED = re.compile(rf"(<!-- ({'|'.join(MAKERS)}):(.+?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 

@@ -18,10 +18,11 @@ from hocket.program.schedule import cost_key
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
 from hocket.program.text import to_text
-from hocket.program.timeline import duration, summary, text_timeline
+from hocket.program.timeline import summary, text_timeline
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.hardware_choice import GPU
+from hocket_trace.columns import duration
 
 
 def program_of(settings: Settings) -> Program:

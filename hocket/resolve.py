@@ -19,7 +19,6 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.problems import stop_if
-from hocket.program.without_collector import without_collector
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.effects import effect_of
 from hocket.settings.hardware_choice import choose_hardware
@@ -43,6 +42,7 @@ from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_split
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
+from hocket_trace.without_collector import without_collector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,13 +30,17 @@ _PART_COLORS = {
 
 
 def html(
-    report: Report, traces: Sequence[RankTrace], tax: Tax | None = None, prediction: Prediction | None = None
+    report: Report,
+    traces: Sequence[RankTrace],
+    tax: Tax | None = None,
+    prediction: Prediction | None = None,
+    title: str = "",
 ) -> str:
-    """The page. It begins at the step whose length is the median."""
+    """The page, with a title of its own if there is none. It begins at the step whose length is the median."""
     figures = to_json(report, tax, prediction)
     headline, *about = table.title(figures, 10_000)[0][0][0].split(": ", 1)
     parts = {
-        "title": escape(headline),
+        "title": escape(title or headline),
         "about": escape(": ".join(about)),
         "warnings": "".join(f'<p class="warning">{escape(text)}</p>' for text in table.warnings(figures)),
         "headline": re.sub(r"(?<=\d) (?=s\b|ms|µs|%)", "&nbsp;", escape(table.headline(figures))),

@@ -7,12 +7,10 @@ and again.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from hocket_trace.data import Floats, Ints, Plan
 from hocket_trace.plan import plan_of
+from hocket_trace.without_collector import without_collector
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cpu_op", "user_annotation")
@@ -102,22 +101,10 @@ class _Column:
 
 def parse(path: Path) -> Events:
     """Read a trace. Raises TraceError."""
-    with _without_collector():
+    with without_collector():
         document = _document(path, _text(path))
         events = document.pop("traceEvents")
         return _columns(path, document, events)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause the cyclic garbage collector."""
-    ran = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if ran:
-            gc.enable()
 
 
 def _text(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -27,17 +27,23 @@ _SHARP = 2
 """Pixels of a PNG for each pixel of the scene."""
 
 
-def svg(report: Report, traces: Sequence[RankTrace], step: int | None = None, width: int = 1200) -> str:
+def svg(
+    report: Report,
+    traces: Sequence[RankTrace],
+    step: int | None = None,
+    width: int = 1200,
+    labels: Mapping[str, str] | None = None,
+) -> str:
     """One step as an SVG document, `width` pixels wide, light or dark as its reader likes; bars tell what they are.
 
-    Without a step it is the one whose length is the median.
+    Without a step it is the one whose length is the median. `labels` are texts by op for bars that they fit into.
     """
-    return svg_of(_scene(report, traces, step, width))
+    return svg_of(_scene(report, traces, step, width, labels or {}))
 
 
 def png(report: Report, traces: Sequence[RankTrace], step: int | None = None, width: int = 1200) -> bytes:
     """The same picture as a PNG. Raises ValueError if pillow is missing."""
-    return png_of(_scene(report, traces, step, width))
+    return png_of(_scene(report, traces, step, width, {}))
 
 
 def typical(report: Report) -> int:
@@ -49,7 +55,9 @@ def typical(report: Report) -> int:
     return order[(len(order) - 1) // 2]
 
 
-def _scene(report: Report, traces: Sequence[RankTrace], step: int | None, width: int) -> Scene:
+def _scene(
+    report: Report, traces: Sequence[RankTrace], step: int | None, width: int, labels: Mapping[str, str]
+) -> Scene:
     if not numbers(traces):
         raise ValueError(f"{several(report.sources)}: no step to draw; fix: a trace of whole steps")
     number = typical(report) if step is None else step
@@ -62,7 +70,7 @@ def _scene(report: Report, traces: Sequence[RankTrace], step: int | None, width:
         parts.append(f"communication exposed for {percent(exposed)}")
     about = [text.partition(":")[0] for text in warnings(figures)]
     parts += [report.device, *about]
-    return draw(traces, number, ", ".join(filter(None, parts)), width)
+    return draw(traces, number, ", ".join(filter(None, parts)), width, labels)
 
 
 def svg_of(scene: Scene) -> str:
@@ -87,7 +95,7 @@ def svg_of(scene: Scene) -> str:
 
 
 def _svg_word(word: Word) -> str:
-    tone = ' class="dim"' if word.dim else ""
+    tone = ' class="in"' if word.inside else ' class="dim"' if word.dim else ""
     weight = ' font-weight="600"' if word.bold else ""
     anchor = "" if word.anchor == "start" else f' text-anchor="{word.anchor}"'
     return f'<text x="{word.x:.1f}" y="{word.y:.1f}"{tone}{weight}{anchor}>{escape(word.text)}</text>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hocket_trace import label
 from hocket_trace.cpu import cpu_activities
-from hocket_trace.data import Ints, Plan, RankTrace
+from hocket_trace.data import Ints, Plan, PlanOp, RankTrace
 from hocket_trace.launch import Activities, gpu_activities
 from hocket_trace.parse import Events, TraceError, parse
 from hocket_trace.steps import assign, step_number
@@ -215,28 +215,23 @@ def _labels(found: Activities, groups: _Groups, words: _Words, plan: Plan, who: 
 
 def _communicates(found: Activities, plan: Plan) -> NDArray[np.bool_]:
     """Which activities are communication."""
-    by_words = _for_distinct(
-        lambda name, launcher, op: label.is_communication(
-            found.words[name], found.words[launcher], plan.ops.get(found.words[op])
-        ),
-        found.name,
-        found.opened.launcher,
-        found.opened.op,
-    )
-    return by_words.astype(bool) | found.transfer
+    return _that_are(label.is_communication, found, plan) | found.transfer
 
 
 def _with_stand_ins(found: Activities, kernel_class: Ints, words: _Words, plan: Plan) -> Ints:
     """The classes of kernels of a run with the null transport."""
-    stands_in = _for_distinct(
-        lambda name, launcher, op: label.is_stand_in(
-            found.words[name], found.words[launcher], plan.ops.get(found.words[op])
-        ),
+    return np.where(_that_are(label.is_stand_in, found, plan), words["stand-in"], kernel_class)
+
+
+def _that_are(test: Callable[[str, str, PlanOp | None], bool], found: Activities, plan: Plan) -> NDArray[np.bool_]:
+    """Which activities pass a test of their name, what launched them and their plan op."""
+    words, opened = found.words, found.opened
+    return _for_distinct(
+        lambda name, launcher, op: test(words[name], words[launcher], plan.ops.get(words[op])),
         found.name,
-        found.opened.launcher,
-        found.opened.op,
-    )
-    return np.where(stands_in, words["stand-in"], kernel_class)
+        opened.launcher,
+        opened.op,
+    ).astype(bool)
 
 
 def _for_distinct(function: Any, *columns: Ints) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import floor, log10
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,11 @@ COLORS = {
     "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
     "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#e3b341",
 }  # fmt: skip
-"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of this word. `late` is a
+"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of its verb. `late` is a
 host that has not launched yet. Mid tones, readable on light and on dark."""
 
-_VERBS = ("fwd", "bwd", "wgrad", "step", "gather", "reduce")
+_VERBS = {name: name for name in ("fwd", "bwd", "wgrad", "step", "gather", "reduce")}
+_VERBS |= {"recompute": "fwd", "update": "step"}
 
 ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
 """Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
@@ -51,6 +53,7 @@ class Box(NamedTuple):
     color: str
     opacity: float = 1.0
     title: str = ""
+    label: str = ""
 
 
 class Word(NamedTuple):
@@ -62,6 +65,8 @@ class Word(NamedTuple):
     dim: bool = False
     bold: bool = False
     anchor: str = "start"
+    inside: bool = False
+    """Whether it stands in a bar."""
 
 
 class Rule(NamedTuple):
@@ -117,8 +122,7 @@ def colors(trace: RankTrace) -> list[str]:
     verbs = {n: word.partition(" ")[0] for n, word in enumerate(trace.words)}
     names = [trace.words[kind] for kind in trace.kind]
     return [
-        verbs[op] if kind == "compute" and verbs[op] in _VERBS else kind
-        for kind, op in zip(names, trace.op, strict=True)
+        _VERBS.get(verbs[op], kind) if kind == "compute" else kind for kind, op in zip(names, trace.op, strict=True)
     ]
 
 
@@ -133,8 +137,14 @@ def numbers(traces: Sequence[RankTrace]) -> list[int]:
     return sorted({step.number for trace in traces for step in trace.steps})
 
 
-def draw(traces: Sequence[RankTrace], number: int, head: str, width: int = 1200) -> Scene:
-    """The picture of a step, `width` pixels wide, under a line of text."""
+def draw(
+    traces: Sequence[RankTrace],
+    number: int,
+    head: str,
+    width: int = 1200,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> Scene:
+    """The picture of a step, `width` pixels wide, under a line of text. `labels` are texts by op for wide bars."""
     start, end = window(traces, number)
     scene = Scene(width)
     chart = width - GUTTER - 12
@@ -148,9 +158,12 @@ def draw(traces: Sequence[RankTrace], number: int, head: str, width: int = 1200)
                 scene.words.append(Word(8, top + height / 2 + 4, f"rank {trace.rank}", bold=True))
             scene.words.append(Word(GUTTER - 8, top + height / 2 + 4, lane.name, dim=True, anchor="end"))
             scene.boxes.append(Box(GUTTER, top, chart, height, "lane"))
-            for box in _bars(trace, lane, names, (start, end, scale)):
+            for box in _bars(trace, lane, names, (start, end, scale), labels):
                 used.add(box.color)
                 scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=height))
+                if box.label and box.width >= 6.5 * len(box.label) + 2:
+                    middle = GUTTER + box.x + box.width / 2
+                    scene.words.append(Word(middle, top + 16, box.label, anchor="middle", inside=True))
             top += height + 2
             if n == 0:
                 scene.boxes.append(Box(GUTTER, top, chart, _STRIP, "lane"))
@@ -171,7 +184,13 @@ def _shown(trace: RankTrace, start: float, end: float) -> Iterator[Lane]:
             yield lane._replace(rows=lane.rows[inside])
 
 
-def _bars(trace: RankTrace, lane: Lane, names: Sequence[str], view: tuple[float, float, float]) -> Iterator[Box]:
+def _bars(
+    trace: RankTrace,
+    lane: Lane,
+    names: Sequence[str],
+    view: tuple[float, float, float],
+    labels: Mapping[str, str],
+) -> Iterator[Box]:
     """The bars of a lane, what is too narrow to be seen first. Only their x and width count."""
     start, end, scale = view
     left = (np.clip(trace.start[lane.rows], start, end) - start) * scale
@@ -183,8 +202,9 @@ def _bars(trace: RankTrace, lane: Lane, names: Sequence[str], view: tuple[float,
     for n in np.flatnonzero(~narrow):
         width = right[n] - left[n]
         row = int(lane.rows[n])
-        told = _title(trace, row) if width >= 2 else ""  # a narrower one cannot be pointed at
-        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told)
+        told = _title(trace, row, start) if width >= 2 else ""  # a narrower one cannot be pointed at
+        label = labels.get(trace.words[trace.op[row]], "")
+        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told, label)
 
 
 def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box]:
@@ -230,12 +250,15 @@ def _tick(length: float, width: float) -> float:
     return next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
 
 
-def _title(trace: RankTrace, row: int) -> str:
-    """What an activity is, in one line."""
+def _title(trace: RankTrace, row: int, zero: float) -> str:
+    """What an activity is, and when it ran since `zero`, in one line."""
     words = trace.words
     names = [words[column[row]] for column in (trace.op, trace.launcher, trace.name)]
-    told = ", ".join(dict.fromkeys(name for name in names if name))
-    return f"{told if len(told) <= 160 else told[:159] + '…'}: {duration(trace.end[row] - trace.start[row])}"
+    first = next(filter(None, names), "")
+    told = ", ".join([first, *dict.fromkeys(name for name in names if not first.startswith(name))])
+    start, end = trace.start[row], trace.end[row]
+    when = f"{duration(end - start)}, {duration(start - zero)} to {duration(end - zero)}"
+    return f"{told if len(told) <= 160 else told[:159] + '…'}: {when}"
 
 
 def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[str]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -17,7 +20,6 @@ from hocket.machine import host_for_plan
 from hocket.problems import problems_of, stop_if
 from hocket.resolve import resolve
 from hocket.settings.overrides import given, split
-from hocket.settings.reference import field_docstrings
 from hocket.settings.schema import changed, leaf, problem
 from hocket.settings.sources import begin
 
@@ -84,6 +86,19 @@ def _unbreak(kind: type[Any]) -> None:
             field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
         if dataclasses.is_dataclass(hints[field.name]):
             _unbreak(hints[field.name])
+
+
+def field_docstrings(kind: type[Any]) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass and of those that it extends, each as one line."""
+    found: dict[str, str] = {}
+    for each in reversed([c for c in kind.__mro__ if dataclasses.is_dataclass(c)]):
+        (node,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, after in pairwise(node.body):
+            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
+    return found
 
 
 def _joined(flag: tuple[str, list[str]]) -> list[str]:

@@ -73,10 +73,10 @@ def run(words: list[str]) -> int:
     measured = costs_from(settings, options.from_, options.null_from, origins)
     if measured:
         settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
-    assert_valid(planning.program_of(settings))
+    program = planning.program_of(settings)
+    assert_valid(program)
     for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
         if target:
-            program = planning.program_of(settings)
             write(target, draw(planning.predict(settings, program, hardware, measured), program))
     if options.json:
         print(json_module.dumps(planning.as_json(settings, hardware, measured), indent=1))

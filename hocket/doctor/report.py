@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from hocket.doctor.checks import exit_code
@@ -46,8 +47,4 @@ def verdict(checks: tuple[Check, ...]) -> str:
 
 def to_json(checks: tuple[Check, ...]) -> dict[str, Any]:
     """The same as JSON."""
-    rows = [
-        {"area": c.area, "name": c.name, "state": c.state, "found": c.found, "cost": c.cost, "fix": c.fix}
-        for c in checks
-    ]
-    return {"exit_code": exit_code(checks), "checks": rows}
+    return {"exit_code": exit_code(checks), "checks": [asdict(check) for check in checks]}

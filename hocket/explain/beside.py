@@ -16,9 +16,8 @@ from hocket.program.network import on_one_host
 from hocket.program.ops import Layout
 from hocket.program.schedule import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
-from hocket.program.timeline import duration
 from hocket.resolve import Settings
-from hocket_trace.columns import listed, several
+from hocket_trace.columns import duration, listed, several
 
 if TYPE_CHECKING:
     from hocket_trace.data import Report

@@ -8,7 +8,6 @@ that would take minutes even so is not simulated at all, which is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
@@ -19,9 +18,9 @@ from hocket.program.network import hardware_of
 from hocket.program.ops import Program
 from hocket.program.schedule import KIND_OF
 from hocket.program.stages import costs_of
-from hocket.program.without_collector import without_collector
 from hocket.resolve import Settings
 from hocket.tune.period import continued, steady
+from hocket_trace.without_collector import without_collector
 
 MOST_OPS = 40_000
 """Ops of a program that is built and simulated in a second."""
@@ -37,10 +36,7 @@ class Step:
 
     program: Program
     costs: CostTable
-    seconds: float
-    compute: float
-    idle: float
-    kinds: Mapping[str, Times]
+    found: Predicted
     peaks: tuple[int, ...]
     """The most bytes that each pipeline rank holds."""
     adapter: float
@@ -60,13 +56,15 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
     if whole:
         step = _step(settings, hardware, count)
-        told = filter(None, [rates(settings, hardware), network(settings, step.adapter, step.seconds)])
-        return replace(_predicted(hardware, step), note="; ".join(told)), step
-    short, long = _step(settings, hardware, few), _step(settings, hardware, more)
-    step = _continued(short, long, (count - few) / (more - few))
-    how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, rates(settings, hardware), network(settings, step.adapter, step.seconds)]
-    return replace(_predicted(hardware, step), note="; ".join(filter(None, notes))), long
+        found, adapter, how = step.found, step.adapter, ""
+    else:
+        short, step = _step(settings, hardware, few), _step(settings, hardware, more)
+        periods = (count - few) / (more - few)
+        found = _continued(short.found, step.found, periods)
+        adapter = continued(short.adapter, step.adapter, periods)
+        how = f"simulated with {few} and {more} microbatches, and continued to {count}"
+    notes = [how, rates(settings, hardware), network(settings, adapter, found.step)]
+    return replace(found, note="; ".join(filter(None, notes))), step
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
@@ -82,36 +80,30 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
             if op.lane in KIND_OF:
                 seconds[KIND_OF[op.lane]] += float(span.end - span.start) / count
     exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in seconds}
-    return Step(
-        program=program,
-        costs=costs,
-        seconds=float(timeline.makespan),
+    found = Predicted(
+        hardware=hardware.name,
+        step=float(timeline.makespan),
         compute=sum(float(use.busy) for use in timeline.ranks) / count,
         idle=sum(float(use.idle) for use in timeline.ranks) / count,
         kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in seconds if seconds[kind]},
-        peaks=tuple(use.peak_bytes for use in timeline.ranks),
-        adapter=adapter_seconds(settings, program, costs),
     )
+    peaks = tuple(use.peak_bytes for use in timeline.ranks)
+    return Step(program, costs, found, peaks, adapter_seconds(settings, program, costs))
 
 
-def _continued(short: Step, long: Step, periods: float) -> Step:
+def _continued(short: Predicted, long: Predicted, periods: float) -> Predicted:
     """A step with more microbatches of the steady state."""
     kinds = {
         kind: Times(
-            seconds=continued(short.kinds[kind].seconds, long.kinds[kind].seconds, periods),
-            exposed=continued(short.kinds[kind].exposed, long.kinds[kind].exposed, periods),
+            seconds=continued(times.seconds, long.kinds[kind].seconds, periods),
+            exposed=continued(times.exposed, long.kinds[kind].exposed, periods),
         )
-        for kind in short.kinds
+        for kind, times in short.kinds.items()
     }
     return replace(
         long,
-        seconds=continued(short.seconds, long.seconds, periods),
+        step=continued(short.step, long.step, periods),
         compute=continued(short.compute, long.compute, periods),
         idle=continued(short.idle, long.idle, periods),
         kinds=kinds,
-        adapter=continued(short.adapter, long.adapter, periods),
     )
-
-
-def _predicted(hardware: Hardware, step: Step) -> Predicted:
-    return Predicted(hardware=hardware.name, step=step.seconds, compute=step.compute, idle=step.idle, kinds=step.kinds)

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from hocket.explain.explanation import Explanation, Overlap, Times
-from hocket.program.timeline import duration
 from hocket.settings.schema import show
 from hocket.variables import Finding
+from hocket_trace.columns import duration
 
 WIDTH = 120
 GIB, MIB = 2**30, 2**20

@@ -288,11 +288,6 @@ def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]
     ]
 
 
-def broken_rules(config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
-    """One line for each setting that cannot work, with all reasons."""
-    return rule_lines(broken(config, host, origins), config, host, origins)
-
-
 def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
     """Broken rules as lines, each about the setting that the user touched if there is one, else about the first."""
     by_setting: dict[str, list[Rule]] = {}

@@ -106,11 +106,6 @@ def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
     return dataclasses.replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
-def out_of_bounds(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """One line for each setting with a value that is impossible by itself."""
-    return list(impossible(config, origins).values())
-
-
 def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     """The settings that have the wrong type, or are no choice, too small or too large, with a line about each."""
     lines: dict[str, str] = {}

@@ -15,8 +15,6 @@ from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
 from hocket.program.overheads import overheads_of
 from hocket.program.stages import costs_of, layout_of
-from hocket.program.timeline import duration
-from hocket.program.without_collector import without_collector
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.origins import command_words
@@ -29,6 +27,8 @@ from hocket.tune.rough import Rough
 from hocket.tune.search import WORTH, Found, Guess, Search, Trial
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
 from hocket.tune.trials import model_costs
+from hocket_trace.columns import duration
+from hocket_trace.without_collector import without_collector
 
 DOUBT = 0.07
 """Measured errors of the predicted gain of one plan over another are below this: benchmarks/search_tables.py."""

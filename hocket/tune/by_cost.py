@@ -53,7 +53,6 @@ from hocket.program.ops import COMPUTING, Lane, Layout, Program, Recomputable
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, layout_of
-from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
     few_microbatches,
@@ -70,6 +69,7 @@ from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.candidates import recomputed
 from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds
 from hocket.tune.trials import Predicted, Trials, enough_microbatches, fits, gib, memory_of
+from hocket_trace.columns import duration
 
 STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
 WORTH = 0.01

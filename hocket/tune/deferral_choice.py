@@ -39,7 +39,6 @@ from hocket.program.ops import Op
 from hocket.program.p2p import Cover, Parts, smallest_cover
 from hocket.program.simulate import quiet_end
 from hocket.program.stages import layout_of
-from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import few_microbatches, group_of, has_pairs, nothing_to_put_behind, separate_wgrads
 from hocket.settings.rule import Host
@@ -47,6 +46,7 @@ from hocket.settings.rules import has_experts
 from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_most
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
+from hocket_trace.columns import duration
 
 DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head"
 _ENDS, _LAYERS, _PARTS, _HEADS = DEFERRAL

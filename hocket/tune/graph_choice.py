@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterator
 
 from hocket.config import Config
 from hocket.program.network import hardware_of
-from hocket.program.timeline import duration
 from hocket.settings.decision import Choice
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
 from hocket.settings.schema import changed, leaf
 from hocket.tune.trials import Trials, fits, gib, memory_of
+from hocket_trace.columns import duration
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
 _LATE = 0.75

@@ -104,10 +104,10 @@ class Outside(nn.Module):
 
 
 def outside_of_a_region(rank: int, reentrant: bool) -> None:
-    for options in ({"prefetch": 0}, {"prefetch": 2}, {"staging": 1}):
+    for options in (hocket.ShardOptions(prefetch=0), hocket.ShardOptions(prefetch=2), hocket.ShardOptions(staging=1)):
         torch.manual_seed(0)
         model, plain = pair_of(Outside(reentrant))
-        ctx = hocket.fully_shard(model, units=nn.Sequential, options=hocket.ShardOptions(**options))
+        ctx = hocket.fully_shard(model, units=nn.Sequential, options=options)
         for _ in range(5):
             for one in (model, plain):
                 one(inputs()).square().sum().backward()

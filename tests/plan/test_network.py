@@ -20,11 +20,11 @@ from hocket.program.mesh import Mesh
 from hocket.program.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of
-from hocket.program.timeline import duration
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
+from hocket_trace.columns import duration
 from tests.helpers.seconds import cpu_seconds
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)

@@ -23,7 +23,7 @@ from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
 from hocket.program.stages import carried_by
-from hocket.program.text import from_json, from_text, to_json, to_text
+from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.settings.plan_rules import other_ops_first
@@ -149,7 +149,7 @@ def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
     assert "cp " in text
     assert "Q qkv" in text
     assert "cp</text>" in svg_timeline(timeline, program)
-    assert "cp</text>" in html_timeline(timeline, program)
+    assert '"cp"' in html_timeline(timeline, program)
 
 
 def sized(kind: LayerKind) -> LayerKind:
@@ -220,7 +220,6 @@ def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
 
 def test_a_stored_program_knows_its_kinds() -> None:
     for program in programs():
-        assert from_text(to_text(program)) == program
         again = from_json(to_json(program))
         assert again == program
         assert not check(again)

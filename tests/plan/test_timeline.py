@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -16,9 +15,7 @@ from hocket.program.pipeline import merged_share as merged_steps
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import (
-    COLORS,
-    duration,
-    exposed_spans,
+    as_traces,
     html_timeline,
     letter,
     merged_share,
@@ -26,6 +23,8 @@ from hocket.program.timeline import (
     svg_timeline,
     text_timeline,
 )
+from hocket_trace.exposure import exposed, report
+from hocket_trace.scene import COLORS, GUTTER
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 
@@ -119,47 +118,54 @@ def test_letters_tell_forward_from_backward_and_parts_apart() -> None:
     assert all(f"{mark} " in " ".join(legend) for mark in (*"IADEMCUHwgrS", ">", "<", "!", ":", "·", "'"))
 
 
-def test_exposed_spans_add_up_to_the_exposed_time() -> None:
-    timeline, built = real()
-    for ops, spans, use in zip(built.ranks, timeline.spans, timeline.ranks, strict=True):
-        stretches = exposed_spans(ops, spans)
-        assert sum(end - start for start, end in stretches) == pytest.approx(float(use.exposed_total))
-        assert all(a[1] < b[0] for a, b in pairwise(stretches))
-
-
-def bars(svg: str) -> list[ElementTree.Element]:
-    return [e for e in ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect") if e.get("class") == "op"]
+def bars(svg: str) -> dict[str, ElementTree.Element]:
+    """Bars by title; those of the legend have none."""
+    found = [e for e in ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect") if e.get("class") == "op"]
+    return {title: e for e in found if (title := e.findtext(f"{NAMESPACE}title"))}
 
 
 def test_svg_draws_every_op_where_it_runs() -> None:
     timeline, built = toy()
-    found = {e.findtext(f"{NAMESPACE}title"): e for e in bars(svg_timeline(timeline, built, 1128))}
+    svg = svg_timeline(timeline, built, GUTTER + 12 + 1000)  # 100 pixels a second
+    found = bars(svg)
     attn = found["fwd attn m3 c0 l0: 4 s, 2 s to 6 s"]
-    assert (float(attn.get("x", "")), float(attn.get("width", ""))) == (200, 399.5)  # 100 pixels a second
+    assert (float(attn.get("x", "")), float(attn.get("width", ""))) == (GUTTER + 200, 399.5)
     assert attn.get("fill") == COLORS["fwd"]
     assert found["fwd dispatch m3 c0 l0: 3 s, 6 s to 9 s"].get("fill") == COLORS["a2a"]
-    assert [e.get("fill") for title, e in found.items() if title and title.startswith("exposed")] == [
-        COLORS["exposed"]
-    ] * 2
+    assert [e.get("fill") for title, e in found.items() if "exposed" in title] == [COLORS["exposed"]] * 2
     assert len(found) == 7
+    labels = [e for e in ElementTree.fromstring(svg).iter(f"{NAMESPACE}text") if e.get("class") == "in"]
+    assert [(e.text, float(e.get("x", ""))) for e in labels] == [("A3", GUTTER + 399.8), ("S", GUTTER + 949.8)]
 
 
 def test_svg_of_a_real_program_has_a_bar_per_op_and_stays_inside() -> None:
     timeline, built = real()
     width = 4000
-    drawn = bars(svg_timeline(timeline, built, width))
+    root = ElementTree.fromstring(svg_timeline(timeline, built, width))
+    drawn = [e for e in root.iter(f"{NAMESPACE}rect") if e.findtext(f"{NAMESPACE}title")]
     took_time = sum(span.end > span.start for spans in timeline.spans for span in spans)
-    exposed = sum(len(exposed_spans(o, s)) for o, s in zip(built.ranks, timeline.spans, strict=True))
-    assert len(drawn) == took_time + exposed
+    alone = sum(len(exposed(trace, 0, float(timeline.makespan))) for trace in as_traces(timeline, built))
+    assert len(drawn) == took_time + alone
     assert max(float(e.get("x", "")) + float(e.get("width", "")) for e in drawn) <= width
 
 
 def test_svg_draws_ops_too_narrow_to_be_seen_as_one() -> None:
     timeline, built = real(microbatches=60)
     small, large = svg_timeline(timeline, built, 250), svg_timeline(timeline, built, 40_000)
-    assert "short ops" in small
-    assert "short ops" not in large
-    assert len(bars(small)) < len(bars(large)) / 3
+    assert "short activities" in small
+    assert "short activities" not in large
+    assert small.count("<rect") < large.count("<rect") / 3
+
+
+def test_a_report_on_the_predicted_step_has_the_numbers_of_the_simulator() -> None:
+    timeline, built = real()
+    for step, use in zip(report(as_traces(timeline, built)).steps, timeline.ranks, strict=True):
+        assert step.seconds == float(timeline.makespan)
+        assert step.compute == pytest.approx(float(use.busy))
+        assert step.exposed == pytest.approx(float(use.exposed_total))
+        assert step.idle == pytest.approx(float(use.idle))
+        assert step.exposed_for == pytest.approx({k: float(v) for k, v in use.exposed.items() if k in step.kinds})
+        assert step.host_bound == 0
 
 
 class Page(HTMLParser):
@@ -193,11 +199,11 @@ def test_html_needs_no_other_file_and_shows_the_numbers() -> None:
     assert "url(" not in text
     assert "@import" not in text
     assert "<title>a &lt;b&gt; &amp; c</title>" in text
-    assert page.cells[:3] == ["rank", "compute", "exposed a2a"]
-    busy = float(timeline.ranks[0].busy)
-    assert f"{duration(busy)} ({busy / float(timeline.makespan):.1%})" in page.cells
-    # stretched, all ops can be seen, so none is drawn together with another
-    assert "short ops" not in text
+    assert page.cells[:3] == ["rank", "step", "compute"]
+    assert f"{1e3 * float(timeline.ranks[0].busy):,.2f}" in page.cells
+    assert f"{timeline.ranks[1].peak_bytes / 2**30:.2f} GiB at its peak" in text
+    for ops, spans in zip(built.ranks, timeline.spans, strict=True):
+        assert all(f'"{op}"' in text for op, span in zip(ops, spans, strict=True) if span.end > span.start)
 
 
 def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
@@ -218,20 +224,3 @@ def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
 def test_nothing_is_merged_in_a_plan_without_merging() -> None:
     _, built = real(merge="off")
     assert [merged_share(ops) for ops in built.ranks] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 µs"),
-        (3e-6, "3 µs"),
-        (2.5e-4, "250 µs"),
-        (9.9949e-4, "999 µs"),
-        (9.996e-4, "0.9996 ms"),
-        (0.0125, "12.5 ms"),
-        (0.99996, "1 s"),
-        (1.25, "1.25 s"),
-    ],
-)
-def test_durations_have_a_unit_that_fits(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

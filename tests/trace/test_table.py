@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket_trace.as_json import by_launcher, to_json
-from hocket_trace.columns import bar, grid, milliseconds, plain, rate, short_kernel, shortened, size, wrapped
+from hocket_trace.columns import bar, duration, grid, milliseconds, plain, rate, short_kernel, shortened, size, wrapped
 from hocket_trace.table import headline, render, step_parts, table, warnings
 from tests.helpers.golden import assert_golden
 from tests.trace.reports import NAN, OPS, prediction, report, share, step_of, tax
@@ -239,3 +239,20 @@ def test_a_number_is_not_parted_from_its_unit() -> None:
     text = "It takes 10 ms or 5 % of 3 s there"
     for width in range(8, 30):
         assert not any(line.endswith(("10", "5", "3")) for line in plain(wrapped(text, width)).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (3e-6, "3 µs"),
+        (2.5e-4, "250 µs"),
+        (9.9949e-4, "999 µs"),
+        (9.996e-4, "0.9996 ms"),
+        (0.0125, "12.5 ms"),
+        (0.99996, "1 s"),
+        (1.25, "1.25 s"),
+    ],
+)
+def test_durations_have_a_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.settings_tables import docstrings, presets, table
 from hocket.config import Config
 from hocket.presets import PRESETS
-from hocket.settings.reference import docstrings, presets, table
 from hocket.settings.schema import types
 
 

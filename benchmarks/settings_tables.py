@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from hocket.commands.options import field_docstrings
 from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.settings.origins import DEFAULTS
@@ -30,19 +28,6 @@ def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
         yield name, texts[field.name]
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _documented(hints[field.name], f"{name}.")
-
-
-def field_docstrings(kind: type[Any]) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass and of those that it extends, each as one line."""
-    found: dict[str, str] = {}
-    for each in reversed([c for c in kind.__mro__ if dataclasses.is_dataclass(c)]):
-        (node,) = ast.parse(inspect.getsource(each)).body
-        assert isinstance(node, ast.ClassDef)
-        for field, after in pairwise(node.body):
-            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
-    return found
 
 
 def table(section: str) -> str:

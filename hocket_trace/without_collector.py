@@ -1,7 +1,7 @@
-"""Plans are made without the cyclic garbage collector.
+"""Without the cyclic garbage collector, where many objects are made of which none is part of a circle.
 
-A program is many small tuples, none of which is part of a circle, and the collector would walk through all of them
-again and again: that takes up to a third of the time in which plans are built and simulated.
+It would walk through all of them again and again: through the events of a trace, and the many small tuples of a plan,
+where that takes up to a third of the time in which plans are built and simulated.
 """
 
 from __future__ import annotations
