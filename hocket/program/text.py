@@ -33,6 +33,7 @@ from hocket.program.diff import diff
 from hocket.program.ops import Layout, Op, Program, Verb
 from hocket.program.parts import UNITS, LayerKind, Part
 from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
+from hocket.typed import read
 
 __all__ = ["diff", "from_json", "from_text", "to_json", "to_text"]
 
@@ -95,15 +96,6 @@ def _type(kind: LayerKind) -> dict[str, Any]:
     return {"name": kind.name, "parts": [plain(part) for part in kind.parts]}
 
 
-def _parse_type(data: Any) -> LayerKind:
-    """The description that `_type` wrote."""
-    try:
-        parts = (Part(**{name: _tuple(value) for name, value in part.items()}) for part in data["parts"])
-        return LayerKind(data["name"], tuple(parts))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a kind of layer: {type(error).__name__} {error}") from None
-
-
 def _repeats(words: tuple[str, ...]) -> Iterator[str]:
     for word, run in groupby(words):
         count = len(list(run))
@@ -147,7 +139,7 @@ def from_text(text: str) -> Program:
         if word == "note":
             notes.append(_at(number, _string, rest))
         elif word == "type":
-            types.append(_at(number, lambda rest=rest: _parse_type(json.loads(rest))))
+            types.append(_at(number, lambda rest=rest: read(LayerKind, json.loads(rest), "type")))
         elif word in _HEADER:
             _require(word not in header, number, f"{word!r} is given twice, first in line {line_of.get(word)}")
             header[word], line_of[word] = rest, number
@@ -171,11 +163,11 @@ def _assemble(
     types: tuple[LayerKind, ...],
     ranks: list[list[tuple[int, Op]]],
 ) -> Program:
-    def read(word: str, parse: Callable[[str], Any]) -> Any:
+    def parsed(word: str, parse: Callable[[str], Any]) -> Any:
         return _at(line_of.get(word, 0), parse, header.get(word, ""))
 
-    sizes = read("layout", _parse_sizes)
-    kinds, bounds = read("kinds", _parse_kinds), read("bounds", _integers)
+    sizes = parsed("layout", _parse_sizes)
+    kinds, bounds = parsed("kinds", _parse_kinds), parsed("bounds", _integers)
     layout = _at(line_of["layout"], lambda: Layout(kinds=kinds, bounds=bounds, types=types, **sizes))
     _require(
         len(ranks) == layout.pp, line_of["layout"], f"pp={layout.pp}, but the text holds the ops of {len(ranks)} ranks"
@@ -185,11 +177,11 @@ def _assemble(
         _require(not problem, number, problem)
     return Program(
         layout=layout,
-        microbatches=read("microbatches", int),
+        microbatches=parsed("microbatches", int),
         ranks=tuple(tuple(op for _, op in ops) for ops in ranks),
-        weight_slots=read("weight_slots", _parse_counts),
-        grad_slots=read("grad_slots", _parse_counts),
-        in_flight=read("in_flight", _integers),
+        weight_slots=parsed("weight_slots", _parse_counts),
+        grad_slots=parsed("grad_slots", _parse_counts),
+        in_flight=parsed("in_flight", _integers),
         notes=tuple(notes),
     )
 
@@ -337,51 +329,13 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
     tree: Any = json.loads(data) if isinstance(data, str) else data
     if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
         raise ValueError(f"not a program: expected an object with format={FORMAT!r}")
+    if missing := [f.name for f in fields(Program) if f.name not in tree]:
+        raise ValueError(f"not a program: it has no {missing[0]}")
     try:
-        named: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
-        named["types"] = tuple(_parse_type(kind) for kind in named.get("types", ()))
-        layout = Layout(**named)
-        slots = [*tree["weight_slots"].items(), *tree["grad_slots"].items()]
-        for name, count in [("microbatches", tree["microbatches"]), *slots]:
-            if type(count) is not int:
-                raise ValueError(f"not a program: {name} = {count!r} is no whole number")
-        return Program(
-            layout=layout,
-            microbatches=tree["microbatches"],
-            ranks=tuple(
-                tuple(_json_op(fields, rank, position, layout) for position, fields in enumerate(ops))
-                for rank, ops in enumerate(tree["ranks"])
-            ),
-            weight_slots=dict(tree["weight_slots"]),
-            grad_slots=dict(tree["grad_slots"]),
-            in_flight=tuple(tree["in_flight"]),
-            notes=tuple(tree["notes"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a program: {type(error).__name__} {error}") from error
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _json_op(data: Mapping[str, Any], rank: int, position: int, layout: Layout) -> Op:
-    fields: dict[str, Any] = {name: _tuple(value) for name, value in data.items()}
-    wrong = [
-        name
-        for name, value in fields.items()
-        if not (
-            (name in ("verb", "part", "lane") and isinstance(value, str))
-            or (name in _NUMBERS and isinstance(value, int))
-            or (name in _POSITIONS and isinstance(value, tuple) and all(isinstance(p, int) for p in value))
-        )
-    ]
-    if wrong or not {"verb", "part", "lane"} <= set(fields):
-        raise ValueError(f"rank {rank}, op {position}: not an op: {dict(data)}")
-    try:
-        op = _op(**fields)
+        program = read(Program, {name: value for name, value in tree.items() if name != "format"}, "")
     except ValueError as error:
-        raise ValueError(f"rank {rank}, op {position}: {error}") from None
-    if problem := _unknown(op, layout):
-        raise ValueError(f"rank {rank}, op {position}: {problem}")
-    return op
+        raise ValueError(f"not a program: {error}") from None
+    for rank, position, op in program:
+        if problem := _unknown(op, program.layout):
+            raise ValueError(f"not a program: ranks.{rank}.{position}: {problem}")
+    return program
