@@ -28,6 +28,7 @@ OPS = st.builds(
     slot=NONE_OR_MORE,
     deps=st.lists(st.integers(-3, 300), max_size=4).map(tuple),
     frees=st.lists(st.integers(-3, 300), max_size=4).map(tuple),
+    trims=st.lists(st.integers(-3, 300), max_size=4).map(tuple),
 )
 
 
