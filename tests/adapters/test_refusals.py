@@ -156,7 +156,10 @@ def test_a_model_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mesh.dp": 2}, r"mesh.pp \* mesh.dp \* mesh.tp = 2: there are 1 ranks"),
+        (
+            {"mesh.dp": 2},
+            r"mesh.pp \* mesh.dp \* mesh.tp = 2: 1 rank has started, without a process group; fix: torchrun",
+        ),
         ({"model.hidden": 8}, r"model.hidden = 8 \(plan_model\): the model itself says that; fix: leave it out"),
         ({"train.sequencs": 2}, r"train.sequencs = 2 \(plan_model\): no such setting; fix: train.sequences"),
         ({"data.packing": "on"}, r"data.packing = on"),
