@@ -11,8 +11,9 @@ from hocket.commands.options import field_docstrings
 from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import ANY, BOUNDS, describe, leaf, show, types, written
+from hocket.settings.schema import ANY, BOUNDS, leaf, show, types, written
 from hocket.sizes import WITH_UNITS
+from hocket.typed import describe
 
 
 @cache

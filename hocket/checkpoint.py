@@ -1,7 +1,8 @@
 """Saving and loading what `hocket.fully_shard` has sharded.
 
-    hocket.checkpoint.save("checkpoints/10", model, optimizer)
-    hocket.checkpoint.load("checkpoints/10", model, optimizer)      # on any number of ranks
+    context = hocket.fully_shard(model, ...)
+    hocket.checkpoint.save(context, optimizer, "checkpoints/10")
+    hocket.checkpoint.load(context, optimizer, "checkpoints/10")    # on any number of ranks
 
 `model_state` and `optimizer_state` are the same as dictionaries of whole tensors.
 """

@@ -29,9 +29,10 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed, impossible, is_a, types
+from hocket.settings.schema import changed, flat, ill_typed, impossible, types
 from hocket.settings.sources import begin
 from hocket.settings.suggest import meant_setting
+from hocket.typed import is_a
 
 if TYPE_CHECKING:
     from hocket.step import PlannedStep
@@ -73,20 +74,33 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
     `{"mesh.dp": 8}`. Raises ValueError for all that is wrong with them at once, each with its fix.
     """
     if isinstance(recipe, Config):
+        if preset:
+            raise ValueError(f"preset = {preset} (plan): a Config has all settings already; fix: leave preset out")
+        stop_if(ill_typed(recipe, {"": "plan"}))
         config, origins = recipe, {"": "plan"}
     else:
+        for name, value in (("recipe", recipe), ("preset", preset)):
+            if not isinstance(value, str) or not (value or name == "preset"):
+                fix = "a recipe's name, a TOML file, module:function or a Config" if name == "recipe" else "its name"
+                raise ValueError(f"{name} = {value!r:.40} (plan): no name; fix: {fix}")
         start = begin(recipe, preset_flag=preset)
         stop_if(start.problems)
         config, origins = start.config, dict(start.origins)
-    config, given = with_settings(config, settings or {}, "plan")
+    config, given = with_settings(config, settings, "plan")
     resolved = resolve(config, host_for_plan(config, driver_names()), {**origins, **given})
     return Plan(resolved, program_of(resolved))
 
 
-def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tuple[Config, dict[str, str]]:
+def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str) -> tuple[Config, dict[str, str]]:
     """A configuration with other values by dotted name, and where they come from. ValueError for unknown names."""
+    settings = {} if settings is None else settings
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"settings = {settings!r:.40} ({where}): no values by dotted name; fix: such as {{'mesh.dp': 2}}"
+        )
     unknown = [name for name in settings if name not in types()]
     fixes = {name: meant_setting(str(name), types()) or "see docs/settings.md" for name in unknown}
+    fixes |= {name: str(flat({name: settings[name]})) for name in unknown if isinstance(settings[name], Mapping)}
     stop_if([f"{name} = {settings[name]} ({where}): no such setting; fix: {fixes[name]}" for name in unknown])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     origins = dict.fromkeys(settings, where)
@@ -98,23 +112,36 @@ def with_settings(config: Config, settings: Mapping[str, Any], where: str) -> tu
 
 
 def check(step: Plan | Program) -> list[Violation]:
-    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped early. [] if none is."""
-    return check_program(step.program if isinstance(step, Plan) else step)
+    """Every broken rule of a step, with the ops involved: deadlocks, races, values dropped early. [] if none is.
+
+    Raises ValueError for what is neither a `Plan` nor a `Program`.
+    """
+    program = step.program if isinstance(step, Plan) else step
+    if not isinstance(program, Program):
+        raise ValueError(
+            f"step = {type(step).__name__}: no plan; fix: what hocket.plan returns, or the `program` of what trains"
+        )
+    return check_program(program)
 
 
 def simulate(step: Plan) -> Timeline:
-    """The predicted step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory."""
+    """The predicted step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory.
+
+    Raises ValueError for what is no `Plan`: a program alone does not say what its ops cost.
+    """
+    if not isinstance(step, Plan):
+        raise ValueError(
+            f"step = {type(step).__name__}: no plan, so nothing says what its ops cost; fix: what hocket.plan returns; "
+            "what trains has simulate() and draw() of its own"
+        )
     return predict(step.settings, step.program, step.hardware)
 
 
 def draw(step: Plan, kind: Literal["text", "svg", "html"] = "text", width: int = 120) -> str:
     """The predicted timeline: as text `width` characters wide, as an SVG picture, or as a page of its own."""
+    if kind not in ("text", "svg", "html"):
+        raise ValueError(f"kind = {kind}: draw makes text, svg or html")
     timeline = simulate(step)
-    match kind:
-        case "text":
-            return text_timeline(timeline, step.program, width)
-        case "svg":
-            return svg_timeline(timeline, step.program)
-        case "html":
-            return html_timeline(timeline, step.program)
-    raise ValueError(f"kind = {kind}: draw makes text, svg or html")
+    if kind == "text":
+        return text_timeline(timeline, step.program, width)
+    return (svg_timeline if kind == "svg" else html_timeline)(timeline, step.program)

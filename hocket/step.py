@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hocket.config import Config
 from hocket.engine import Engine
+from hocket.fsdp.saving.state import differences
+from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
+from hocket.problems import stop_if
 from hocket.program.ops import Program
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
+from hocket.runtime.world import everyone
+from hocket.step_state import StepState
 from hocket.tune.trials import Price, model_costs
+from hocket.typed import is_a
+
+T = TypeVar("T")
 
 _PIECE = 1 << 26
 """Elements that ranks put together at a time."""
+_LARGEST = 1e30
+"""Largest learning rate, as of `train.lr`."""
 
 
 class Outcome(NamedTuple):
@@ -35,32 +47,60 @@ class Outcome(NamedTuple):
 class PlannedStep:
     """One rank of a planned step that trains: what `plan_model` and `Plan.start` return. Ranks call its methods alike.
 
-    `parameters` has the model's own name and whole shape of each parameter, by hocket's name of it.
+    `parameters` has the model's own name and whole shape of each parameter, by hocket's name of it. `buffers` are what
+    else the model's state has, which no step changes, and `others` further names of parameters.
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, price: Price, parameters: Mapping[str, tuple[str, torch.Size]]
+        self,
+        engine: Engine,
+        settings: Settings,
+        price: Price,
+        parameters: Mapping[str, tuple[str, torch.Size]],
+        buffers: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, str] | None = None,
     ) -> None:
-        self.engine, self.settings, self.parameters = engine, settings, parameters
+        self.settings, self.parameters = settings, parameters
+        self.buffers, self.others = buffers or {}, others or {}
+        self._engine: Engine | None = engine
         self._price = price
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the step. Raises ValueError behind `close`."""
+        if self._engine is None:
+            raise ValueError("step: it is closed; fix: plan it again")
+        return self._engine
 
     def __call__(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor], lr: float | None = None) -> Outcome:
         """Train on this data-parallel rank's part of a batch: one optimizer step.
 
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
-        is `train.lr`.
+        is `train.lr`. Raises ValueError, before anything runs, for a batch of other shapes, tokens that the model does
+        not have, and a microbatch without a target that counts. An error inside of the step leaves the weights as they
+        were before it.
         """
         lr = self.settings.train.lr if lr is None else lr
-        if not (math.isfinite(lr) and lr >= 0):
+        if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
-        result = self.engine.train_step(self._microbatches(batch), lr)
-        loss, _, _ = self.engine.agree(result.loss)
+        engine, microbatches = self.engine, self._microbatches(batch)
+        result = self._unless(lambda: engine.train_step(microbatches, lr))
+        loss, _, _ = engine.agree(result.loss)
         return Outcome(loss, float(result.grad_norm))
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
-        """The mean cross-entropy without training."""
-        return self.engine.agree(self.engine.evaluate(self._microbatches(batch)))[0]
+        """The mean cross-entropy without training. Refuses what a step refuses."""
+        engine, microbatches = self.engine, self._microbatches(batch)
+        return engine.agree(self._unless(lambda: engine.evaluate(microbatches)))[0]
+
+    def _unless(self, work: Callable[[], T]) -> T:
+        """The result of some work; after an error, nothing is left of what it began."""
+        try:
+            return work()
+        except Exception:
+            self.engine.abort()
+            raise
 
     @property
     def program(self) -> Program:
@@ -83,7 +123,7 @@ class PlannedStep:
         if self.settings.mesh.tp > 1:
             raise ValueError(
                 f"mesh.tp = {self.settings.mesh.tp}: named_weights puts no parts of tensor-parallel ranks together; "
-                "fix: hocket train saves checkpoints that any mesh loads"
+                "fix: save(folder), which any mesh loads"
             )
         self.engine.catch_up()
         control, device = self.engine.groups.control, self.engine.device
@@ -106,57 +146,130 @@ class PlannedStep:
             yield theirs, whole.view(shape)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of `named_weights`. A whole model in fp32 on each rank."""
-        return dict(self.named_weights())
+        """All that the model's own `state_dict` has, by the same names: `named_weights`, and buffers. On every rank.
+
+        `load_state_dict` of the model takes it, and `save_pretrained(..., state_dict=...)` of transformers.
+        """
+        weights = dict(self.named_weights())
+        found = {**weights, **{other: weights[name] for other, name in self.others.items()}, **self.buffers}
+        for biases in everyone({name: bias.cpu() for name, bias in self.engine.balance.biases().items()}):
+            found |= biases
+        return found
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into a model of the same shape, such as the one that was planned."""
-        params = dict(model.named_parameters())
+        """Copy the weights into a model of the same shape, such as the one that was planned. ValueError for another."""
+        params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+        if wrong := differences(params, dict(self.parameters.values())):
+            raise ValueError(f"model = {type(model).__name__}: {wrong}; fix: a model like the one that was planned")
         with torch.no_grad():
             for name, value in self.named_weights():
                 params[name].copy_(value)
 
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Save weights, the optimizer's state and buffers to a new folder, which appears when all of it is written.
+
+        It is in the format of `hocket.checkpoint.save`, by the model's own names: `load` takes it on any mesh,
+        `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
+        ValueError if the folder is in use or the ranks do not share it, OSError if it cannot be written.
+        """
+        return self._state.save(Path(folder))
+
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
+
+        Without `optimizer` the weights alone, and AdamW begins anew. Its settings stay those of `train.*`. Raises
+        ValueError, before anything changes, for a folder that is no checkpoint of such a model.
+        """
+        self._state.load(Path(folder), optimizer)
+
+    @property
+    def _state(self) -> StepState:
+        return StepState(self.engine, self.parameters, self.buffers, self.others)
+
     def close(self) -> None:
-        """Give back memory and process groups."""
-        self.engine.close()
+        """Give back memory and process groups. The step cannot be used any more."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _microbatches(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> list[Microbatch]:
         c, device = self.settings, self.engine.device
-        found = [one for one in batch if isinstance(one, Microbatch)]
-        if not found:
-            if len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
-                raise ValueError("batch: give the microbatches, or (token ids, targets), two tensors of whole numbers")
-            ids, targets = batch
-            assert isinstance(ids, Tensor)
-            assert isinstance(targets, Tensor)
-            parts = zip(ids.chunk(c.train.microbatches), targets.chunk(c.train.microbatches), strict=True)
-            found = [Microbatch(*pair) for pair in parts]
-        if any(tensor.is_floating_point() for one in found for tensor in (one.ids, one.targets)):
-            raise ValueError("batch: token ids and targets are whole numbers; fix: tensors of torch.int64")
-        shape = c.train.sequences, c.data.sequence_length
-        shapes = {tuple(tensor.shape) for one in found for tensor in (one.ids, one.targets)}
-        if shapes != {shape} or len(found) != c.train.microbatches:
+        count, shape = c.train.microbatches, (c.train.sequences, c.data.sequence_length)
+        given = list(batch) if isinstance(batch, Sequence) else []
+        found = [one for one in given if isinstance(one, Microbatch)]
+        several, expected = [tensor for one in found for tensor in (one.ids, one.targets)], shape
+        if not found and len(given) == 2:
+            several, expected = [one for one in given if isinstance(one, Tensor)], (count * shape[0], shape[1])
+        if len(several) != (2 * len(found) or 2) or len(found) not in (0, len(given)) or not all(map(_usable, several)):
             raise ValueError(
-                f"batch: {len(found)} microbatches of {sorted(shapes)}, and the step was planned for "
-                f"train.microbatches = {c.train.microbatches} of {shape}; fix: ids and targets of "
-                f"{c.train.microbatches * shape[0]} sequences of {shape[1]} tokens"
+                "batch: give the microbatches, or (token ids, targets); token ids and targets are whole numbers; fix: "
+                "tensors of torch.int64"
             )
-        where = {"device": device, "dtype": torch.int64}
-        return [Microbatch(one.ids.to(**where).contiguous(), one.targets.to(**where).contiguous()) for one in found]
+        if {tuple(tensor.shape) for tensor in several} != {expected} or len(found) not in (0, count):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in several[:4])
+            raise ValueError(
+                f"batch: {len(found)} microbatches, tensors of {shapes}, and the step was planned for "
+                f"train.microbatches = {count} of {shape}; fix: ids and targets of {count * shape[0]} sequences of "
+                f"{shape[1]} tokens"
+            )
+        found = found or [Microbatch(*pair) for pair in zip(*(x.split(shape[0]) for x in several), strict=True)]
+        return [self._examined(n, one, device) for n, one in enumerate(found)]
+
+    def _examined(self, n: int, one: Microbatch, device: torch.device) -> Microbatch:
+        """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
+        ids, targets = one.ids.long(), one.targets.long()
+        packed = self.settings.data.packing == "on"  # then a step's targets are weighed together
+        if (one.documents is not None) != packed:
+            raise ValueError(
+                f"batch: microbatch {n} has {'no ' * (one.documents is None)}documents, and data.packing = "
+                f"{self.settings.data.packing}; fix: Microbatch(..., documents=...) where it is on, and there alone"
+            )
+        counted = targets[targets != IGNORED]
+        if not counted.numel() and not packed:
+            raise ValueError(
+                f"batch: microbatch {n} has no target that counts, and the mean of none is no number; fix: give it "
+                f"sequences with targets other than {IGNORED}"
+            )
+        for what, values, size in (("token ids", ids, self._rows), ("targets", counted, self.settings.model.vocab)):
+            least, most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
+            if least < 0 or most >= size:
+                raise ValueError(
+                    f"batch: {what} of microbatch {n} go from {least} to {most}, and the model's from 0 to {size - 1}; "
+                    f"fix: this model's own tokenizer, and {IGNORED} for targets that are not to count"
+                )
+        where = one.documents.to(device) if one.documents is not None else None
+        return Microbatch(ids.to(device).contiguous(), targets.to(device).contiguous(), documents=where)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the embedding; where it is no single table, of the head."""
+        tables = [shape for name, (_, shape) in self.parameters.items() if name.startswith("embed.")]
+        return tables[0][0] if len(tables) == 1 and len(tables[0]) == 2 else self.settings.model.vocab
+
+
+def _usable(value: object) -> bool:
+    """Whether a value is a tensor of whole numbers, with data."""
+    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+
+
+def other_ranks(config: Config) -> list[str]:
+    """A problem, if there are not as many ranks as a mesh has."""
+    ranks, mesh = dist.get_world_size() if dist.is_initialized() else 1, config.mesh
+    if mesh.world == ranks:
+        return []
+    started = f"{ranks} rank{'s have' if ranks > 1 else ' has'} started"
+    replicas, rest = divmod(ranks, mesh.pp * mesh.tp)
+    smaller = f"mesh.dp = {replicas}" if replicas and not rest else f"a mesh of {ranks}"
+    alone = "" if dist.is_initialized() else ", without a process group"
+    fix = f"torchrun --nproc-per-node {mesh.world}, or {smaller}"
+    return [f"mesh.pp * mesh.dp * mesh.tp = {mesh.world}: {started}{alone}; fix: {fix}"]
 
 
 def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if settings.world != ranks:
-        started = f"{ranks} rank{'s have' if ranks > 1 else ' has'} started"
-        replicas, rest = divmod(ranks, settings.mesh.pp * settings.mesh.tp)
-        smaller = f"mesh.dp = {replicas}" if replicas and not rest else f"a mesh of {ranks}"
-        raise ValueError(
-            f"mesh.pp * mesh.dp * mesh.tp = {settings.world}: {started}"
-            f"{'' if dist.is_initialized() else ', without a process group'}; fix: torchrun --nproc-per-node "
-            f"{settings.world}, or {smaller}"
-        )
+    stop_if(other_ranks(settings))
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "

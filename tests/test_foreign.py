@@ -18,7 +18,8 @@ from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTI
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
 from hocket.problems import problems_of
-from hocket.settings.schema import is_a, types
+from hocket.settings.schema import types
+from hocket.typed import is_a
 from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
 

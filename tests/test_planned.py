@@ -55,6 +55,50 @@ def test_a_name_that_is_no_text_is_refused() -> None:
         hocket.plan("tiny", {3: 4})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("recipe", [None, 3, {}, [], b"tiny", "", Path("run.toml"), Config])
+def test_a_recipe_is_a_name_or_a_config(recipe: Any) -> None:
+    with pytest.raises(ValueError, match=r"^recipe = .* \(plan\): no name; fix: a recipe's name, a TOML file, mod"):
+        hocket.plan(recipe)
+
+
+@pytest.mark.parametrize("settings", [[("mesh.dp", 2)], "mesh.dp=2", 3, {"mesh.dp"}])
+def test_settings_are_values_by_name(settings: Any) -> None:
+    with pytest.raises(ValueError, match=r"^settings = .* \(plan\): no values by dotted name; fix: such as"):
+        hocket.plan("tiny", settings)
+
+
+def test_nested_settings_are_told_as_dotted_ones() -> None:
+    with pytest.raises(ValueError, match=r"no such setting; fix: \{'mesh.dp': 2, 'mesh.ep': 2\}$"):
+        hocket.plan("tiny", {"mesh": {"dp": 2, "ep": 2}})
+
+
+def test_a_configuration_has_the_right_types_and_no_preset() -> None:
+    with pytest.raises(ValueError, match=r"^mesh = None \(plan\): not a MeshConfig"):
+        hocket.plan(replace(Config(), mesh=None), {"mesh.dp": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^preset = memory \(plan\): a Config has all settings already"):
+        hocket.plan(Config(), preset="memory")
+    with pytest.raises(ValueError, match=r"^preset = 3 \(plan\): no name"):
+        hocket.plan("tiny", preset=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ask", [hocket.check, hocket.simulate, hocket.draw])
+@pytest.mark.parametrize("step", [None, 3, "tiny", {}, Config()])
+def test_what_is_no_plan_is_named(ask: Any, step: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^step = {type(step).__name__}: no plan.*; fix: what hocket.plan returns"):
+        ask(step)
+
+
+def test_a_program_alone_has_no_costs() -> None:
+    with pytest.raises(ValueError, match=r"^step = Program: no plan, so nothing says what its ops cost"):
+        hocket.simulate(hocket.plan("tiny").program)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [0, -3, 10**9, "80", True, None])
+def test_a_width_is_one_of_a_line(width: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^width = {width}: not the characters of a line; fix: "):
+        hocket.draw(hocket.plan("tiny"), width=width)
+
+
 def test_a_list_is_given_as_a_python_list() -> None:
     step = hocket.plan("tiny", {**ONE, "plan.recompute": ["attn"]})
     assert step.settings.plan.recompute == ("attn",)
@@ -113,9 +157,9 @@ def test_a_step_takes_whole_numbers_and_a_finite_learning_rate() -> None:
     step = hocket.plan("tiny", {**ONE, "precision.compute": "fp32"}).start()
     c = step.settings
     ids = torch.zeros(2 * c.train.sequences, c.data.sequence_length, dtype=torch.int32)
-    for lr in (float("nan"), float("inf"), -1.0):
+    for lr in (float("nan"), float("inf"), -1.0, 10**400, True, "1", torch.tensor(0.1)):
         with pytest.raises(ValueError, match=r"^lr = .*: it would spoil all weights; fix: "):
-            step((ids, ids), lr)
+            step((ids, ids), lr)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token ids and targets are whole numbers"):
         step((ids.float(), ids))
     assert step((ids, ids)).loss == pytest.approx(step.evaluate((ids.long(), ids.long())), rel=0.5)

@@ -59,7 +59,11 @@ class AdaptedModel:
         theirs, param = self.cut.theirs[name], self.cut.params[name]
         if self._values is None:
             return param.detach()
-        value = self._values(theirs)
+        value: Any = self._values(theirs)
+        if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point():
+            raise ValueError(
+                f"values({theirs!r}): no floating-point tensor with data; fix: return the parameter's value"
+            )
         if value.shape != param.shape:
             raise ValueError(
                 f"values({theirs!r}) has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
@@ -24,8 +24,8 @@ from hocket.resolve import resolve
 from hocket.runtime.world import everyone
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed, problem
-from hocket.step import PlannedStep
+from hocket.settings.schema import changed, ill_typed, leaf, problem
+from hocket.step import PlannedStep, other_ranks
 
 
 def plan_model(
@@ -41,6 +41,8 @@ def plan_model(
 
     Raises ValueError, before anything is allocated, if the model or the settings cannot be planned.
     """
+    if values is not None and not callable(values):
+        raise ValueError(f"values = {type(values).__name__}: no function; fix: such as values=tensors.__getitem__")
     config, given = _configured(settings)
     cut = Cut(_adapter(model))
     _check(cut, config, values)
@@ -62,7 +64,16 @@ def plan_model(
     engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
     engine.init_weights()
     names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
-    return PlannedStep(engine, resolved, price, names)
+    return PlannedStep(engine, resolved, price, names, *_beside(cut, values))
+
+
+def _beside(cut: Cut, values: Values | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What the model's state has beside parameters, and further names of parameters -> the names that they have."""
+    state: dict[str, Any] = cut.adapter.model.state_dict(keep_vars=True)
+    known = {id(param): cut.theirs[name] for name, param in cut.params.items()}
+    others = {name: known[id(x)] for name, x in state.items() if id(x) in known and known[id(x)] != name}
+    beside = {name: x for name, x in state.items() if id(x) not in known and isinstance(x, Tensor)}
+    return {n: values(n).clone() if x.is_meta and values else x.detach().clone() for n, x in beside.items()}, others
 
 
 def _adapter(model: nn.Module) -> Adapter:
@@ -75,30 +86,29 @@ def _adapter(model: nn.Module) -> Adapter:
 
 def _configured(settings: Config | Mapping[str, Any] | None) -> tuple[Config, dict[str, str]]:
     if isinstance(settings, Config):
+        stop_if(ill_typed(settings, {"": "plan_model"}))
         return settings, {}
-    given = settings or {}
+    config, given = with_settings(DEFAULTS, settings, "plan_model")
     stop_if(
         [
-            problem(name, value, {name: "plan_model"}, "the model itself says that", "leave it out")
-            for name, value in given.items()
+            problem(name, leaf(config, name), given, "the model itself says that", "leave it out")
+            for name in given
             if name.startswith("model.")
         ]
     )
-    return with_settings(DEFAULTS, given, "plan_model")
+    return config, given
 
 
 def _check(cut: Cut, config: Config, values: Values | None) -> None:
     model = cut.adapter.model
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    problems = []
-    if config.mesh.world != ranks:
-        problems.append(
-            f"mesh.pp * mesh.dp * mesh.tp = {config.mesh.world}: there are {ranks} ranks"
-            f"{'' if dist.is_initialized() else ' (no process group)'}; fix: mesh.dp = {ranks // config.mesh.pp}, "
-            "or start as many"
-        )
+    problems = other_ranks(config)
     if config.mesh.tp > 1:
         problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
+    if config.mesh.ep > 1 and (not cut.experts or cut.experts % config.mesh.ep):
+        experts, fix = "no layer with experts", "mesh.ep = 1"
+        if cut.experts:
+            experts, fix = f"{cut.experts} experts in a layer", f"mesh.ep = a divisor of {cut.experts}"
+        problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
     if config.data.packing == "on":
         problems.append("data.packing = on: a model of others is told of no documents; fix: data.packing = off")
     if cut.tied and config.mesh.pp * config.plan.chunks > 1:

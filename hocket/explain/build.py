@@ -13,7 +13,7 @@ from hocket.program.mesh import described
 from hocket.program.network import hosts_of
 from hocket.resolve import Settings
 from hocket.settings.origins import command_words
-from hocket.settings.schema import digest
+from hocket.settings.schema import changed, digest
 from hocket.variables import Finding
 
 
@@ -43,9 +43,11 @@ def heading(settings: Settings) -> str:
 
 
 def _check(settings: Settings) -> tuple[str, ...]:
-    """How to measure it: the step against the same one without communication, and a trace of it."""
+    """How to measure it: the step against the same one without communication, and a trace of it, in another folder."""
     if settings.world == 1:
         return ()
     command = shlex.join(command_words(settings, settings.origins))
-    traces = shlex.join(["hocket", "trace", settings.run.folder])
-    return (f"hocket bench {command} --against hocket_null", f"hocket train {command} --profile && {traces}")
+    traced = changed(settings, {"run.folder": f"{settings.run.folder}-traced"})
+    train = shlex.join(command_words(traced, settings.origins, ["run.folder"]))
+    traces = shlex.join(["hocket", "trace", traced.run.folder])
+    return (f"hocket bench {command} --against hocket_null", f"hocket train {train} --profile && {traces}")

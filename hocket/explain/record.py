@@ -13,7 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
 from hocket.resolve import Settings
-from hocket.settings.schema import is_a, problem
+from hocket.settings.schema import problem
+from hocket.typed import is_a
 
 FILE = "explanation.json"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hocket.foreign.entry import Answer, Given, entries, ranks
 from hocket.foreign.translate import RANKS, System
-from hocket.settings.schema import is_a
+from hocket.typed import is_a
 
 MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 TENSOR_RANKS = "tensor_parallel.autotp_size"

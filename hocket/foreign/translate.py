@@ -10,8 +10,9 @@ from typing import Any
 from hocket.foreign.entry import Answer, Entry, Given, State
 from hocket.foreign.read import Pairs
 from hocket.problems import stop_if
-from hocket.settings.schema import beyond, describe, is_a, types
+from hocket.settings.schema import beyond, types
 from hocket.settings.tomlfile import MOST_KEYS
+from hocket.typed import describe, is_a
 
 Default = tuple[str, Callable[[Given], Answer | None]]
 """A default of a system that differs from hocket's: words for it, and the settings that it becomes."""

@@ -26,15 +26,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import groupby
-from typing import Any, cast, get_args
+from typing import Any
 
-from hocket.program.ops import Layout, Op, Program, Verb
+from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import UNITS, LayerKind, Part
 from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
+from hocket.typed import read
 
 FORMAT = "hocket program 1"
 
-_VERBS = frozenset(get_args(Verb))
 _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
@@ -85,15 +85,6 @@ def _type(kind: LayerKind) -> dict[str, Any]:
     return {"name": kind.name, "parts": [plain(part) for part in kind.parts]}
 
 
-def _parse_type(data: Any) -> LayerKind:
-    """The description that `_type` wrote."""
-    try:
-        parts = (Part(**{name: _tuple(value) for name, value in part.items()}) for part in data["parts"])
-        return LayerKind(data["name"], tuple(parts))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a kind of layer: {type(error).__name__} {error}") from None
-
-
 def _repeats(words: tuple[str, ...]) -> Iterator[str]:
     for word, run in groupby(words):
         count = len(list(run))
@@ -115,13 +106,6 @@ def _op_line(position: int, op: Op) -> str:
     if op.trims:
         line += "  trim " + " ".join(map(str, op.trims))
     return line.rstrip()
-
-
-def _op(verb: str, part: str, lane: str, **fields: Any) -> Op:
-    """An Op of words that may be wrong."""
-    if verb not in _VERBS:
-        raise ValueError(f"unknown verb {verb!r}; there are {', '.join(sorted(_VERBS))}")
-    return Op(cast(Verb, verb), part, lane=lane, **fields)
 
 
 def _unknown(op: Op, layout: Layout) -> str:
@@ -172,51 +156,13 @@ def from_json(data: Mapping[str, Any] | str) -> Program:
     tree: Any = json.loads(data) if isinstance(data, str) else data
     if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
         raise ValueError(f"not a program: expected an object with format={FORMAT!r}")
+    if missing := [f.name for f in fields(Program) if f.name not in tree]:
+        raise ValueError(f"not a program: it has no {missing[0]}")
     try:
-        named: dict[str, Any] = {name: _tuple(value) for name, value in tree["layout"].items()}
-        named["types"] = tuple(_parse_type(kind) for kind in named.get("types", ()))
-        layout = Layout(**named)
-        slots = [*tree["weight_slots"].items(), *tree["grad_slots"].items()]
-        for name, count in [("microbatches", tree["microbatches"]), *slots]:
-            if type(count) is not int:
-                raise ValueError(f"not a program: {name} = {count!r} is no whole number")
-        return Program(
-            layout=layout,
-            microbatches=tree["microbatches"],
-            ranks=tuple(
-                tuple(_json_op(fields, rank, position, layout) for position, fields in enumerate(ops))
-                for rank, ops in enumerate(tree["ranks"])
-            ),
-            weight_slots=dict(tree["weight_slots"]),
-            grad_slots=dict(tree["grad_slots"]),
-            in_flight=tuple(tree["in_flight"]),
-            notes=tuple(tree["notes"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a program: {type(error).__name__} {error}") from error
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _json_op(data: Mapping[str, Any], rank: int, position: int, layout: Layout) -> Op:
-    fields: dict[str, Any] = {name: _tuple(value) for name, value in data.items()}
-    wrong = [
-        name
-        for name, value in fields.items()
-        if not (
-            (name in ("verb", "part", "lane") and isinstance(value, str))
-            or (name in _NUMBERS and isinstance(value, int))
-            or (name in _POSITIONS and isinstance(value, tuple) and all(isinstance(p, int) for p in value))
-        )
-    ]
-    if wrong or not {"verb", "part", "lane"} <= set(fields):
-        raise ValueError(f"rank {rank}, op {position}: not an op: {dict(data)}")
-    try:
-        op = _op(**fields)
+        program = read(Program, {name: value for name, value in tree.items() if name != "format"}, "")
     except ValueError as error:
-        raise ValueError(f"rank {rank}, op {position}: {error}") from None
-    if problem := _unknown(op, layout):
-        raise ValueError(f"rank {rank}, op {position}: {problem}")
-    return op
+        raise ValueError(f"not a program: {error}") from None
+    for rank, position, op in program:
+        if problem := _unknown(op, program.layout):
+            raise ValueError(f"not a program: ranks.{rank}.{position}: {problem}")
+    return program

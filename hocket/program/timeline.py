@@ -19,6 +19,7 @@ from hocket.program.parts import Part
 from hocket.program.schedule import kind_of
 from hocket.program.simulate import Timeline
 from hocket.program.transformer import EMBED, HEAD
+from hocket.typed import is_a
 from hocket_trace.columns import duration
 from hocket_trace.data import KINDS, Plan, RankTrace, Step
 from hocket_trace.exposure import exposed, report
@@ -30,6 +31,8 @@ _LEGEND = (
     "compute shows what fills half of a character's time, communication what fills a tenth, ' what fills less of it\n"
     "! exposed for half of a character's time, : for a tenth"
 )
+_WIDEST = 10_000
+"""Characters of the longest line."""
 _MUCH, _SOME = 0.5, 0.1
 """Shares of a character's time. Communication ops are short and stand apart: of a lane that is busy for a third of
 every character one would see nothing, if half were asked for."""
@@ -65,8 +68,11 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
     """One row per rank and lane, `width` characters wide, and a legend.
 
     A character stands for a stretch of time and shows the op that runs longest in it, `·` if the lane rests for more
-    than half of it. On a communication lane a tenth is enough, and `'` stands for less.
+    than half of it. On a communication lane a tenth is enough, and `'` stands for less. Raises ValueError for a width
+    that no terminal has.
     """
+    if not is_a(width, int) or not 1 <= width <= _WIDEST:
+        raise ValueError(f"width = {width}: not the characters of a line; fix: a whole number from 1 to {_WIDEST}")
     left = len(f"rank {len(program.ranks) - 1} ")
     gutter = left + 10
     columns = max(width - gutter, 10)

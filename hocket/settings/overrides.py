@@ -13,8 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
 from hocket.settings.absent import why_no, why_not
-from hocket.settings.schema import describe, leaf, show, types
+from hocket.settings.schema import leaf, show, types
 from hocket.settings.suggest import meant_setting
+from hocket.typed import describe
 
 
 def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -8,12 +8,12 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
 from hocket.settings.absent import why_not
 from hocket.sizes import WITH_UNITS
+from hocket.typed import describe, is_a
 
 ANY = float("inf")
 _UNSEEN = ("Cc", "Cs")
@@ -189,40 +189,6 @@ def show(value: object) -> str:
         return " ".join(map(show, value)) or "(none)"
     text = str(value) if value != "" else "(empty)"
     return "".join(ascii(x)[1:-1] if unicodedata.category(x) in _UNSEEN else x for x in text)
-
-
-def is_a(value: object, hint: Any) -> bool:
-    """Whether a value has the type of a setting. An int will do for a float; a bool is not a number."""
-    if get_origin(hint) is Literal:
-        return any(value == option and type(value) is type(option) for option in get_args(hint))
-    if get_origin(hint) in (Union, UnionType):
-        return any(is_a(value, kind) for kind in get_args(hint))
-    if get_origin(hint) is tuple:
-        args = get_args(hint)
-        if not isinstance(value, tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
-            return False
-        return all(is_a(item, args[0]) for item in value)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, int | float if hint is float else hint)
-
-
-def describe(hint: Any) -> str:
-    """The type of a setting in words."""
-    if get_origin(hint) is Literal:
-        names = get_args(hint)
-        return str(names[0]) if len(names) == 1 else "one of " + ", ".join(map(str, names))
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(describe, get_args(hint)))
-    if get_origin(hint) is tuple:
-        args = get_args(hint)
-        if get_origin(args[0]) is Literal:
-            return "a list of names out of " + ", ".join(map(str, get_args(args[0])))
-        if get_origin(args[0]) in (Union, UnionType):
-            return f"a list, each {describe(args[0])}"
-        several = {int: "whole numbers", float: "numbers", str: "texts"}[args[0]]
-        return f"a list of {several}" if args[-1] is Ellipsis else f"{len(args)} {several}"
-    return {int: "a whole number", float: "a number", bool: "True or False", str: "text"}[hint]
 
 
 def digest(config: Config) -> str:

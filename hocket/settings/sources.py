@@ -16,9 +16,10 @@ from hocket.presets import preset
 from hocket.recipes import recipe
 from hocket.settings.absent import why_no, why_not
 from hocket.settings.origins import BELOW, DEFAULTS, Implied
-from hocket.settings.schema import changed, describe, is_a, leaf, problem, types
+from hocket.settings.schema import changed, leaf, problem, types
 from hocket.settings.suggest import meant, meant_setting
 from hocket.settings.tomlfile import Entry, read
+from hocket.typed import describe, is_a
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import hocket
+from hocket.model.documents import documents_of
+from hocket.model.microbatch import Microbatch
 from tests.adapters.own_layers import HIDDEN, Dense, Experts, Model, Routed
 from tests.helpers.ranks import run_ranks
 
 SETTINGS: dict[str, Any] = {"train.sequences": 2, "data.sequence_length": 8, "train.device": "cpu"}
 
 
-def refused(model: nn.Module, words: str, settings: dict[str, Any] | None = None, **how: Any) -> str:
+def refused(model: nn.Module, words: str, settings: Any = None, **how: Any) -> str:
+    given = {**SETTINGS, **settings} if isinstance(settings, dict) else settings or SETTINGS
     with pytest.raises(ValueError, match=words) as error:
-        hocket.plan_model(model, {**SETTINGS, **(settings or {})}, **how)
+        hocket.plan_model(model, given, **how)
     text = str(error.value)
     assert "; fix: " in text
     assert "\n" not in text
@@ -156,14 +159,21 @@ def test_a_model_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mesh.dp": 2}, r"mesh.pp \* mesh.dp \* mesh.tp = 2: there are 1 ranks"),
-        ({"model.hidden": 8}, r"model.hidden = 8 \(plan_model\): the model itself says that; fix: leave it out"),
+        (
+            {"mesh.dp": 2},
+            r"mesh.pp \* mesh.dp \* mesh.tp = 2: 1 rank has started, without a process group; fix: torchrun",
+        ),
         ({"train.sequencs": 2}, r"train.sequencs = 2 \(plan_model\): no such setting; fix: train.sequences"),
         ({"data.packing": "on"}, r"data.packing = on"),
+        ({"mesh.pp": 3}, r"mesh.tp = 3: 1 rank has started, without a process group; fix: .* 3, or a mesh of 1$"),
+        ({"mesh.ep": 2}, r"mesh.ep = 2: Model has no layer with experts; fix: mesh.ep = 1$"),
+        ({3: 4}, r"3 = 4 \(plan_model\): no such setting"),
+        ([("mesh.dp", 2)], r"settings = \[.* \(plan_model\): no values by dotted name"),
+        ({"model.hidden": 8}, r"model.hidden = 8 \(plan_model\): the model itself says that; fix: leave it out"),
         ({"train.microbatches": 0}, r"train.microbatches = 0 \(plan_model\)"),
     ],
 )
-def test_settings(settings: dict[str, Any], words: str) -> None:
+def test_settings(settings: Any, words: str) -> None:
     refused(Model([Dense()]), words, settings)
 
 
@@ -173,6 +183,90 @@ def test_a_batch_of_another_shape() -> None:
         ValueError, match=r"planned for train.microbatches = 2 of \(2, 8\); fix: ids and targets of 4 seq"
     ):
         step((torch.zeros(3, 8, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.int64)))
+
+
+IDS = torch.arange(32).view(4, 8)
+HALF = IDS.clone()
+HALF[2:] = -100
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        *((bad, "give the microbatches, or") for bad in (None, 3, [], (IDS,), (IDS, None), "ab", IDS, (IDS, IDS, IDS))),
+        *((bad, "whole numbers") for bad in ((IDS.float(), IDS), (IDS > 3, IDS), (IDS.to("meta"), IDS), [None, None])),
+        *((bad, "whole numbers") for bad in ((IDS.to_sparse(), IDS), [Microbatch(IDS[:2], None)] * 2)),  # type: ignore
+        ([Microbatch(IDS[:2], IDS[:2]), IDS], "give the microbatches, or"),
+        ((IDS, IDS[:2]), r"planned for train.microbatches = 2 of \(2, 8\)"),
+        ((IDS[0, 0], IDS[0, 0]), r"planned for train.microbatches = 2 of \(2, 8\)"),
+        ([Microbatch(IDS[:2], IDS[:2])], r"1 microbatches, .* planned for train.microbatches = 2"),
+        ((IDS + 1, IDS), "token ids of microbatch 1 go from 17 to 32, and the model's from 0 to 31; fix: "),
+        ((IDS - 1, IDS), "token ids of microbatch 0 go from -1 to 14, and the model's from 0 to 31; fix: "),
+        ((IDS, IDS + 100), "targets of microbatch 0 go from 100 to 115, and the model's from 0 to 31; fix: "),
+        ((IDS, IDS - 99), "targets of microbatch 0 go from -99 to -84, and the model's from 0 to 31; fix: "),
+        ((IDS, HALF), "microbatch 1 has no target that counts, and the mean of none is no number; fix: "),
+        (
+            [Microbatch(IDS[:2], IDS[:2], documents=documents_of(torch.zeros(2, 8, dtype=torch.int32)))] * 2,
+            "microbatch 0 has documents, and data.packing = off; fix: ",
+        ),
+    ],
+)
+def test_a_batch_that_is_none(batch: Any, words: str) -> None:
+    """Refused by a step and by an evaluation, and the next ones are what they would have been."""
+    step = hocket.plan_model(Model([Dense()]), {**SETTINGS, "train.microbatches": 2})
+    before = step.evaluate((IDS, IDS))
+    for call in (step, step.evaluate):
+        with pytest.raises(ValueError, match=rf"^batch: .*{words}"):
+            call(batch)
+    assert step.evaluate((IDS, IDS)) == step((IDS, IDS)).loss == before
+
+
+def test_an_error_inside_of_a_step_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Model([Dense()])
+    first, second = (hocket.plan_model(model, {**SETTINGS, "train.microbatches": 2}) for _ in range(2))
+
+    def fail() -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.engine.optimizer, "grad_norm", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first((IDS, IDS))
+    assert first((IDS, IDS)) == second((IDS, IDS))
+
+
+def test_a_closed_step_does_nothing() -> None:
+    step = hocket.plan_model(Model([Dense()]), {**SETTINGS, "train.microbatches": 2})
+    step.close()
+    step.close()
+    for call in (lambda: step((IDS, IDS)), lambda: step.evaluate((IDS, IDS)), step.state_dict, step.draw):
+        with pytest.raises(ValueError, match=r"^step: it is closed; fix: plan it again"):
+            call()
+
+
+def test_a_model_of_another_shape_takes_no_weights() -> None:
+    step = hocket.plan_model(Model([Dense()]), {**SETTINGS, "train.microbatches": 1})
+    for model, words in ((None, "NoneType: it lacks"), (nn.Linear(3, 3), "Linear: it lacks .*; it has weight, bias")):
+        with pytest.raises(ValueError, match=f"^model = {words}.*; fix: a model like the one that was planned"):
+            step.load_into(model)  # type: ignore[arg-type]
+    wide = Model([Dense()])
+    wide.head = nn.Linear(HIDDEN, 33, bias=False)
+    with pytest.raises(ValueError, match=r"head.weight is 33 x 16 in it and 32 x 16"):
+        step.load_into(wide)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "values = dict: no function; fix: such as values=tensors.__getitem__"),
+        (lambda name: None, r"values\('embed.weight'\): no floating-point tensor with data"),
+        (lambda name: torch.empty(32, 16, device="meta"), r"values\('embed.weight'\): no floating-point tensor"),
+        (lambda name: torch.zeros(32, 16, dtype=torch.int64), r"values\('embed.weight'\): no floating-point tensor"),
+    ],
+)
+def test_values_that_are_none(values: Any, words: str) -> None:
+    refused(Model([Dense()]).to("meta"), words, values=values)
 
 
 def test_a_model_on_the_meta_device_with_values() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,13 @@ class PlannedAdamW:
             state = self._adamw.state[piece.shard]
             found[name] = PieceState(piece, state["exp_avg"], state["exp_avg_sq"])
         return found
+
+    @property
+    def settings(self) -> Mapping[str, Mapping[str, Any]]:
+        """Torch's settings of what this rank keeps, by parameter name: `lr`, `betas`, `weight_decay`, ..."""
+        groups = {id(shard): group for group in self._adamw.param_groups for shard in group["params"]}
+        found = {name: groups[id(piece.shard)] for name, piece in self._pieces.items()}
+        return {name: {key: value for key, value in group.items() if key != "params"} for name, group in found.items()}
 
     def _grads(self) -> list[Tensor]:
         """The gradients of this rank, one flat tensor per unit."""

@@ -57,15 +57,16 @@ def save(
         state[OPTIMIZER] = optimizer_state(context, optimizer, flatten=flatten)
     if not asynchronously:
         done: Future[Path] = Future()
-        done.set_result(_write(state, CheckpointWriter(WholeFolder(path), own.others), process_group))
+        done.set_result(write(state, CheckpointWriter(WholeFolder(path), own.others), process_group))
         return done
     # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
     writer = CheckpointWriter(WholeFolder(path), own.others, per_thread_copy_ahead=0)
     copied, group = on_host(state), group_of_thread(process_group)
-    return in_background(path, lambda: _write(copied, writer, group))
+    return in_background(path, lambda: write(copied, writer, group))
 
 
-def _write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
+def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
+    """Write a folder of tensors by name, on all ranks of the group; returns it. Raises like `save`."""
     final = writer.folder.final
     try:
         run_dcp(f"checkpoint {final} can't be written: ", dcp.save, state, storage_writer=writer, process_group=group)

@@ -1,0 +1,111 @@
+"""Checkpoints of a planned step: its weights, its optimizer's state and its buffers, by the model's own names.
+
+The format is that of `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`): DCP's, with the keys `model` and
+`optimizer`, the latter in torch's flat layout, since pipeline ranks hold different parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hocket.engine import Engine
+from hocket.fsdp.planned.adamw import AVERAGES, PieceState
+from hocket.fsdp.saving.checkpoint import write
+from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, run_dcp
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.harmless import HarmlessPlanner
+from hocket.fsdp.saving.state import differences
+from hocket.fsdp.saving.whole import WholeFolder
+from hocket.runtime.world import everyone
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What a step saves. All ranks call its methods alike, and an error of one rank is raised on all.
+
+    `parameters` has the model's own name and whole shape of each parameter, by hocket's name of it. `buffers` are what
+    else the model's state has, which no step changes, and `others` further names of parameters.
+    """
+
+    engine: Engine
+    parameters: Mapping[str, tuple[str, torch.Size]]
+    buffers: Mapping[str, Tensor]
+    others: Mapping[str, str]
+
+    def save(self, folder: Path) -> Path:
+        """Write a new folder. Raises ValueError if it is in use or not shared, OSError if it cannot be written."""
+        optimizer = self.engine.optimizer
+        state: dict[str, Any] = dict(self._averages())
+        for name, settings in optimizer.settings.items():
+            theirs = self.parameters[name][0]
+            state[f"state.{theirs}.step"] = torch.tensor(float(optimizer.steps))
+            state |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
+        writer = CheckpointWriter(WholeFolder(folder), self.others)
+        return write({MODEL: self._weights(), OPTIMIZER: state}, writer, None)
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Read what this rank keeps; without `optimizer` AdamW begins anew. Raises ValueError for what does not fit."""
+        reader = CheckpointReader(folder)
+        stored = reader.read_metadata().state_dict_metadata
+        self._refuse(folder, stored, optimizer)
+        averages = self._averages()
+        steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
+        state: dict[str, Any] = {MODEL: self._weights()}
+        state |= {OPTIMIZER: {**averages, **steps}} if optimizer else {}
+        run_dcp(
+            f"checkpoint {folder} can't be read: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner()
+        )
+        if not optimizer:
+            for tensor in averages.values():
+                tensor.flat.zero_()
+        self.engine.optimizer.steps = int(max(steps.values()))
+        self.engine.sharded.refresh()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The main weights that this rank keeps, and buffers: live tensors."""
+        mine = {self.parameters[name][0]: _range(s, s.piece.main) for name, s in self.engine.optimizer.state.items()}
+        return {**mine, **self.buffers, **self.engine.balance.biases()}
+
+    def _averages(self) -> dict[str, FlatTensor]:
+        """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
+        return {
+            f"state.{self.parameters[name][0]}.{key}": _range(state, getattr(state, key))
+            for name, state in self.engine.optimizer.state.items()
+            for key in AVERAGES
+        }
+
+    def _refuse(self, folder: Path, stored: Mapping[str, Any], optimizer: bool) -> None:
+        """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
+        shapes = {
+            name: torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+            for name, entry in stored.items()
+        }
+        if not shapes:
+            raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
+        wanted: dict[str, Any] = {name: torch.Size(shape) for name, shape in self.parameters.values()}
+        averages = {f"{OPTIMIZER}.state.{name}.{key}": shape for name, shape in wanted.items() for key in AVERAGES}
+        wanted |= self.buffers
+        for biases in everyone({name: bias.shape for name, bias in self.engine.balance.biases().items()}):
+            wanted |= biases
+        found = {key.removeprefix(f"{MODEL}."): shape for key, shape in shapes.items() if key.startswith(f"{MODEL}.")}
+        found = {name: shape for name, shape in found.items() if name not in self.others}
+        if wrong := differences(found, wanted):
+            raise ValueError(f"checkpoint {folder}: it is of another model: {wrong}; fix: the model that was saved")
+        averages |= {f"{OPTIMIZER}.state.{name}.step": torch.Size() for name, _ in self.parameters.values()}
+        if optimizer and (wrong := differences({key: shapes[key] for key in averages if key in shapes}, averages)):
+            raise ValueError(
+                f"checkpoint {folder}: it has no AdamW of all parameters: {wrong}; fix: load(folder, optimizer=False)"
+            )
+
+
+def _range(state: PieceState, flat: Tensor) -> FlatTensor:
+    piece = state.piece
+    return FlatTensor(flat, piece.shape, piece.lo, piece.hi, part=piece.part)
