@@ -101,7 +101,9 @@ class Actions:
         if op.layer < 0:
             return getattr(self, f"{op.verb}_{op.part}")
         kind, part = self._layout.type_of(op.layer), self._layout.part(op.part, op.layer)
-        wiring = self._wiring.setdefault((kind.name, part.name), _Wiring.of(kind, part))
+        if (kind.name, part.name) not in self._wiring:
+            self._wiring[kind.name, part.name] = _Wiring.of(kind, part)
+        wiring = self._wiring[kind.name, part.name]
         if part.way:
             return partial(getattr(self, f"exchange_{op.verb}"), wiring)
         if part.communicates:
