@@ -213,10 +213,11 @@ class PlanConfig:
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
     keeps more activations."""
-    recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
-    """Parts of layers that keep only their inputs after forward, and run forward again before their backward. That
-    takes less memory and more time. attn includes the norms, the router and the shared expert. auto recomputes as few
-    parts as the memory allows."""
+    recompute: tuple[str, ...] = ()
+    """Parts of layers, out of attn, experts and mlp, that keep only their inputs after forward, and run forward again
+    before their backward. That takes less memory and more time. attn includes the norms, the router and the shared
+    expert. attn:2 recomputes attn in the first two layers of each virtual stage, and attn in all layers. auto
+    recomputes as few parts in as few layers as the memory allows."""
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""

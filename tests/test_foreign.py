@@ -334,6 +334,19 @@ def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsy
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--recompute-method block --recompute-num-layers 4", ["mlp:4", "attn:4"]),
+        ("--recompute-method uniform --recompute-num-layers 1", ["mlp", "attn"]),
+        ("--recompute-method uniform --recompute-num-layers 4", []),
+    ],
+)
+def test_megatron_recomputes_some_layers_of_a_stage(flags: str, parts: list[str]) -> None:
+    given = read.flags(f"--num-layers 8 --recompute-granularity full {flags}")
+    assert sorted(translate(MEGATRON, given).settings.get("plan.recompute", ())) == sorted(parts)
+
+
 MIXTURE = (
     "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 1024 "

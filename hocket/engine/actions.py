@@ -126,7 +126,7 @@ class Actions:
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run a part: as a segment, or without a graph if there is no backward or it will run once more for it."""
-        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part)):
+        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part, op.layer)):
             with torch.no_grad():
                 return fn(*inputs)
         segment = self._segments[op.part, _place(op)] = Segment()

@@ -66,15 +66,15 @@ def all_parts(experts: bool, dense: bool) -> tuple[str, ...]:
 
 
 def granularity(value: Any, given: Given) -> Answer:
-    """All parts of all layers, or the modules that are named."""
+    """All parts of all layers, or of the first layers of each stage, or the modules that are named."""
     if value == "full":
-        if given.values.get("--recompute-method") == "block" or given.number("--recompute-num-layers") > 1:
-            words = "parts of all layers, not of some: --recompute-method uniform --recompute-num-layers 1"
+        count, block = given.number("--recompute-num-layers"), given.values.get("--recompute-method") == "block"
+        if count > 1 and not block:
+            words = "every layer keeps its input: --recompute-num-layers 1, or --recompute-method block"
             return Answer("not there", words=words)
         experts = given.number("--num-experts", default=0) > 0
-        return Answer(
-            "becomes", {"plan.recompute": all_parts(experts, not experts or "--moe-layer-freq" in given.values)}
-        )
+        parts = all_parts(experts, not experts or "--moe-layer-freq" in given.values)
+        return Answer("becomes", {"plan.recompute": tuple(f"{part}:{count}" if block else part for part in parts)})
     return Answer("not needed", words="--recompute-modules names the parts")
 
 

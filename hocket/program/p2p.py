@@ -115,7 +115,7 @@ def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
             total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
-            if part in layout.recompute:
+            if layout.recomputes(part, layer):
                 inputs = reads(Op("recompute", part, 0, chunk, layer), layout, rank)
                 total += sum(costs.output_bytes(rank, Op(*key)) for key in inputs)  # pyrefly: ignore
     return total

@@ -34,7 +34,7 @@ def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
     for verb, part in part_of(token, layout, layer):
         if verb == "wgrad" and not part.deferrable:
             continue
-        if verb == "bwd" and layout.recomputes(part.name):
+        if verb == "bwd" and layout.recomputes(part.name, layer):
             ops.append(op_of("recompute", part, item, layer))
         ops.append(op_of(verb, part, item, layer))
         if verb == "bwd" and part.unit is not None and not part.deferrable:

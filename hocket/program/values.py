@@ -164,7 +164,7 @@ def follows(op: Op, layout: Layout) -> list[Key]:
 
     Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
     """
-    forward = "recompute" if layout.recomputes(op.part) else "fwd"
+    forward = "recompute" if layout.recomputes(op.part, op.layer) else "fwd"
     before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 

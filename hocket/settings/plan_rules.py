@@ -100,6 +100,19 @@ def lane_matters(c: Config) -> bool:
     return any(layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
 
 
+def _recomputed(c: Config) -> tuple[str, ...]:
+    """The parts that `plan.recompute` names."""
+    return tuple(text.partition(":")[0] for text in c.plan.recompute)
+
+
+def recomputes(c: Config, part: str) -> bool:
+    """Whether some layer recomputes a part; True where the stages cannot be, for which rules of their own say why."""
+    try:
+        return any(name == part for name, _ in layout_of(c).recomputed)
+    except ValueError:
+        return True
+
+
 def order_matters(text: str) -> bool:
     """Whether a layer order differs from the literature's where no weight gradient is deferred."""
     return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
@@ -234,19 +247,19 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.recompute",),
-        lambda c, h: len(set(c.plan.recompute)) < len(c.plan.recompute) or {"auto"} < set(c.plan.recompute),
+        lambda c, h: len(set(_recomputed(c))) < len(_recomputed(c)) or {"auto"} < set(_recomputed(c)),
         "each part is named once, and auto stands alone",
-        "parts out of attn, experts and mlp, or auto",
+        "parts out of attn, experts and mlp, such as attn or attn:2, or auto",
     ),
     *(
         Rule(
             ("plan.recompute",),
-            lambda c, h, part=part, kind=kind: part in c.plan.recompute and kind not in c.model.kinds(),
-            f"no effect: no layer of the model has the part {part}",
-            f"leave {part} out",
+            lambda c, h, part=part: part in _recomputed(c) and not recomputes(c, part),
+            f"no effect: no layer that it means has the part {part}",
+            f"leave {part} out, or name more layers",
             only_if_set=True,
         )
-        for part, kind in (("experts", "moe"), ("mlp", "dense"))
+        for part in ("experts", "mlp")
     ),
     Rule(
         ("plan.layer_order",),

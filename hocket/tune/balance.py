@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from hocket.program.ops import Layout, Op, Verb
 from hocket.program.simulate import Costs
 
-_VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
+_VERBS: tuple[Verb, ...] = ("fwd", "bwd", "wgrad")
 
 
 def balanced(layout: Layout, costs: Costs) -> tuple[int, ...]:
@@ -49,17 +50,27 @@ class _Seconds:
     """What stages and ranks compute for a microbatch."""
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
+        self._layout = layout
         self._owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
         self._layers = [
             _seconds(costs, tuple(part.name for part in layout.type_of(n).parts if not part.communicates), n)
+            for n in range(len(layout.kinds))
+        ]
+        self._again = [
+            {part: _seconds(costs, (part,), n, ("recompute",)) for part in layout.forward_parts(n)}
             for n in range(len(layout.kinds))
         ]
         self._ends = _seconds(costs, ("embed",), -1), _seconds(costs, ("head",), -1)
 
     def stages(self, sizes: tuple[int, ...]) -> list[float]:
         """By stage, with so many layers each."""
-        bounds = [0, *accumulate(sizes)]
-        found = [sum(self._layers[lo:hi]) for lo, hi in pairwise(bounds)]
+        layout = replace(self._layout, bounds=tuple(accumulate(sizes, initial=0)))
+        again = [
+            sum(seconds for part, seconds in parts.items() if layout.recomputes(part, n))
+            for n, parts in enumerate(self._again)
+        ]
+        layers = [sum(both) for both in zip(self._layers, again, strict=True)]
+        found = [sum(layers[lo:hi]) for lo, hi in pairwise(layout.bounds)]
         found[0] += self._ends[0]
         found[-1] += self._ends[1]
         return found
@@ -72,7 +83,7 @@ class _Seconds:
         return ranks
 
 
-def _seconds(costs: Costs, parts: tuple[str, ...], layer: int) -> float:
+def _seconds(costs: Costs, parts: tuple[str, ...], layer: int, verbs: tuple[Verb, ...] = _VERBS) -> float:
     """Compute of one microbatch in some parts."""
-    ops = (Op(verb, part, 0, 0, layer) for part in parts for verb in _VERBS)
+    ops = (Op(verb, part, 0, 0, layer) for part in parts for verb in verbs)
     return sum(float(costs.seconds(0, op)) for op in ops)

@@ -75,7 +75,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=pp * chunks == 1 and among((False, True)),
         per_rank=among((False, True)),
-        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
+        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn:1", "experts:2", "mlp"))),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
     layout = replace(layout, uncounted=layout.placed and layout.tied)

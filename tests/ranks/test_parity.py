@@ -37,7 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
-    "recompute": [(), ("attn",), ("experts", "mlp")],
+    "recompute": [(), ("attn:1",), ("experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
 }
@@ -122,6 +122,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
+    "recomputed in some layers": (
+        dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", recompute=("attn:1", "experts:2", "mlp:1")),
     ),
     "everything on, one copy per rank": (
         dict(layers=8, experts=8, top_k=3, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
