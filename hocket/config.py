@@ -205,8 +205,9 @@ class PlanConfig:
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
-    """Layers of every virtual stage; empty splits evenly. auto lets all ranks compute for the same time, embedding and
-    head included, if that shortens the step and fits into memory."""
+    """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
+    head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
+    step and fits into memory."""
     group: int = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
     that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""

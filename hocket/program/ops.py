@@ -112,13 +112,14 @@ class Layout:
     """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
 
     `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`
-    (`program/transformer.py`). Virtual stage s holds the layers
-    `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
-    round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
-    chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
-    has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
-    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are; with
-    `uncounted` no host waits until it knows how many they are.
+    (`program/transformer.py`). Virtual stage s holds the layers `range(bounds[s], bounds[s + 1])`; there are
+    `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through the ranks; with
+    `turning`, every other round goes through them backwards, so that with two chunks stages make a V and the last rank
+    hands on to itself. The first stage, which has the embedding, and the last, which has the head, may be without
+    layers.
+    With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
+    once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
+    experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
     `tied` says that the head uses the embedding's weights, so that both belong to one unit.
     The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
     the first two of each virtual stage.
@@ -161,8 +162,8 @@ class Layout:
                 f"bounds must be {self.stages + 1} numbers from 0 to {len(self.kinds)} "
                 f"(pp={self.pp} x chunks={self.chunks} stages, {len(self.kinds)} layers), got {b}"
             )
-        if any(hi <= lo for lo, hi in pairwise(b)):
-            raise ValueError(f"every virtual stage needs at least one layer, got bounds {b}")
+        if any(hi < lo for lo, hi in pairwise(b)) or any(hi == lo for lo, hi in pairwise(b[1:-1])) or not b[-1]:
+            raise ValueError(f"only the first and the last virtual stage may be without layers, got bounds {b}")
 
     @property
     def stages(self) -> int:
@@ -316,11 +317,18 @@ def _check_types(types: tuple[LayerKind, ...]) -> None:
 
 
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
-    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven."""
-    if layers < stages:
+    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven.
+
+    One stage more than layers leaves the last one to the head alone, two more also the first one to the embedding.
+    """
+    if not layers or layers + 2 < stages:
         raise ValueError(
-            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks): use fewer stages or chunks"
+            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks), of which only the first and the last "
+            "may be without layers: use fewer stages or chunks"
         )
+    if layers < stages:
+        first = stages - layers - 1
+        return tuple(min(max(stage - first, 0), layers) for stage in range(stages + 1))
     share, extra = divmod(layers, stages)
     return tuple(s * share + min(s, extra) for s in range(stages + 1))
 

@@ -97,7 +97,7 @@ def lane_matters(c: Config) -> bool:
         layout = layout_of(c)
     except ValueError:  # stages that cannot be: rules of their own say why
         return True
-    return any(layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
+    return any(stop and layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
 
 
 def _recomputed(c: Config) -> tuple[str, ...]:
@@ -123,8 +123,9 @@ _USUAL = ("auto", "literature")
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
         ("plan.chunks", "mesh.pp", "model.layers"),
-        lambda c, h: stages(c) > c.model.layers,
-        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",
+        lambda c, h: stages(c) > c.model.layers + 2,
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, too many for model.layers = "
+        "{model.layers}: only the first and the last may be without layers",
         "lower plan.chunks or mesh.pp, or raise model.layers",
     ),
     Rule(
@@ -135,9 +136,15 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.layers_per_stage", "model.layers"),
-        lambda c, h: sum(c.plan.split) not in (0, c.model.layers),
+        lambda c, h: bool(c.plan.split) and sum(c.plan.split) != c.model.layers,
         "the stages' layers do not add up to model.layers = {model.layers}",
         "make them add up, or leave plan.layers_per_stage out",
+    ),
+    Rule(
+        ("plan.layers_per_stage",),
+        lambda c, h: 0 in c.plan.split[1:-1] or c.plan.split == (0,),
+        "only the first stage, with the embedding, and the last, with the head, may be without layers",
+        "1 or more layers for every other stage",
     ),
     Rule(
         ("plan.layers_per_stage",),

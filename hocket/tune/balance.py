@@ -25,12 +25,13 @@ def towards_balance(layout: Layout, costs: Costs) -> list[tuple[int, ...]]:
     """
     splits = [tuple(hi - lo for lo, hi in pairwise(layout.bounds))]
     owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
+    fewest = [0, *[1] * (layout.stages - 2), 0] if layout.stages > 1 else [1]
     seconds = _Seconds(layout, costs)
     while True:
         sizes = splits[-1]
         stages, ranks = seconds.stages(sizes), seconds.ranks(sizes)
         longest, shortest = ranks.index(max(ranks)), ranks.index(min(ranks))
-        donors = [stage for stage, owner in enumerate(owners) if owner == longest and sizes[stage] > 1]
+        donors = [s for s, owner in enumerate(owners) if owner == longest and sizes[s] > fewest[s]]
         if not donors:
             return splits
         donor = max(donors, key=stages.__getitem__)

@@ -51,13 +51,14 @@ def _chunks(c: Config, known: Known) -> Sequence[int]:
     if c.mesh.pp == 1:
         return ()
     own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,), "merged_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
-    return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
+    most = (c.model.layers + 2) // c.mesh.pp
+    return [count for count in own if count <= most and (rest or per_rank % count == 0)]
 
 
 def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
     """The layout of a plan with `sizes` layers per stage; empty sizes are even. None if there is no such layout."""
     stages = c.mesh.pp * c.plan.chunks
-    if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
+    if c.mesh.pp == 1 or stages > c.model.layers + 2 or len(sizes) not in (0, stages):
         return None
     return layout_of(changed(c, {"plan.layers_per_stage": sizes}))
 
@@ -81,7 +82,7 @@ def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
         for count in (1, -1)
         if layout.owner(n)[0] != last
     ]
-    return [(), *(split for split in moved if min(split) > 0)]
+    return [(), *(split for split in moved if min(split) >= 0 and 0 not in split[1:-1])]
 
 
 def _groups(c: Config, known: Known) -> Sequence[int]:
