@@ -10,10 +10,12 @@ to benchmarks/results/, or where `--out` says.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 
 from benchmarks.bench import command as bench
 from benchmarks.record import RESULTS
+from hocket.settings.overrides import split
 
 DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""
@@ -137,16 +139,17 @@ PRESETS = {
 
 
 def words(name: str, gpus: int, more: list[str]) -> list[str]:
-    """The words of `hocket bench` for a preset; those in `more` come last, and win.
+    """The words of `hocket bench` for a preset; settings in `more` take the place of its own.
 
     A contender of hocket is on NCCL unless its name says otherwise.
     """
     preset, lengths = PRESETS[name]
-    found = [*shlex.split(preset.format(gpus=gpus, half=gpus // 2)), "--gpus", str(gpus)]
-    found += [] if "--train.transport" in more else ["--train.transport", "nccl"]
-    found += [] if "--lengths" in more else ["--lengths", *map(str, lengths)]
-    found += [] if "--out" in more else ["--out", str(RESULTS / f"{name}.json")]
-    return [*found, *more]
+    recipe, *rest = shlex.split(preset.format(gpus=gpus, half=gpus // 2))
+    rest += ["--gpus", str(gpus), "--train.transport", "nccl", "--lengths", *map(str, lengths)]
+    rest += ["--out", str(RESULTS / f"{name}.json")]
+    changed = {flag for flag, _ in split([word for word in more if word.startswith("--")], [])}
+    kept = [[flag, *values] for flag, values in split(rest, []) if flag not in changed]
+    return [recipe, *itertools.chain(*kept), *more]
 
 
 def main() -> None:

@@ -49,7 +49,8 @@ from hocket.program.network import hardware_of
 from hocket.program.stages import mesh_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.runtime.comm import Groups, everyone, join_world, leave_world
+from hocket.runtime.comm import Groups
+from hocket.runtime.world import everyone, join_world, leave_world
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.recording import Recording

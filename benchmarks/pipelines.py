@@ -27,9 +27,10 @@ from hocket.program.lower import build_program
 from hocket.program.ops import Program
 from hocket.program.stages import sharding_of
 from hocket.resolve import resolve
-from hocket.runtime.comm import Groups, join_world
+from hocket.runtime.comm import Groups
 from hocket.runtime.lanes import spinner
 from hocket.runtime.pretended import Link, Slow
+from hocket.runtime.world import join_world
 from hocket.settings.rule import Host
 
 LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)

@@ -14,7 +14,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.environment import prepare
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.comm import join_world
+from hocket.runtime.world import join_world
 
 
 def join() -> tuple[int, torch.device]:

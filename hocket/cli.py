@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NoReturn
 
 COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes")
@@ -25,6 +27,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
+       hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.
 Every setting of a recipe can be changed, for example --train.steps 50 --overlap.ep.merge off --data.paths my/texts
@@ -58,8 +61,19 @@ def run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if words else 2
+    if words == ["--version"]:
+        print(f"hocket {_version('hocket')}, torch {_version('torch')}, Python {platform.python_version()}")
+        return 0
     command, *rest = words
     if command not in COMMANDS:
         reason = "there is no such command"
         raise ValueError(f"{' '.join(words)} (command line): {reason}; fix: one of {', '.join(COMMANDS)}")
     return importlib.import_module(f"hocket.commands.{command}").run(rest)
+
+
+def _version(package: str) -> str:
+    """As its installation says, which needs no import; a bare checkout has none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

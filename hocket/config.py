@@ -112,18 +112,19 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How ranks are arranged. There are pp * dp * tp ranks. ep divides dp."""
+    """How ranks are arranged. There are pp * dp * tp ranks. ep divides dp * tp."""
 
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
     """Data-parallel ranks of each pipeline rank. Dense weights are sharded over them, or over `shard` of them."""
     ep: int = 1
-    """Expert-parallel ranks inside dp. Expert weights are sharded over the remaining dp / ep * tp ranks."""
+    """Expert-parallel ranks: neighbours among the dp * tp ranks of a pipeline rank, whose tokens all differ. Expert
+    weights are sharded over the remaining dp * tp / ep ranks."""
     tp: int = 1
     """Tensor-parallel ranks of each data-parallel rank. They share its sequences, heads, MLP columns and vocabulary."""
     shard: int = 0
-    """Neighbouring data-parallel ranks that share one copy of the weights; 0 means all of them. It is a multiple of ep.
+    """Neighbouring data-parallel ranks that share one copy of the weights; 0 means all of them. ep divides shard * tp.
     If it is less than dp, there are dp / shard replicas (HSDP). Gathers and reduces then stay among shard ranks, such
     as those of a host. A step sums its gradients over the replicas once, after the last microbatch's reduces."""
 
@@ -143,18 +144,16 @@ class MeshConfig:
         Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
         groups behind a turn: see `Mesh.groups`.
         """
-        row, edp = self.dp * self.tp, max(1, self.dp // self.ep)
-        replicas, shard = self.replicas, (self.shard or self.dp) * self.tp
+        row, shard, replicas = self.dp * self.tp, (self.shard or self.dp) * self.tp, self.replicas
         match purpose:
             case "gather_dense" | "reduce_dense":
                 return [(shard // self.tp, self.tp)], [(self.pp * replicas, shard), (self.tp, 1)]
             case "gather_experts" | "reduce_experts":
-                members = [(max(1, edp // replicas), self.ep * self.tp), (self.tp, 1)]
-                return members, [(self.pp * replicas, shard), (self.ep, self.tp)]
+                return [(max(1, shard // self.ep), self.ep)], [(self.pp * replicas, shard), (self.ep, 1)]
             case "replicas":
                 return [(replicas, shard)], [(self.pp, row), (shard, 1)]
             case "a2a":
-                return [(self.ep, self.tp)], [(self.pp * edp, self.ep * self.tp), (self.tp, 1)]
+                return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
             case "tp":
                 return [(self.tp, 1)], [(self.pp * self.dp, self.tp)]
             case "pp_fwd" | "pp_bwd":
@@ -260,9 +259,11 @@ class DataConfig:
     """The text to train on."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders or glob patterns of text. Empty means the source of the running Python's standard library."""
+    """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
+    text_key: str = "text"
+    """Name of the text in a line of JSON or a row of a table."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package."""
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
     sequence_length: int = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on"] = "off"

@@ -10,6 +10,7 @@ from typing import Any
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
 from hocket.program.lower import build_program
+from hocket.program.mesh import described
 from hocket.program.network import adapter_times, crossing, hardware_of
 from hocket.program.ops import Program
 from hocket.program.overheads import overheads_of
@@ -69,7 +70,8 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     if not each:
         return 0.0
     seconds = {
-        key: cost.wire_bytes * each.get(carried_by(key) or "control", 0.0) + cost.inner_bytes * each.get("tp", 0.0)
+        key: cost.wire_bytes * each.get(carried_by(key, program.layout) or "control", 0.0)
+        + cost.inner_bytes * each.get("tp", 0.0)
         for key, cost in costs.table.items()
     }
     return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
@@ -166,12 +168,9 @@ def _origin_of_costs(measured: Measurement) -> Iterator[str]:
 
 
 def _heading(settings: Settings, program: Program) -> Iterator[str]:
-    mesh, layout = settings.mesh, program.layout
+    layout = program.layout
     tokens = settings.batch * settings.data.sequence_length
-    tensors = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
-    shared = f", weights shared by {mesh.shard}" if mesh.replicas > 1 else ""
-    ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensors}, ep {mesh.ep} inside dp{shared}"
-    yield f"{settings.run.name}: {ranks}"
+    yield f"{settings.run.name}: {settings.world} ranks = {described(settings.mesh)}"
     yield (
         f"{len(layout.kinds)} layers ({layout.kinds.count('dense')} dense, {layout.kinds.count('moe')} MoE) on "
         f"{layout.stages} virtual stages; {program.microbatches} microbatches, {tokens:,} tokens per step"

@@ -38,6 +38,7 @@ TOOLS = {
     "hypothesis": "hypothesis",
     "sortedcontainers": "sortedcontainers",
     "pillow": "PIL",
+    "pyarrow": "pyarrow",
     "ruff": "ruff",
     "pyrefly": "pyrefly",
     "triton": "triton",

@@ -18,6 +18,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (FOUR, {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
     ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
     ({**FOUR, "mesh__ep": 4}, {"mesh__shard": 2}, "mesh.shard", "has all experts"),
+    ({**FOUR, "mesh__tp": 2, "mesh__ep": 8}, {"mesh__shard": 2}, "mesh.shard", "mesh.shard = 2 x mesh.tp = 2"),
     ({"precision__averages": "bf16"}, {"train__betas": (0.9, 0.999)}, "train.betas", "lower train.betas"),
     ({}, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
     ({}, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),

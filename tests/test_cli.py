@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -122,6 +124,7 @@ MISTAKES = [
     (["--gpus", "4", "--mesh.dp", "4"], "gpus = 4", "leave one of them out"),
     (["--config", "x"], "--config", "--help lists all settings"),
     (["--data.paths", "a", "--data.paths", "b"], "--data.paths", "given twice; fix: give it once"),
+    (["--train.steps", "3", "--train.steps=5"], "--train.steps", "given twice; fix: give it once"),
     (["stray"], "stray", "--train.steps 50"),
     (["plan.order=1f1b"], "plan.order=1f1b", "fix: --plan.order=1f1b"),
     (["-plan.order=1f1b"], "-plan.order=1f1b", "fix: --plan.order=1f1b"),
@@ -341,6 +344,10 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     assert "explanation.json has what was decided" in ended.out
     again = hocket(tmp_path, "train", *words)
     assert "nothing to do" in again.out
+    record = (tmp_path / "runs/tiny/explanation.json").read_bytes()
+    refused = hocket(tmp_path, "train", *words, "--model.vocab", "512")
+    assert (refused.code, refused.err.count("belongs to another model")) == (2, 1)
+    assert (tmp_path / "runs/tiny/explanation.json").read_bytes() == record
 
 
 @pytest.mark.parametrize(
@@ -373,6 +380,12 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     done = len(losses(tmp_path))
     saved = json.loads((tmp_path / "runs/tiny/checkpoints/latest/meta.json").read_text())
     assert saved["step"] == done
+
+
+def test_versions_are_told(tmp_path):
+    ended = hocket(tmp_path, "--version")
+    version, number = importlib.metadata.version, platform.python_version()
+    assert (ended.code, ended.out) == (0, f"hocket {version('hocket')}, torch {version('torch')}, Python {number}\n")
 
 
 def test_a_closed_terminal_saves_and_ends(tmp_path):

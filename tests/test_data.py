@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from hocket.kernels import IGNORED
 from hocket.model.tokenizer import load_tokenizer, tokenizer_vocab
 from hocket.resolve import resolve
 from hocket.train import corpus as corpus_module
+from hocket.train import documents as documents_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
 from tests.helpers.ranks import run_ranks
@@ -72,7 +73,7 @@ def test_documents_are_shuffled_and_each_ends_with_a_separator(tmp_path):
     assert pieces.pop() == b""
     assert sorted(pieces) == sorted(text.encode() for text in texts.values())
     assert pieces != sorted(pieces)
-    assert (corpus.documents, corpus.skipped, corpus.vocab) == (12, 0, 256)
+    assert (corpus.documents, corpus.skipped, corpus.vocab) == (12, (), 256)
     other = open_corpus(data_in(tmp_path, str(tmp_path / "text"), seed=1), {})
     assert bytes(other.tokens) != bytes(corpus.tokens)
 
@@ -80,8 +81,8 @@ def test_documents_are_shuffled_and_each_ends_with_a_separator(tmp_path):
 def test_binary_files_are_left_out_and_counted(tmp_path):
     write(tmp_path / "text", a="text", b="bin\0ary")
     corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text")), {})
-    assert (corpus.documents, corpus.skipped) == (1, 1)
-    assert "1 binary files left out" in str(corpus)
+    assert corpus.documents == 1
+    assert f"1 files left out: {tmp_path}/text/b (binary: with bytes 0, as UTF-16 has)" in str(corpus)
 
 
 def test_the_splits_are_disjoint_and_together_everything(tmp_path):
@@ -135,7 +136,7 @@ def test_waiting_for_another_process_has_an_end(tmp_path):
 def test_a_crash_while_tokenising_leaves_nothing_half_done(tmp_path, monkeypatch):
     write(tmp_path / "text", a="x", b="y")
     data = data_in(tmp_path, str(tmp_path / "text"))
-    monkeypatch.setattr(corpus_module.json, "dumps", lambda *_: 1 / 0)
+    monkeypatch.setattr(corpus_module.np, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_corpus(data, {})
     monkeypatch.undo()
@@ -158,12 +159,20 @@ def test_a_full_disk_is_one_message_and_is_left_as_it_was(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "starts.npy", "meta.json"])
-def test_a_damaged_cache_is_named(tmp_path, name):
+@pytest.mark.parametrize("kind", ["cut off", "flipped", "zeroed"])
+def test_a_damaged_cache_is_named(tmp_path, name, kind):
     write(tmp_path / "text", a="some text", b="y")
     data = data_in(tmp_path, str(tmp_path / "text"))
     open_corpus(data, {})
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    file.write_bytes(file.read_bytes()[:-1])
+    content = file.read_bytes()
+    match kind:
+        case "cut off":
+            file.write_bytes(content[:-1])
+        case "flipped":
+            file.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+        case "zeroed":
+            file.write_bytes(bytes(len(content)))
     with pytest.raises(ValueError, match=r"data.cache = .*corpus-.* is damaged; fix: delete it"):
         open_corpus(data, {})
 
@@ -181,10 +190,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         open_corpus(data_in(tmp_path, str(tmp_path / "gone")), {})
     write(tmp_path, a="some text")
 
-    def vanished(file: Path) -> bytes:
+    def vanished(file: Path, *_: Any) -> BinaryIO:
         raise OSError(116, "Stale file handle", str(file))
 
-    monkeypatch.setattr(Path, "read_bytes", vanished)
+    monkeypatch.setattr(documents_module, "_opened", vanished)
     with pytest.raises(ValueError, match=r"data\.paths = .*: .*/a cannot be read \(Stale file handle\); fix: make it"):
         open_corpus(data_in(tmp_path, str(tmp_path / "a")), {})
     assert not list((tmp_path / "cache").glob("*.tmp"))
@@ -195,10 +204,11 @@ def test_bytes_that_are_no_utf8_are_text_and_utf16_is_not(tmp_path):
     (tmp_path / "odd").write_bytes(odd)
     assert bytes(open_corpus(data_in(tmp_path, str(tmp_path / "odd")), {}).tokens) == odd + b"\0"
     (tmp_path / "wide").write_bytes("text".encode("utf-16"))
-    with pytest.raises(
-        ValueError, match=r"no text in 1 files \(1 of them binary: with bytes 0, as UTF-16 has\); fix: "
-    ):
+    with pytest.raises(ValueError, match=r"wide holds no text \(binary: with bytes 0, as UTF-16 has\); fix: "):
         open_corpus(data_in(tmp_path, str(tmp_path / "wide")), {})
+    (tmp_path / "odd").unlink()
+    with pytest.raises(ValueError, match=r"no text in 1 files \(.*wide \(binary: with bytes 0.*; fix: "):
+        open_corpus(data_in(tmp_path, str(tmp_path)), {}, without=tmp_path / "cache")
 
 
 def test_what_a_run_writes_is_not_its_text(tmp_path):
@@ -213,10 +223,10 @@ def test_what_a_run_writes_is_not_its_text(tmp_path):
 
 def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
     tokens = np.array([1, 1, 1, 2, 2, 3, 1, 3], dtype=np.uint8)
-    corpus = Corpus(tokens, vocab=4, documents=1, skipped=0, train_tokens=6)
+    corpus = Corpus(tokens, vocab=4, documents=1, skipped=(), train_tokens=6)
     p = {1: 4 / 10, 3: 2 / 10}  # counts plus one, of 6 + 4
     assert corpus.unigram_entropy == pytest.approx(-(math.log(p[1]) + math.log(p[3])) / 2)
-    without = Corpus(tokens[:6], vocab=4, documents=1, skipped=0, train_tokens=6)
+    without = Corpus(tokens[:6], vocab=4, documents=1, skipped=(), train_tokens=6)
     weights = Counter(tokens[:6].tolist())
     expected = -sum(n * math.log((n + 1) / 10) for n in weights.values()) / 6
     assert without.unigram_entropy == pytest.approx(expected)

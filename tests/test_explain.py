@@ -268,7 +268,7 @@ def test_groups_know_what_moves_them() -> None:
     assert moved["control"] == f"NCCL, at most {SMS} SMs"
 
 
-@pytest.mark.parametrize("mesh", [(2, 4, 2, 1), (1, 4, 4, 2), (3, 2, 1, 2), (2, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 4, 2, 1), (1, 4, 4, 2), (3, 2, 1, 2), (2, 2, 2, 1), (2, 2, 4, 2)], ids=str)
 @pytest.mark.parametrize("order", ["interleaved", "zb_v"])
 def test_groups_are_counted_as_they_are_made(mesh: tuple[int, ...], order: str) -> None:
     sizes: dict[str, Any] = dict(zip(("mesh__pp", "mesh__dp", "mesh__ep", "mesh__tp"), mesh, strict=True))

@@ -47,16 +47,20 @@ def test_ranks_are_those_that_are_started_or_that_bridge_names() -> None:
     assert sources == ["(started by torchrun)", "(--gpus)", "(--gpus)"]
     named = translate(BRIDGE, read.keys("comm_overlap.data_parallel_size=4 model.expert_model_parallel_size=3"))
     assert named.settings["mesh.dp"] == 4
-    assert "3 does not divide 4" in named.of("not there")[0].answer.words
+    assert "3 does not divide the 4" in named.of("not there")[0].answer.words
 
 
-def test_expert_ranks_that_are_no_data_ranks_are_not_there() -> None:
+def test_expert_ranks_are_data_and_tensor_ranks() -> None:
     text = "--tensor-model-parallel-size 4 --expert-model-parallel-size 8 --num-experts 16 {}"
-    assert "8 does not divide 2" in words_of(text.format(""), "--expert-model-parallel-size", 8)
+    assert "8 does not divide the 12 data" in words_of(text.format(""), "--expert-model-parallel-size", 12)
     assert "splits each expert" in words_of(text.format(""), "(no --expert-tensor-parallel-size)", 8)
-    one = translate(MEGATRON, read.flags(text.format("--expert-tensor-parallel-size 1")), 32)
-    assert one.settings["mesh.ep"] == 8
+    one = translate(MEGATRON, read.flags(text.format("--expert-tensor-parallel-size 1")), 8)
+    assert tuple(one.settings[name] for name in MESH) == (4, 1, 1, 8, 2)
     assert not any("splits each expert" in row.answer.words for row in one.rows)
+    names = {"tensor": 4, "expert": 16, "expert_tensor": 1}
+    words = " ".join(f"--parallelism.{name}_parallel_degree {size}" for name, size in names.items())
+    found = translate(TORCHTITAN, read.flags(words), 16)
+    assert tuple(found.settings[name] for name in MESH) == (4, 1, 1, 16, 4)
 
 
 # What others set when they launch

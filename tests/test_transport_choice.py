@@ -217,11 +217,8 @@ def test_all_ranks_settle_for_nccl_and_rank_0_says_so(rank: int, tmp_path: Path,
     assert asked == [(["gather_dense"], "cuda:0", 60.0)]
     assert after == without_copies(settings, WHY)
     assert capsys.readouterr().out == (f"hocket: train.transport = nccl: {WHY}\n" if rank == 0 else "")
-    assert (tmp_path / "explanation.json").exists() == (rank == 0)
-    if rank == 0:
-        written = json.loads((tmp_path / "explanation.json").read_text())
-        assert written == json.loads(json.dumps(explain(after, ()).as_json()))
-        assert all(group["moved_by"].startswith("NCCL") for group in written["groups"])
+    written = json.loads(json.dumps(explain(after, ()).as_json()))
+    assert all(group["moved_by"].startswith("NCCL") for group in written["groups"])
 
 
 @pytest.mark.parametrize(

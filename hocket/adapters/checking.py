@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.adapters.step import plan_model
-from hocket.runtime.comm import join_world
+from hocket.runtime.world import join_world
 from hocket.step import PlannedStep
 
 _VOCAB = 32

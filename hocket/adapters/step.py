@@ -21,7 +21,7 @@ from hocket.engine import Engine
 from hocket.planned import with_settings
 from hocket.problems import stop_if
 from hocket.resolve import resolve
-from hocket.runtime.comm import everyone
+from hocket.runtime.world import everyone
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, problem

@@ -17,6 +17,8 @@ class Train(RecipeOptions):
 
     profile: bool = False
     """Record two steps soon after the start, and tell how much communication is exposed."""
+    restarts: int = 0
+    """How often the ranks start again from the last checkpoint when one of them has failed. torchrun has its own."""
 
 
 def run(words: list[str]) -> int:
@@ -33,4 +35,4 @@ def run(words: list[str]) -> int:
         origins["train.profile"] = "command line, --profile"
     from hocket.launching import launch
 
-    return launch.train(config, origins)
+    return launch.train(config, origins, options.restarts)

@@ -33,9 +33,9 @@ from torch import Tensor
 from hocket.engine.executor import Executor
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.comm import everyone
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
+from hocket.runtime.world import everyone
 
 WARM_UP = 3
 """Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isnan
 from statistics import fmean
@@ -12,6 +13,7 @@ from hocket.gpus import GPUS, gpu_named
 from hocket.probing.request import Measured, Product, Request
 from hocket.program.hardware import HARDWARE, LAPTOP, Hardware
 from hocket.program.network import on_one_host
+from hocket.program.ops import Layout
 from hocket.program.schedule import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
 from hocket.program.timeline import duration
@@ -119,20 +121,19 @@ def _smaller(product: Product, gpus: int) -> Product:
     return product if gpus else (max(1, min(m, int(CPU_FLOPS / (2 * k * n)))), k, n)
 
 
-_ASKED: tuple[tuple[Kind, CostKey], ...] = (
-    ("gather", ("gather", "dense", "dense")),
-    ("gather", ("gather", "dense", "moe")),
-    ("reduce", ("reduce", "dense", "dense")),
-    ("reduce", ("reduce", "dense", "moe")),
-    ("a2a", ("fwd", "dispatch", "moe")),
-    ("pp", ("recv", "act", "")),
-)
+def asked(layout: Layout) -> Iterator[tuple[Kind, CostKey]]:
+    """The transfers of a layer of each kind: of its dense unit, and of rows to its experts; those of a pipeline."""
+    kinds = layout.layer_types
+    yield from (("gather", ("gather", "dense", kind.name)) for kind in kinds)
+    yield from (("reduce", ("reduce", "dense", kind.name)) for kind in kinds)
+    yield from (("a2a", ("fwd", part.name, kind.name)) for kind in kinds for part in kind.parts if part.way == "out")
+    yield "pp", ("recv", "act", "")
 
 
 def _transfers(s: Settings) -> tuple[tuple[Kind, int], ...]:
     """Bytes that a rank receives in the transfers of one layer."""
-    table = costs_of(s, HARDWARE["h200"]).table
+    table, layout = costs_of(s, HARDWARE["h200"]).table, layout_of(s)
     shared = s.mesh.members("gather_dense")
-    axes = {"gather": shared, "reduce": shared, "a2a": s.mesh.ep, "pp": layout_of(s).pp}
-    sizes = [(kind, table[key].wire_bytes) for kind, key in _ASKED if axes[kind] > 1 and key in table]
+    axes = {"gather": shared, "reduce": shared, "a2a": s.mesh.ep, "pp": layout.pp}
+    sizes = [(kind, table[key].wire_bytes) for kind, key in asked(layout) if axes[kind] > 1 and key in table]
     return tuple(dict.fromkeys((kind, size) for kind, size in sizes if size))

@@ -9,6 +9,7 @@ from hocket.explain.explanation import Explanation
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, units
 from hocket.explain.predicted import simulated
+from hocket.program.mesh import described
 from hocket.program.network import hosts_of
 from hocket.resolve import Settings
 from hocket.settings.origins import command_words
@@ -36,10 +37,7 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
 
 def heading(settings: Settings) -> str:
     """Ranks and what they are for."""
-    mesh, t = settings.mesh, settings.train
-    tensor = f" x tp {mesh.tp}" if mesh.tp > 1 else ""
-    ranks = f"{settings.world} ranks = pp {mesh.pp} x dp {mesh.dp}{tensor}, ep {mesh.ep} inside dp"
-    ranks += f", weights shared by {mesh.shard}" if mesh.replicas > 1 else ""
+    t, ranks = settings.train, f"{settings.world} ranks = {described(settings.mesh)}"
     ranks += f", {settings.network.ranks_per_host} on each host" if hosts_of(settings) > 1 else ""
     return f"{ranks}, {t.device}, {settings.precision.compute}, {t.transport}"
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
 from hocket.explain.predicted import Step
-from hocket.program.cost import unit_weights
+from hocket.program.cost import unit_weights, units_of
 from hocket.program.mesh import P2P, PURPOSES, most_sms, mover_of
 from hocket.program.network import hardware_of
-from hocket.program.ops import UNITS, Unit
+from hocket.program.ops import UNITS
 from hocket.program.shard import ALIGN
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.program.tensor_costs import model_of_rank
@@ -30,24 +30,18 @@ LANES: dict[str, tuple[str, ...]] = {
 def units(settings: Settings) -> tuple[UnitRow, ...]:
     """All kinds of units."""
     layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
-    kinds: Counter[tuple[Unit, str]] = Counter()
-    kinds["embed", ""] += 1
-    for kind in layout.kinds:
-        kinds["dense", kind] += 1
-        if kind == "moe":
-            kinds["experts", kind] += 1
-    if not layout.tied:
-        kinds["head", ""] += 1
+    found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
     rows = []
-    for unit, kind in sorted(kinds, key=lambda key: (UNITS.index(key[0]), key[1])):
-        elements, members = unit_weights(model, unit, kind, mesh.ep), sharding.size(unit)
+    for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
+        elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)
         padded = -(-elements // (members * ALIGN)) * members * ALIGN
-        name = {("dense", "moe"): "layer, all but its experts", ("dense", "dense"): "layer"}.get((unit, kind), unit)
+        others = ", all but its experts" if ("experts", kind) in found else ""
+        name = f"layer{others}" if unit == "dense" else unit
         axis = "ep" if unit == "experts" else "tp"
         rows.append(
             UnitRow(
                 unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
-                count=kinds[unit, kind],
+                count=found[unit, kind],
                 elements=elements,
                 padding=1 - elements / padded if members > 1 else 0.0,
                 members=members,

@@ -71,13 +71,14 @@ def floats(setting: str, factor: float = 1.0, words: str = "") -> Rule:
     return lambda value, given: Answer("becomes", {setting: factor * value}, words)
 
 
-def expert_ranks(data_ranks: Callable[[Given], int]) -> Rule:
-    """Expert ranks, which are data ranks here; elsewhere they may be tensor ranks, too. 0 data ranks: not known."""
+def expert_ranks(data_ranks: Callable[[Given], int], tensor_ranks: str) -> Rule:
+    """Expert ranks, which are data and tensor ranks; the name of how many of the latter. 0 data ranks: not known."""
 
     def rule(value: Any, given: Given) -> Answer:
-        data = data_ranks(given)
-        if data and value > 0 and data % value:
-            return Answer("not there", words=f"expert ranks are data ranks, and {value} does not divide {data} of them")
+        ranks = data_ranks(given) * given.number(tensor_ranks)
+        if ranks and value > 0 and ranks % value:
+            words = f"{value} does not divide the {ranks} data and tensor ranks of a pipeline rank"
+            return Answer("not there", words=words)
         return Answer("becomes", {"mesh.ep": value})
 
     return rule

@@ -332,7 +332,7 @@ def spelled(name: str) -> str:
 
 
 _RULES: Mapping[str, Rule] = {
-    "expert_ranks": expert_ranks(data_ranks),
+    "expert_ranks": expert_ranks(data_ranks, TENSOR_RANKS),
     **{
         rule.__name__: rule
         for rule in (

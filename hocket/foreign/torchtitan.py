@@ -127,7 +127,7 @@ def _ranks(given: Given) -> Answer | None:
 
 
 _RULES: Mapping[str, Rule] = {
-    "expert_ranks": expert_ranks(_data_ranks),
+    "expert_ranks": expert_ranks(_data_ranks, TP),
     **{rule.__name__: rule for rule in (replicate, shard, reshard, batch, accumulation, async_tensor, recomputed)},
 }
 

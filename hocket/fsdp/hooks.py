@@ -10,6 +10,10 @@ reduced. One module of a bucket may be over before the backward of the next one 
 of its parameters has contributed. A unit none of whose inputs needs a gradient has no such identity: it is over when
 each of its parameters has contributed. What neither catches (unused parameters, outputs that the loss does not reach)
 is flushed at the end of backward: counting hooks alone would never notice it.
+
+A forward inside of a backward is recomputation. A reentrant checkpoint runs the backward of what it has computed again;
+another one only wants saved tensors. Nothing tells the two apart in forward, so both open an invocation, and the end of
+the backward forgets those for which none came.
 """
 
 from __future__ import annotations
@@ -137,7 +141,7 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
         calls.append(call)
         call.claim = context.need_forward(unit)
         call.writes = unit.writes()
-        if not torch.is_grad_enabled() or _is_replay(unit):
+        if not torch.is_grad_enabled():
             return args, kwargs
         call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, args, kwargs)
@@ -195,12 +199,6 @@ def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
             f"with the gathered weights: write weights after backward, through module.parameters() or inside of "
             f"ctx.gathered(changed=True)"
         )
-
-
-def _is_replay(unit: Unit) -> bool:
-    """Whether this forward only makes saved tensors again, for a graph that exists: then no backward comes for it."""
-    backward = torch._C._current_graph_task_id()
-    return backward != -1 and any(made_in != backward for _, made_in in unit.open)
 
 
 def _on_gradient(unit: Unit, context: ShardContext) -> Callable[[Tensor], None]:

@@ -217,6 +217,7 @@ class ShardContext:
         for invocation in list(self.started):
             invocation.finish()
         for unit in self.units:
+            unit.forget_recomputed()
             unit.reduce()
         self.ahead.end_backward()
         self.in_backward = False

@@ -335,6 +335,12 @@ class Unit:
             self._outer_sent[group] = (sent,)
             self._reduced[group] = sent
 
+    def forget_recomputed(self) -> None:
+        """At the end of a backward: no other one comes for the forwards that ran inside of it."""
+        for forward in [one for one in self.open if one[1] != -1]:
+            del self.open[forward]
+            self.repeated.discard(forward)
+
     def wait_reduced(self) -> None:
         """Order the caller's following work behind all that was issued of the reductions of its gradients."""
         for ticket in self._reduced.values():

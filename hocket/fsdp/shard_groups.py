@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
 from hocket.program.mesh import Purpose
-from hocket.runtime.comm import Group, TransportName, everyone, make_group
+from hocket.runtime.comm import Group, TransportName, make_group
+from hocket.runtime.world import everyone
 
 Ranks = tuple[int, ...]
 

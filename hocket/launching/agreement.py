@@ -7,7 +7,7 @@ processes may arrive at different plans, and would wait for each other until a w
 from __future__ import annotations
 
 from hocket.resolve import Settings
-from hocket.runtime.comm import everyone
+from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem, show, types
 
 _OWN = ("run.", "data.paths", "data.tokenizer", "data.cache")

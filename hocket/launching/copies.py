@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from hocket.explain.record import record
 from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, without_copies
 from hocket.runtime.trial import LIMIT, why_no_copies
@@ -17,7 +15,7 @@ from hocket.tune.transport_choice import TRANSPORT, chose_copies
 def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] = why_no_copies) -> Settings:
     """The settings by which all ranks go: as they are, or on NCCL where copy engines were chosen and do not serve.
 
-    All ranks call it at the same point, with the same settings. Rank 0 writes into the run's folder what runs now.
+    All ranks call it at the same point, with the same settings.
     """
     if not chose_copies(settings, settings.decisions):
         return settings
@@ -28,7 +26,6 @@ def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] 
     if rank == 0:
         said = next(decision for decision in settled.decisions if decision.setting == TRANSPORT)
         sys.stdout.write(f"hocket: {said}\n")
-        record(settled, Path(settled.run.folder))
     return settled
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hocket.explain.record import record
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 
@@ -45,7 +44,6 @@ def run_folder(settings: Settings) -> Iterator[Path]:
             except OSError:  # a file system without locks
                 break
         refuse_training(settings, folder)
-        record(settings, folder)
         yield folder
 
 

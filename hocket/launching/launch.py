@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, memory, prepare, probe
+from hocket.explain.record import record
 from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
-from hocket.launching.worker import Job, end_now, outcome
+from hocket.launching.worker import FAILED, Job, end_now, outcome
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
 from hocket.tune.transport_choice import lost_copies
@@ -23,19 +24,33 @@ BYTES_OF_A_PARAMETER = 8
 """At least, over all ranks: what is updated, and its gradient, in fp32."""
 
 
-def train(config: Config, origins: Mapping[str, str]) -> NoReturn:
+def train(config: Config, origins: Mapping[str, str], restarts: int = 0) -> NoReturn:
     """Train as this process's place demands: as one worker, or as the parent of all. Ends the process.
 
-    Raises ValueError for settings that cannot work, before any work starts.
+    A parent starts its workers up to `restarts` times again after a failure. Raises ValueError for settings that cannot
+    work, before any work starts.
     """
     settings, worker = arrive(config, origins)
+    _require_restarts(settings, worker, restarts)
     check_corpus(settings)
     if settings.train.transport == "null":
         job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
     else:
         again = "the same command continues from the last checkpoint, if there is one"
         job = Job(train_rank, again, "saving and ending after this step", "ended without saving")
-    work(settings, worker, job)
+    work(settings, worker, job, restarts)
+
+
+def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) -> None:
+    where = {"restarts": "command line, --restarts"}
+    if restarts < 0:
+        raise ValueError(problem("restarts", restarts, where, "a number of times", "0 or more"))
+    if restarts and worker:
+        reason = "torchrun or Slurm starts these workers"
+        raise ValueError(problem("restarts", restarts, where, reason, "torchrun --max-restarts, or srun again"))
+    if restarts and settings.run.resume != "auto":
+        reason = f"run.resume = {settings.run.resume}, so that each start would begin at the same step"
+        raise ValueError(problem("restarts", restarts, where, reason, "run.resume = auto"))
 
 
 def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker | None]:
@@ -65,8 +80,8 @@ def too_few_gpus(settings: Settings) -> list[str]:
     ]
 
 
-def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
-    """Do a job as one worker, or start all workers and wait for them. Ends the process.
+def work(settings: Settings, worker: Worker | None, job: Job, restarts: int = 0) -> NoReturn:
+    """Do a job as one worker, or start all workers and wait for them, again after a failure. Ends the process.
 
     Raises ValueError for a model that does not fit into the host.
     """
@@ -76,6 +91,11 @@ def work(settings: Settings, worker: Worker | None, job: Job) -> NoReturn:
         end_now(outcome(settings, worker, job))
     with run_folder(settings):
         code = start_workers(settings, job)
+        for attempt in range(restarts):
+            if code != FAILED:
+                break
+            sys.stderr.write(f"hocket: restart {attempt + 1} of {restarts}, from the last checkpoint\n")
+            code = start_workers(settings, job)
     end_now(code)  # torch's own shutdown has nothing to do here, and may hang in a process that has forked
 
 
@@ -97,17 +117,24 @@ def check_memory(settings: Settings, ranks: int, nbytes: int) -> None:
 
 
 def train_rank(settings: Settings, rank: int, device: Any) -> None:
-    """The job of training."""
+    """The job of training. A run that is refused up to the first step leaves the record of an earlier one alone."""
     from hocket.train.trainer import Trainer
 
-    Trainer(settings, rank, device).run()
+    trainer = Trainer(settings, rank, device)
+    trainer.begin()
+    if rank == 0:
+        record(settings, Path(settings.run.folder))
+    trainer.run()
 
 
 def check_corpus(settings: Settings) -> None:
     """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
     from hocket.train.corpus import open_corpus
 
-    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
+    def say(words: str) -> None:
+        sys.stderr.write(f"{words}\n")
+
+    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder), say=say)
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)

@@ -25,6 +25,9 @@ from hocket.launching.ports import nobody_met, port_in_use
 from hocket.resolve import Settings
 from hocket.train.signals import asking
 
+FAILED = 1
+"""Exit code of a run in which a rank crashed, hung or was killed; 2 is a mistake of the user."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -48,7 +51,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
 
     from hocket.launching.agreement import require_same
     from hocket.launching.copies import tried
-    from hocket.runtime.comm import join_world, leave_world
+    from hocket.runtime.world import join_world, leave_world
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device("cpu")
@@ -56,7 +59,8 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
         device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
     try:
-        join_world(device.type == "cuda", settings.train.hang_timeout)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        join_world(device.type == "cuda", settings.train.hang_timeout, attempt)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
         raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None

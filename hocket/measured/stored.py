@@ -21,10 +21,11 @@ from typing import Any, cast
 
 from hocket.config import Config
 from hocket.program.cost import CostTable, OpCost
+from hocket.program.hardware import KIND_OF_GROUPS
 from hocket.program.network import hardware_of
-from hocket.program.ops import COMPUTING, LANES, Op, Program
+from hocket.program.ops import COMPUTING, Op, Program
 from hocket.program.overheads import overheads_of
-from hocket.program.schedule import KIND_OF, CostKey, Kind, Overheads, cost_key
+from hocket.program.schedule import CostKey, Kind, Overheads, cost_key
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types
@@ -73,10 +74,11 @@ def named(program: Program, pp_rank: int, tensors: bool) -> dict[str, Any]:
     inside = ("tp", "tp") if tensors else ("compute", "")
     ops = {}
     for op in program.ranks[pp_rank]:
-        kind = KIND_OF.get(op.lane) or ("control" if op.verb == "step" else "")
-        group = carried_by(("recv", op.part, "") if op.verb == "send" else cost_key(op, program.layout.kinds)) or ""
-        ops[str(op)] = [op.lane, *((kind, group) if kind else inside), op.layer]
-    return {"lanes": list(LANES), "computing": list(COMPUTING), "ops": ops}
+        key = ("recv", op.part, "") if op.verb == "send" else cost_key(op, program.layout.kinds)
+        group = carried_by(key, program.layout)
+        told = (KIND_OF_GROUPS[group], group) if group else ("control", "") if op.verb == "step" else inside
+        ops[str(op)] = [op.lane, *told, op.layer]
+    return {"lanes": list(program.layout.lanes), "computing": list(COMPUTING), "ops": ops}
 
 
 def _costs(settings: Config) -> dict[str, Any]:

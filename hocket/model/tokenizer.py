@@ -25,8 +25,8 @@ class Tokenizer(Protocol):
     separator: int
     """Token that stands behind every document."""
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Tokens of one document, as unsigned integers."""
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Tokens of each document, as unsigned integers."""
         ...
 
 
@@ -36,9 +36,9 @@ class ByteTokenizer:
     vocab = BYTE_VOCAB
     separator = 0
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The bytes themselves, uint8."""
-        return np.frombuffer(text, dtype=np.uint8)
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """The bytes themselves, uint8, without any byte 0."""
+        return [np.frombuffer(text.replace(b"\0", b""), dtype=np.uint8) for text in texts]
 
 
 class JsonTokenizer:
@@ -57,12 +57,18 @@ class JsonTokenizer:
             )
             raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
         self.vocab, self.separator = _sizes(path, origins)
-        self._backend = backend.Tokenizer.from_file(path)
+        self._backend = backend.Tokenizer.from_file(str(tokenizer_file(path)))
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character."""
-        encoded = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
-        return np.asarray(encoded.ids, dtype=np.uint32)
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character. Uses all cores."""
+        words = [text.decode("utf-8", errors="replace") for text in texts]
+        encoded = self._backend.encode_batch_fast(words, add_special_tokens=False)
+        return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
+
+
+def tokenizer_file(name: str) -> Path:
+    """The file that a setting means: `tokenizer.json` in a folder of a published model, or the file itself."""
+    return Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
 
 
 def load_tokenizer(name: str, origins: Mapping[str, str]) -> Tokenizer:
@@ -79,7 +85,7 @@ def _sizes(path: str, origins: Mapping[str, str]) -> tuple[int, int]:
     """(number of tokens including the separator, separator) of a tokenizer file."""
     fix = "data.tokenizer = bytes, or the path of a JSON file of the `tokenizers` package"
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(tokenizer_file(path).read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
         # Unigram models list (token, score) pairs, all others map tokens to numbers.
         tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)

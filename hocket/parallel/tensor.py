@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.program.tensor_times import DIRECTIONS, ROLES, Method, pieces
+from hocket.program.tensor_times import DIRECTIONS, LIKE, ROLES, Method, pieces
 from hocket.program.tensor_ways import splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.destinations import Destination, Ordinary, Queued, keep
@@ -72,7 +72,7 @@ def ways_of(config: Config) -> dict[str, Way]:
         forward, backward = (getattr(config.overlap.tp, f"{role}_{direction}") for direction in DIRECTIONS)
         splits = splits_of(config, role, "forward"), splits_of(config, role, "backward")
         ways[role] = Way(forward, backward, splits)
-    return {**ways, "shared_fc1": ways["fc1"], "shared_fc2": ways["fc2"], "head": ways["fc1"]}
+    return {**ways, **{role: ways[like] for role, like in LIKE.items()}}
 
 
 class Arriving:

@@ -16,9 +16,10 @@ from hocket.probing.rates import rates
 from hocket.probing.request import Measured, Product, Request
 from hocket.program.mesh import Mesh
 from hocket.program.schedule import Kind
-from hocket.runtime.comm import CommOptions, Groups, RowTable, everyone, join_world, leave_world, make_groups
+from hocket.runtime.comm import CommOptions, Groups, RowTable, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import drain
+from hocket.runtime.world import everyone, join_world, leave_world
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others."""

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 from hocket.config import ModelConfig, Purpose
 from hocket.program.clock import Work, at_clock, clock_of
-from hocket.program.copies import Copies, copies_of
-from hocket.program.formulas import STOCK, Formulas, PartSize
+from hocket.program.copies import copies_of
+from hocket.program.formulas import STOCK, PartSize
 from hocket.program.hardware import Hardware
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import END_UNITS, Part, Unit
@@ -140,18 +140,6 @@ class Measurement:
     """What the reader must know, such as what could not be measured."""
 
 
-def part_size(
-    model: ModelConfig, part: str, kind: str, seq: int, ep: int, copies: Copies | None = None, f: Formulas = STOCK
-) -> PartSize:
-    """Sizes of one part of hocket's own model. `seq` is the length of a sequence, `kind` that of the layer.
-
-    Rows are sent once per expert, if `copies` does not say otherwise.
-    """
-    shapes = Shapes(model, seq, ep, copies or copies_of(model, ep, False, 1), f)
-    there = standard_types((kind,), ep=ep)[0].by_name if kind else {EMBED.name: EMBED, HEAD.name: HEAD}
-    return size_of(there[part], shapes)
-
-
 def size_of(part: Part, shapes: Shapes) -> PartSize:
     """The sizes of a part by its own cost function."""
     if part.size is None:
@@ -159,12 +147,11 @@ def size_of(part: Part, shapes: Shapes) -> PartSize:
     return part.size(shapes)
 
 
-def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
-    """Weights (elements) of one unit, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(model, 1, ep, copies_of(model, ep, False, 1), STOCK)
-    ends = (EMBED, HEAD) if unit == EMBED.unit and model.tied else (EMBED,) if unit == EMBED.unit else (HEAD,)
-    parts = ends if unit in END_UNITS else standard_types((kind,), ep=ep)[0].weighted
-    return sum(size_of(part, shapes).weights for part in parts if unit in END_UNITS or part.unit == unit)
+def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
+    """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK)
+    parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
+    return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
 
 
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:
@@ -319,8 +306,8 @@ def _add_units(
         largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = 0
         for (unit, kind), count in Counter(units_of(layout, rank)).items():
-            weights = unit_weights(model, unit, kind, layout.ep)
-            gathers, reduces = _groups_of(unit)
+            weights = unit_weights(model, layout, unit, kind)
+            gathers, reduces = groups_of(unit)
             group = sharding.size(unit)
             whole, twice = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
             part = -(-weights // group)
@@ -350,7 +337,7 @@ def _add_units(
     return tuple(slots), tuple(state)
 
 
-def _groups_of(unit: Unit) -> tuple[Purpose, Purpose]:
+def groups_of(unit: str) -> tuple[Purpose, Purpose]:
     """What its groups are for: the one that gathers its weights, and the one that reduces its gradients."""
     return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
 

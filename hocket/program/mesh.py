@@ -1,9 +1,13 @@
 """The grid of ranks: who is where, and who shares a group with whom.
 
-Global rank = `(pp_rank * dp + dp_rank) * tp + tp_rank`, and inside a pipeline rank `dp_rank = edp_rank * ep + ep_rank`.
-Tensor-parallel ranks, which communicate within every layer, are neighbours, and next to them expert-parallel ranks, so
-that both stay inside a host where they can. The ranks of a tp group that have one place in it, taken over all groups,
-are like the ranks of a run without tensor parallelism; only experts, which are whole, are spread over tp too.
+Global rank = `(pp_rank * dp + dp_rank) * tp + tp_rank`. Tensor-parallel ranks communicate within every layer. They are
+neighbours, so that they stay inside a host where they can. The ranks of a tp group that have one place in it, taken
+over all groups, are like the ranks of a run without tensor parallelism.
+
+Experts know no tensor parallelism. Between layers each of the dp * tp ranks of a pipeline rank has tokens of its own,
+so experts take all of them for data-parallel ranks: `dp_rank * tp + tp_rank = edp_rank * ep + ep_rank`. Expert-parallel
+ranks are neighbours, too; they may be a part of a tp group, or several tp groups. This is the "parallel folding" of Liu
+et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over tensor ranks).
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp / ep`.
+    """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp * tp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
     and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` data-parallel ranks,
@@ -81,15 +85,17 @@ class Mesh:
         for axis in ("pp", "dp", "ep", "tp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
-        if self.dp % self.ep:
-            choices = ", ".join(str(n) for n in range(1, self.dp + 1) if self.dp % n == 0)
+        row = self.dp * self.tp
+        if row % self.ep:
+            choices = ", ".join(str(n) for n in range(1, row + 1) if row % n == 0)
             raise ValueError(
-                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}: expert-parallel ranks are data-parallel ranks, "
-                f"so ep must be one of {choices}"
+                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp} x mesh.tp={self.tp}: expert-parallel ranks are "
+                f"data-parallel and tensor-parallel ranks, so ep must be one of {choices}"
             )
-        if self.dp % (self.shard or self.dp) or self.shard % self.ep:
+        if self.dp % (self.shard or self.dp) or self.shard * self.tp % self.ep:
             raise ValueError(
-                f"mesh.shard={self.shard} must divide mesh.dp={self.dp} and be a multiple of mesh.ep={self.ep}"
+                f"mesh.shard={self.shard} must divide mesh.dp={self.dp}, and mesh.ep={self.ep} must divide "
+                f"mesh.shard x mesh.tp={self.shard * self.tp}"
             )
 
     @property
@@ -103,7 +109,7 @@ class Mesh:
 
     @property
     def edp(self) -> int:
-        return self.dp // self.ep
+        return self.dp * self.tp // self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
@@ -114,7 +120,7 @@ class Mesh:
             )
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
-        edp, ep = divmod(dp, self.ep)
+        edp, ep = divmod(dp * self.tp + tp, self.ep)
         return Coordinates(pp, dp, edp, ep, tp)
 
     def rank(self, pp: int, dp: int, tp: int = 0) -> int:
@@ -155,3 +161,10 @@ def sums(steps: Steps) -> list[int]:
     for count, stride in steps:
         ranks = [rank + i * stride for rank in ranks for i in range(count)]
     return ranks
+
+
+def described(m: MeshConfig) -> str:
+    """In words, such as `pp 1 x dp 4 x tp 2, ep 8 inside dp x tp, weights shared by 2`."""
+    tensors, within = (f" x tp {m.tp}", " x tp") if m.tp > 1 else ("", "")
+    shared = f", weights shared by {m.shard}" if m.replicas > 1 else ""
+    return f"pp {m.pp} x dp {m.dp}{tensors}, ep {m.ep} inside dp{within}{shared}"

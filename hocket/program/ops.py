@@ -141,9 +141,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.pp < 1 or self.chunks < 1 or self.ep < 1:
             raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
-        unknown = sorted({kind for kind in self.kinds if kind not in self._types})
+        unknown = sorted({kind for kind in self.kinds if kind not in self.by_kind})
         if unknown:
-            known = ", ".join(self._types) or " and ".join(STANDARD)
+            known = ", ".join(self.by_kind) or " and ".join(STANDARD)
             raise ValueError(f"no description of layers of kind {unknown[0]!r}: there are {known}")
         _check_types(self.layer_types)
         again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
@@ -218,7 +218,8 @@ class Layout:
         return self.types or standard_types(self.kinds, **moved)
 
     @cached_property
-    def _types(self) -> Mapping[str, LayerKind]:
+    def by_kind(self) -> Mapping[str, LayerKind]:
+        """The description of each kind of layer."""
         return {kind.name: kind for kind in self.layer_types}
 
     @cached_property
@@ -234,7 +235,7 @@ class Layout:
 
     def type_of(self, layer: int) -> LayerKind:
         """The description of a layer."""
-        return self._types[self.kinds[layer]]
+        return self.by_kind[self.kinds[layer]]
 
     def part(self, name: str, layer: int = -1) -> Part:
         """The description of a part: of a layer, or of the model's ends with layer -1."""

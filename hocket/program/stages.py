@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
-from hocket.program.cost import CostTable, Measurement, op_costs
+from hocket.program.cost import CostTable, Measurement, groups_of, op_costs
 from hocket.program.hardware import Hardware
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout
 from hocket.program.schedule import CostKey
 from hocket.program.shard import Sharding
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
-from hocket.program.transformer import standard_types
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -63,14 +62,14 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
-        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware)
+        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout_of(config))
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
     if layout_of(config).placed:
         costs = _with_placed_rows(costs, config)
     if config.train.transport == "slow":
         links = config.train.slow_links()
-        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key)) in links}
+        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout_of(config))) in links}
         for key, (latency, bandwidth) in late.items():
             cost = costs.table[key]
             if cost.wire_bytes:
@@ -124,7 +123,7 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
     return replace(costs, table=table)
 
 
-def carried_by(key: CostKey) -> Purpose | None:
+def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
     """What the group is for that an op communicates on; None for compute."""
     verb, part, kind = key
     match verb, part:
@@ -133,10 +132,6 @@ def carried_by(key: CostKey) -> Purpose | None:
         case "recv", "grad":
             return "pp_bwd"
         case (("gather" | "reduce"), _):
-            experts, gather = part == "experts", verb == "gather"
-            if experts:
-                return "gather_experts" if gather else "reduce_experts"
-            return "gather_dense" if gather else "reduce_dense"
-    kind_of_layer = next(iter(standard_types((kind,), ep=2)), None) if kind else None
-    found = kind_of_layer.by_name.get(part) if kind_of_layer else None
+            return groups_of(part)[verb == "reduce"]
+    found = layout.by_kind[kind].by_name.get(part) if kind else None
     return found.purpose if found else None

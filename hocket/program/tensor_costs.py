@@ -9,12 +9,14 @@ and vocabulary are as narrow as a rank's.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from hocket.config import Config, ModelConfig
 from hocket.program.cost import CostTable, OpCost
 from hocket.program.hardware import Hardware, Link
+from hocket.program.ops import Layout
 from hocket.program.schedule import CostKey
-from hocket.program.tensor_times import Direction, Role
+from hocket.program.tensor_times import LIKE, Direction, Role
 from hocket.program.tensor_ways import cell_of, time_of
 
 _UNITS = ("gather", "reduce", "add", "step", "update")
@@ -33,12 +35,12 @@ def model_of_ranks(c: Config) -> ModelConfig:
     return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads))
 
 
-def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware) -> CostTable:
+def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware, layout: Layout) -> CostTable:
     """`costs`, those of the whole model on one rank's tokens, with the units of `of_rank`, and with communication."""
     table = {key: of_rank.table[key] if key[0] in _UNITS else cost for key, cost in costs.table.items()}
     hardware = _imitated(c, hardware)
     for key, cost in table.items():
-        waits, received = _inside(c, key, hardware)
+        waits, received = _inside(c, key, hardware, layout)
         if received:
             seconds = cost.seconds + waits
             table[key] = replace(cost, seconds=seconds, inner_seconds=waits, inner_bytes=received)
@@ -61,18 +63,19 @@ def _imitated(c: Config, hardware: Hardware) -> Hardware:
     )
 
 
-def _inside(c: Config, key: CostKey, hardware: Hardware) -> tuple[float, int]:
+def _inside(c: Config, key: CostKey, hardware: Hardware, layout: Layout) -> tuple[float, int]:
     """Seconds in which an op waits for tensor-parallel peers, and bytes that it gets from them."""
     verb, part, kind = key
     if verb not in ("fwd", "bwd", "recompute"):
         return 0.0, 0
     direction: Direction = "backward" if verb == "bwd" else "forward"
     moved = cell_of(c, "fc1", "forward").moved * (c.mesh.tp - 1) // c.mesh.tp
-    if part == "embed":
-        return hardware.links["tp"].seconds(moved), moved
-    roles: dict[str, tuple[Role, ...]] = {"attn": ("qkv", "proj"), "mlp": ("fc1", "fc2"), "head": ("fc1",)}
-    here = roles.get(part, ())
-    if part == "attn" and kind == "moe" and c.model.shared_ffn:
-        here += ("fc1", "fc2")
-    times = [time_of(c, role, direction, hardware) for role in here]
+    described = layout.by_kind[kind].by_name[part] if kind else layout.part(part)
+    roles = [role for role in described.products if c.model.shared_ffn or not role.startswith("shared_")]
+    times = [
+        (hardware.links["tp"].seconds(moved), 1)
+        if role == "embed"
+        else time_of(c, LIKE.get(role, cast(Role, role)), direction, hardware)
+        for role in roles
+    ]
     return sum(waits for waits, _ in times), sum(count for _, count in times) * moved

@@ -121,20 +121,27 @@ def _rows(count: float, width: int, copies: Copies) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ parts
 
-EMBED = Part("embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), size=_embed)
+EMBED = Part(
+    "embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), products=("embed",),
+    size=_embed,
+)  # fmt: skip
 """Token ids to hidden states. Its output's gradient is received where its stage has no layers."""
-HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), size=_head)
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size=_head)
 """The last norm, logits and the loss. Its input is received where its stage has no layers."""
 
 DENSE = layer_kind(
     "dense",
     (
-        Part("attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, size=_attention),
         Part(
-            "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M", size=_mlp
+            "attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, products=("qkv", "proj"),
+            size=_attention,
+        ),
+        Part(
+            "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M",
+            products=("fc1", "fc2"), size=_mlp,
         ),
     ),
-)
+)  # fmt: skip
 """`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
 
 
@@ -154,7 +161,7 @@ def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bo
             Part(
                 "attn", "a", outputs=("rows", "residual", "shared", "probs"), takes=("documents",), makes=("routing",),
                 unit="dense", kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
-                size=_attention_and_routing,
+                products=("qkv", "proj", "shared_fc1", "shared_fc2"), size=_attention_and_routing,
             ),
             away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=_dispatch),
             Part(

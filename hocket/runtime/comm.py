@@ -12,11 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hocket.config import COPIED
@@ -34,6 +32,7 @@ from hocket.runtime.shared_memory import Barrier
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
 from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
+from hocket.runtime.world import everyone
 
 __all__ = [
     "CommOptions",
@@ -44,52 +43,11 @@ __all__ = [
     "RowTable",
     "TransportName",
     "Window",
-    "everyone",
-    "host_group",
-    "join_world",
-    "leave_world",
     "make_group",
     "make_groups",
 ]
 
 T = TypeVar("T")
-
-
-def join_world(gpus: bool, timeout: float, **where: Any) -> None:
-    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT or `where` (a store) say.
-
-    It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds.
-    """
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout), **where)
-
-
-def leave_world() -> None:
-    """Wait until every rank has done its last collective. After that, a process may simply end.
-
-    Groups are not destroyed: NCCL waits for all members of a group there, and ranks on several groups would have to
-    do it in an order that suits everybody.
-    """
-    dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
-
-
-def everyone(value: T) -> list[T]:
-    """Every rank's value, in rank order. Waits for all of them, whatever the transport."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
-
-    All of these ranks call it at the same point, and nobody else.
-    """
-    ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 class Group:

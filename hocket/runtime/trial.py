@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hocket.program.mesh import Purpose
-from hocket.runtime.comm import CommOptions, Group, everyone, make_group
+from hocket.runtime.comm import CommOptions, Group, make_group
 from hocket.runtime.copy_engine import problem
 from hocket.runtime.peer_access import apart, place
+from hocket.runtime.world import everyone
 
 LIMIT = 60.0
 """Seconds that a rank waits for others, at most."""

@@ -55,7 +55,7 @@ def parts_bytes(c: Config, rank: int) -> int:
     for unit, kind in units_of(layout, rank):
         if sharding.size(unit) > 1:
             experts = unit == "experts"
-            largest[experts] = max(largest.get(experts, 0), unit_weights(model, unit, kind, layout.ep) * c.wire_bytes)
+            largest[experts] = max(largest.get(experts, 0), unit_weights(model, layout, unit, kind) * c.wire_bytes)
     return sum(largest.values())
 
 

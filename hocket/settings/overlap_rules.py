@@ -221,7 +221,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.ep.splits", "mesh.ep"),
         lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and leaves_host(c, h, "a2a"),
         "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
-        "overlap.ep.splits = host, or mesh.ep x mesh.tp that divides the {on_a_host} ranks of a host",
+        "overlap.ep.splits = host, or mesh.ep that divides the {on_a_host} ranks of a host",
     ),
     Rule(
         ("overlap.ep.splits",),

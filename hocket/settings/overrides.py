@@ -21,18 +21,18 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
     """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
 
     `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
-    lists given twice, wrong values, words that belong to no flag. Of other flags given twice the last one counts.
+    flags given twice with different values, wrong values, words that belong to no flag.
     """
     known = types()
     found: dict[str, str] = {}
     problems: list[str] = []
-    seen = set[str]()
+    seen: dict[str, list[str]] = {}
     for flag, words in split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
         hint = others.get(name, known.get(name))
-        if name in seen and get_origin(hint) is tuple:  # the last one counts, or do both?
-            problems.append(f"{flag} (command line): given twice; fix: give it once, with all of its values")
-        seen.add(name)
+        if seen.setdefault(name, words) != words:
+            fix = "give it once, with all of its values" if get_origin(hint) is tuple else "give it once"
+            problems.append(f"{flag} (command line): given twice; fix: {fix}")
         if name in others:
             problems += _check_other(flag, words, hint)
         elif name in known:

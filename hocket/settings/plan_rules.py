@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hocket.config import Config
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.zero_bubble import ZERO_BUBBLE
@@ -51,7 +52,7 @@ def has_pairs(c: Config) -> bool:
 
 def shares_units(c: Config) -> bool:
     """Whether ranks share weights and gradients: data-parallel ones all, tensor-parallel ones those of experts."""
-    return c.mesh.dp > 1 or (c.mesh.tp > 1 and "moe" in c.model.kinds())
+    return c.mesh.dp > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
 
 
 def separate_wgrads(c: Config) -> bool:
@@ -97,7 +98,12 @@ def lane_matters(c: Config) -> bool:
         layout = layout_of(c)
     except ValueError:  # stages that cannot be: rules of their own say why
         return True
-    return any(stop and layout.kinds[stop - 1] == "dense" for stop in layout.bounds[1:-1])
+    return other_ops_first(layout)
+
+
+def other_ops_first(layout: Layout) -> bool:
+    """Whether some merged step has ops in front of the reader of its received gradient: that is no early part."""
+    return any(stop and not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
 
 
 def _recomputed(c: Config) -> tuple[str, ...]:

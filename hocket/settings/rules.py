@@ -112,10 +112,10 @@ RULES: tuple[Rule, ...] = (
     ),
     # Mesh
     Rule(
-        ("mesh.ep", "mesh.dp"),
-        lambda c, h: c.mesh.dp % c.mesh.ep != 0,
-        "expert-parallel ranks are data-parallel ranks, and {mesh.ep} does not divide mesh.dp = {mesh.dp}",
-        "make mesh.dp a multiple of mesh.ep",
+        ("mesh.ep", "mesh.dp", "mesh.tp"),
+        lambda c, h: c.mesh.dp * c.mesh.tp % c.mesh.ep != 0,
+        "expert-parallel ranks are on one pipeline rank, and {mesh.ep} does not divide mesh.dp = {mesh.dp}{tensors}",
+        "make mesh.dp x mesh.tp a multiple of mesh.ep",
     ),
     Rule(
         ("mesh.ep", "model.experts"),
@@ -136,10 +136,11 @@ RULES: tuple[Rule, ...] = (
         "a divisor of mesh.dp, or leave mesh.shard out",
     ),
     Rule(
-        ("mesh.shard", "mesh.ep"),
-        lambda c, h: c.mesh.shard > 0 and c.mesh.shard % c.mesh.ep != 0,
-        "a copy of the weights has all experts, which are on mesh.ep = {mesh.ep} ranks",
-        "a multiple of mesh.ep, or leave mesh.shard out",
+        ("mesh.shard", "mesh.ep", "mesh.tp"),
+        lambda c, h: c.mesh.shard * c.mesh.tp % c.mesh.ep != 0,
+        "a copy of the weights has all experts, which are on mesh.ep = {mesh.ep} ranks, and {mesh.ep} does not divide "
+        "mesh.shard = {mesh.shard}{tensors}",
+        "make mesh.shard x mesh.tp a multiple of mesh.ep, or leave mesh.shard out",
     ),
     Rule(
         ("mesh.shard", "overlap.dp.strategy"),

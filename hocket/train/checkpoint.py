@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hocket.config import LABELS
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.comm import everyone
+from hocket.runtime.world import everyone
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
 from hocket.train.damage import FORMAT, META, damage_of, my_checksums, rank_and_world
@@ -216,8 +217,12 @@ def _find_and_load(settings: Settings, groups: Groups, text: str) -> Restored | 
 
 def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list[str]) -> Restored:
     meta = json.loads((path / META).read_text())
-    reader = dcp.FileSystemReader(path)
-    differences = _differences(reader, groups)
+    reader, planner = HarmlessReader(path), HarmlessPlanner()
+    try:
+        differences = _differences(reader, groups)
+    except ValueError as error:
+        fix = "name a checkpoint that hocket wrote"
+        raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from None
     if differences:
         sizes = [text for text in changes(meta["config"], settings) if text.startswith("model.")]
         reason = f"{path} belongs to another model: " + "; ".join([*sizes[:5], *differences[:3]])
@@ -226,7 +231,7 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
     try:
-        run_dcp(f"{path} cannot be read: ", dcp.load, _state(groups), storage_reader=reader)
+        run_dcp(f"{path} cannot be read: ", dcp.load, _state(groups), storage_reader=reader, planner=planner)
     except (OSError, ValueError) as error:
         fix = "name another checkpoint, or start again if this may pass"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
@@ -237,7 +242,7 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
     return Restored(path, meta["step"], meta["position"], tuple(notes))
 
 
-def _differences(reader: dcp.FileSystemReader, groups: Groups) -> list[str]:
+def _differences(reader: HarmlessReader, groups: Groups) -> list[str]:
     """Tensors that only one side has, or that have different shapes. The same list on every rank."""
     saved = {
         name: tuple(entry.size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hocket.runtime.comm import everyone
+from hocket.runtime.world import everyone
 
 FORMAT = 1
 """Number of the format. It changes whenever saved data changes its meaning."""

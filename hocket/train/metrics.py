@@ -22,6 +22,7 @@ from hocket.config import LABELS, TrainConfig
 from hocket.explain.record import FILE
 from hocket.gpus import peak_flops
 from hocket.program.cost import model_flops_per_token
+from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.checkpoint import set_aside
@@ -126,9 +127,7 @@ class Metrics:
         steps = counted(s.train.steps, "step") + (f", {self._first} of them done" if self._first else "")
         self.say(f"model    {parameters:,} parameters, {active:,} active per token")
         self.say(f"corpus   {corpus}")
-        mesh, tensors = s.mesh, f" x tp {s.mesh.tp}" if s.mesh.tp > 1 else ""
-        inside = f"ep {mesh.ep} inside dp" + (f", weights shared by {mesh.shard}" if mesh.replicas > 1 else "")
-        self.say(f"ranks    {s.world} = pp {mesh.pp} x dp {mesh.dp}{tensors}, {inside}, on {s.train.device}")
+        self.say(f"ranks    {s.world} = {described(s.mesh)}, on {s.train.device}")
         self.say(f"steps    {steps}, {self.tokens_per_step:,} tokens each")
         if s.train.transport == "null":
             self.say("NO COMMUNICATION: the null transport measures time. Losses mean nothing, nothing is saved.")

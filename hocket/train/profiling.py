@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hocket.engine import Engine
 from hocket.resolve import Settings
-from hocket.runtime.comm import everyone
+from hocket.runtime.world import everyone
 from hocket.train.metrics import Metrics
 from hocket.train.recording import Recording
 from hocket.train.signals import StopRequest

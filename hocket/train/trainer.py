@@ -41,6 +41,7 @@ class Trainer:
         self.engine = Engine(settings, rank, device)
         self._require_same_text()
         self.step = self.position = 0
+        self._remarks = list[str]()
 
     def _require_same_text(self) -> None:
         """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
@@ -55,23 +56,28 @@ class Trainer:
             fix = "the same files under the same paths on all hosts, and files that do not change"
             raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
-    def run(self) -> int:
-        """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
+    def begin(self) -> None:
+        """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""
         settings, engine = self.settings, self.engine
         engine.init_weights()
-        restored, notes = None, list[str]()
-        if not self.pretends:
-            restored = restore(settings, self._state(), str(self.corpus))
-            notes = make_place(settings, self._state())
+        if self.pretends:
+            return
+        restored = restore(settings, self._state(), str(self.corpus))
+        notes = make_place(settings, self._state())
+        self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
             engine.optimizer.steps = restored.step
             engine.sharded.refresh()
+
+    def run(self) -> int:
+        """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
+        settings, engine = self.settings, self.engine
         watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
         try:
             with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
-                metrics.remarks(*engine.program.notes, *(restored.notes if restored else ()), *notes)
+                metrics.remarks(*engine.program.notes, *self._remarks)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()

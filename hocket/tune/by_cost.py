@@ -94,8 +94,7 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if after > _FEWER * before:
         return "per_expert", f"{where}, and what rows must say about them eats up what is saved"
     fewer = f"{where}: one copy for each is {1 - after / before:.0%} fewer bytes"
-    costs = trials.costs(changed(c, {"overlap.ep.copies": "per_expert"}))
-    exchanges, compute = _seconds_of_a_layer(costs, layout_of(c))
+    exchanges, compute = seconds_of_experts(trials.costs(changed(c, {"overlap.ep.copies": "per_expert"})), layout_of(c))
     if c.overlap.ep.merge != "on":
         return "per_rank", fewer
     beside = f"all-to-alls of a merged layer take {duration(exchanges)} beside {duration(compute)} of compute"
@@ -104,15 +103,19 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     return "per_rank", f"{beside}; {fewer}"
 
 
-def _seconds_of_a_layer(costs: CostTable, layout: Layout) -> tuple[float, float]:
-    """(seconds of all-to-alls, seconds of compute) of a MoE layer's forward and backward, as a mean over layers."""
-    seconds = {"exchange": 0.0, "compute": 0.0}
-    for (verb, part, kind), cost in costs.table.items():
-        if kind == "moe" and verb in ("fwd", "bwd", "wgrad", "recompute"):
-            what = "exchange" if carried_by((verb, part, kind)) else "compute"
-            share = layout.recomputing(part, kind) / layout.kinds.count(kind) if verb == "recompute" else 1.0
-            seconds[what] += share * float(cost.seconds)
-    return seconds["exchange"], seconds["compute"]
+def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
+    """(seconds of communication, seconds of compute) of a forward and backward of layers that exchange rows.
+
+    One of each kind of these layers; of what only some of them recompute, the mean.
+    """
+    parts = [(kind.name, part) for kind in layout.layer_types if any(p.way for p in kind.parts) for part in kind.parts]
+    seconds = {False: 0.0, True: 0.0}
+    for kind, part in parts:
+        for verb in ("fwd", "bwd", "wgrad", "recompute"):
+            if cost := costs.table.get((verb, part.name, kind)):
+                share = layout.recomputing(part.name, kind) / layout.kinds.count(kind) if verb == "recompute" else 1.0
+                seconds[part.communicates] += share * float(cost.seconds)
+    return seconds[True], seconds[False]
 
 
 _LEAST: Strategy = "optim_grads_params"
@@ -192,7 +195,7 @@ def _compute(c: Config, costs: CostTable) -> float:
     """Seconds of a step's other compute, as a mean over pipeline ranks."""
     layout, total = layout_of(c), 0.0
     for (verb, part, kind), cost in costs.table.items():
-        if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind)):
+        if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind), layout):
             again = verb == "recompute"
             times = layout.recomputing(part, kind) if again else layout.kinds.count(kind) if kind else 1
             total += times * float(cost.seconds)

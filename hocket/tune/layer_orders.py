@@ -81,23 +81,26 @@ def step_seconds(order: Sequence[str], seconds: Mapping[str, float], layers: int
 
 
 def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
-    """Seconds of the twelve ops of a merged step of a MoE layer; empty if there is no all-to-all.
+    """Seconds of the twelve ops of a merged step of a layer with experts; empty if none has all of these ops.
 
     Backward includes the time of parts that the layer recomputes.
     """
-    if "moe" not in layout.kinds or layout.ep == 1:
+    order = MERGED["literature"]
+    letters = {letter for _, letter in order}
+    found = (n for n in range(len(layout.kinds)) if letters == {part.letter for part in layout.type_of(n).parts})
+    layer = next(found, None)
+    if layer is None:
         return {}
-    layer, order = layout.kinds.index("moe"), MERGED["literature"]
     parts = {part.letter: part.name for part in layout.type_of(layer).parts}
 
     def seconds(verb: Verb, part: str) -> float:
         return float(costs.seconds(0, Op(verb, part, 0, 0, layer)))
 
-    found = (
+    times = (
         seconds(verb, part) + (seconds("recompute", part) if verb == "bwd" and layout.recomputes(part, layer) else 0.0)
         for verb, part in ((verb, parts[letter]) for verb, letter in order)
     )
-    return dict(zip(spelt(order).split(), found, strict=True))
+    return dict(zip(spelt(order).split(), times, strict=True))
 
 
 def better_orders(seconds: Mapping[str, float], layers: int, count: int) -> list[str]:

@@ -18,7 +18,7 @@ from tests.fsdp.zoo import Kind
 
 Op = Literal["block", "linear", "odd", "views", "nest", "tied", "again", "read"]
 Recompute = Literal["no", "reentrant", "plain"]
-RECOMPUTE: tuple[Recompute, ...] = ("no", "no", "no", "no", "no", "reentrant", "plain")
+RECOMPUTE: tuple[Recompute, ...] = ("no", "no", "no", "no", "reentrant", "plain")
 LEAVES: tuple[Op, ...] = ("block", "linear", "odd", "views")
 SHARING: tuple[Op, ...] = ("tied", "again", "read")
 
@@ -82,19 +82,24 @@ def _is_unit(name: str, module: nn.Module) -> bool:
 class Values(nn.Module):
     """Runs nodes; every one takes an earlier value."""
 
-    def __init__(self, nodes: tuple[Node, ...], squares: list[nn.Linear]) -> None:
+    def __init__(self, nodes: tuple[Node, ...], squares: list[nn.Linear], around: tuple[nn.Module, ...] = ()) -> None:
+        """`around` are modules of the values that this one is nested in: they may run in here again."""
         super().__init__()
         self.nodes = nodes
-        self.parts = nn.ModuleList(self._part(node, squares) for node in nodes)
+        parts = list[nn.Module]()
+        for one in nodes:
+            before = tuple(part for part in parts if not isinstance(part, Values))
+            parts.append(self._part(one, squares, around + before))
+        self.parts, self._around = nn.ModuleList(parts), [part for part in around]  # noqa: C416 - registers nothing
         self.squares = [square for square in squares]  # noqa: C416 - a list of its own, that registers nothing
         for node, part in zip(nodes, self.parts, strict=True):
             if node.frozen:
                 part.requires_grad_(False)
             part.__dict__["is_unit"] = node.is_unit
 
-    def _part(self, node: Node, squares: list[nn.Linear]) -> nn.Module:
+    def _part(self, node: Node, squares: list[nn.Linear], around: tuple[nn.Module, ...]) -> nn.Module:
         if node.op == "nest":
-            return Values(node.inside, squares)
+            return Values(node.inside, squares, around)
         if node.op == "block":
             return Block(hidden=13, bias=node.target % 2 == 0)
         if node.op == "odd":
@@ -120,8 +125,10 @@ class Values(nn.Module):
     def _run(self, i: int, node: Node, x: Tensor, step: int) -> Tensor:
         if node.op == "read":
             return x + 0.5 * F.linear(x, self.squares[node.target % len(self.squares)].weight) if self.squares else x
-        place = node.target % i if node.op == "again" and i else i
-        part, args = self.parts[place], (step,) if self.nodes[place].op == "nest" else ()
+        part = self.parts[i]
+        if node.op == "again" and (earlier := [*self._around, *self.parts[:i]]):
+            part = earlier[node.target % len(earlier)]
+        args = (step,) if isinstance(part, Values) else ()
         if node.recompute == "no":
             return torch.tanh(part(x, *args))
         return torch.tanh(checkpoint(part, x, *args, use_reentrant=node.recompute == "reentrant"))

@@ -85,6 +85,43 @@ def twice_in_a_region(rank: int) -> None:
     expect_gradients(model, plain)
 
 
+class Outside(nn.Module):
+    """Units that run outside of a region that is computed again, and inside of one again, alone and with others."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.a, self.b, self.rest0, self.rest1 = (
+            nn.Sequential(nn.Linear(WIDTH, 20), nn.Tanh(), nn.Linear(20, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.region, self.b(self.a(x)), use_reentrant=self.reentrant)
+        return checkpoint(self.a, self.rest0(x), use_reentrant=self.reentrant)
+
+    def region(self, y: Tensor) -> Tensor:
+        return self.rest1(self.rest0(self.b(y)))
+
+
+def outside_of_a_region(rank: int, reentrant: bool) -> None:
+    for options in ({"prefetch": 0}, {"prefetch": 2}, {"staging": 1}):
+        torch.manual_seed(0)
+        model, plain = pair_of(Outside(reentrant))
+        ctx = hocket.fully_shard(model, units=nn.Sequential, options=hocket.ShardOptions(**options))
+        for _ in range(5):
+            for one in (model, plain):
+                one(inputs()).square().sum().backward()
+            expect_gradients(model, plain)
+            for one in (model, plain):
+                one.zero_grad()
+        assert all(not unit.open and not unit.claims for unit in ctx.units)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_runs_outside_of_what_is_recomputed_and_again_in_it(reentrant):
+    run_ranks(outside_of_a_region, 2, reentrant, timeout=40)
+
+
 def test_a_unit_runs_twice_in_what_is_recomputed():
     """With a graph of its own, whose backward needs the weights of both."""
     run_ranks(twice_in_a_region, 2, timeout=20)

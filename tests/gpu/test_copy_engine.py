@@ -31,10 +31,11 @@ from hocket.engine import Engine
 from hocket.measured.stored import named
 from hocket.model.microbatch import Microbatch
 from hocket.program.mesh import Mesh
-from hocket.runtime.comm import Group, everyone, make_groups
+from hocket.runtime.comm import Group, make_groups
 from hocket.runtime.copy_engine import CopyEngine
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.transports import local_sum
+from hocket.runtime.world import everyone
 from hocket.testing import profile_overlap
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_copy_engine import rank_order_sum

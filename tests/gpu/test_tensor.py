@@ -79,6 +79,7 @@ ROLES = [f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for dir
 PIECES = ("ring", "pipeline", "pipeline", "ring") * 2
 OFF = changed(BASE, {f"overlap.tp.{role}": "off" for role in ROLES})
 ALL = changed(BASE, {f"overlap.tp.{role}": way for role, way in zip(ROLES, PIECES, strict=True)})
+SPREAD = changed(ALL, {"mesh.ep": 2, "overlap.ep.merge": "on"})
 STEPS = 4
 
 
@@ -105,6 +106,19 @@ def steps(rank: int, config: Config, delayed: bool = False) -> list[float]:
 def all_steps(rank: int) -> tuple[list[float], list[float], list[float]]:
     """Losses with collectives alone; with pieces; and with pieces on lanes that are late."""
     return steps(rank, OFF), steps(rank, ALL), steps(rank, ALL, delayed=True)
+
+
+def steps_of_experts(rank: int) -> tuple[list[float], list[float], list[float]]:
+    """Losses with all experts on each rank; with half of them; and with those on lanes that are late."""
+    return steps(rank, ALL), steps(rank, SPREAD), steps(rank, SPREAD, delayed=True)
+
+
+def test_experts_are_spread_over_tensor_parallel_ranks() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for whole, spread, late in run_ranks(steps_of_experts, 2, backend="nccl"):
+        assert spread == pytest.approx(whole, rel=0.01)
+        assert late == pytest.approx(spread, rel=1e-3)
 
 
 def test_steps_are_those_of_one_thing_after_the_other() -> None:

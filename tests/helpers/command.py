@@ -7,7 +7,7 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = False, **variables: str) -> Process:
     """Start `hocket ...` in a folder; `fresh` as a user does, else see `Forked`. Tests that use this `end_all`."""
-    env = environment(**variables)
+    env, arguments = environment(**variables), last_of_each(arguments)
     if module == "hocket" and not fresh:
         process: Process = Forked(arguments, folder, env)
     else:
@@ -89,10 +89,30 @@ def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = F
     return process
 
 
+def last_of_each(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Arguments without settings that later ones change, such as those of `SMALL`: a command takes each once."""
+    groups: list[list[str]] = [[]]
+    for word in arguments:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    later = {group[0]: i for i, group in enumerate(groups) if group}
+    return tuple(
+        word for i, group in enumerate(groups) for word in group if "." not in group[0] or later[group[0]] == i
+    )
+
+
 def in_a_terminal(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A command in a terminal of its own, and this end of it."""
+    """A command in a terminal of its own, and this end of it. It hears SIGHUP even if `nohup` started the tests."""
     ours, theirs = pty.openpty()
-    command = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = "; ".join(
+        [
+            "import fcntl, os, signal, sys, termios",
+            "fcntl.ioctl(0, termios.TIOCSCTTY, 0)",
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)",
+            "os.execv(sys.argv[1], sys.argv[1:])",
+        ]
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", command, sys.executable, "-m", "hocket", *arguments],
         cwd=folder, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hocket.environment import prepare
 from hocket.program.mesh import Mesh
-from hocket.runtime.comm import join_world, leave_world, make_groups
+from hocket.runtime.comm import make_groups
+from hocket.runtime.world import join_world, leave_world
 
 N = 1 << 22
 

@@ -9,14 +9,17 @@ from typing import get_args
 import pytest
 
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
-from hocket.program.copies import ranks_per_token
-from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, part_size, unit_weights
-from hocket.program.formulas import FUSED, STOCK
+from hocket.program.copies import copies_of, ranks_per_token
+from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, size_of
+from hocket.program.cost import unit_weights as weights_of
+from hocket.program.formulas import FUSED, STOCK, Formulas, PartSize
 from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
+from hocket.program.transformer import Shapes
 from tests.helpers.plans import planned
 
 LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -46,6 +49,15 @@ def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
 
 def program_of(model: ModelConfig, mesh: MeshConfig, chunks: int, microbatches: int) -> Program:
     return build_program(layout_of(model, mesh, chunks), microbatches, planned(chunks=chunks), sharding_of(mesh))
+
+
+def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
+    return weights_of(model, layout_of(model, MeshConfig(ep=ep)), unit, kind)
+
+
+def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Formulas = STOCK) -> PartSize:
+    described = Layout((kind or "dense",), ep=ep).part(part, 0 if kind else -1)
+    return size_of(described, Shapes(model, seq, ep, copies_of(model, ep, False, 1), f))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from hocket.explain.beside import asked
+from hocket.measured.stored import named
 from hocket.program.check import check
+from hocket.program.cost import OpCost, op_costs, unit_weights
 from hocket.program.dryrun import dry_run, reference
 from hocket.program.formulas import PartSize
+from hocket.program.hardware import H200
 from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Program
@@ -18,11 +22,16 @@ from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
+from hocket.program.stages import carried_by
 from hocket.program.text import from_json, from_text, to_json, to_text
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
+from hocket.settings.plan_rules import other_ops_first
+from hocket.tune.by_cost import seconds_of_experts
+from hocket.tune.layer_orders import layer_seconds
+from hocket_trace.plan import plan_of
 from tests.helpers.costs import Table
-from tests.helpers.plans import planned
+from tests.helpers.plans import planned, small
 from tests.plan.programs import with_op
 from tests.plan.test_mutation import caught_by_dry_run, needed
 
@@ -141,6 +150,72 @@ def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:
     assert "Q qkv" in text
     assert "cp</text>" in svg_timeline(timeline, program)
     assert "cp</text>" in html_timeline(timeline, program)
+
+
+def sized(kind: LayerKind) -> LayerKind:
+    """The kind with sizes per token that differ by part: products, results, and 640 times as many weights."""
+
+    def size(number: int, part: Part) -> PartSize:
+        return PartSize(gemm=number, weights=640 * number if part.unit else 0, output=number, grad=number)
+
+    sizes = {part.name: size(number, part) for number, part in enumerate(kind.parts, start=1)}
+    return LayerKind(kind.name, tuple(replace(part, size=lambda s, name=part.name: sizes[name]) for part in kind.parts))
+
+
+def test_layers_of_ones_own_are_priced_by_their_sizes() -> None:
+    there, tokens, b = layout(types=(sized(ring()), sized(three()))), 100, 2
+    costs = op_costs(small(), there, tokens, 10, Sharding(4, 2), H200, b)
+    assert costs.table["fwd", "two", "three"].flops == 2 * tokens * 3
+    assert costs.table["fwd", "move", "three"].wire_bytes == tokens * 2 * b // 2, "half of what comes is a rank's own"
+    weights = {("dense", "ring"): 640 * (1 + 3), ("experts", "ring"): 640 * 5, ("dense", "three"): 640 * (1 + 3 + 4)}
+    for (unit, kind), whole in weights.items():
+        group = 2 if unit == "experts" else 4
+        assert costs.table["gather", unit, kind].wire_bytes == whole // group * (group - 1) * b
+    ends = unit_weights(small(), there, "embed", ""), unit_weights(small(), there, "head", "")
+    for rank, end in enumerate(ends):
+        dense, experts = weights["dense", "ring"] + weights["dense", "three"], weights["experts", "ring"]
+        assert costs.state_bytes[rank] == 12 * (2 * dense // 4 + 2 * experts // 2 + -(-end // 4))
+    program = build_program(there, 4, planned(merge="on"), Sharding(4, 2))
+    free = {op.verb for _, _, op in program if costs.of(op) == OpCost()}
+    assert free <= {"send", "release", "add"}
+    assert simulate(program, costs).ranks[0].exposed["cp"] > 0
+
+
+def test_what_groups_are_for_is_said_by_the_parts_that_communicate() -> None:
+    own = LayerKind("mean", tuple(replace(p, purpose="reduce_dense") if p.communicates else p for p in three().parts))
+    there = layout(kinds=("mean", "ring"), types=(own, ring()))
+    assert carried_by(("fwd", "move", "mean"), there) == "reduce_dense"
+    assert carried_by(("bwd", "spread", "ring"), there) == "a2a"
+    assert carried_by(("gather", "experts", "ring"), there) == "gather_experts"
+    assert {carried_by(("fwd", part, kind), there) for part, kind in (("two", "mean"), ("embed", ""))} == {None}
+    program = build_program(there, 3, planned(merge="on"), Sharding(2, 2))
+    told = plan_of(named(program, 0, tensors=False))
+    rows = {" ".join(name.split()[:2]): row[:3] for name, row in told.ops.items()}
+    assert rows["fwd move"] == ("cp", "reduce", "reduce_dense")
+    assert rows["step all"] == ("compute", "control", "")
+    assert rows["fwd two"] == ("compute", "compute", "")
+
+
+def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
+    """Layers with the parts of hocket's own and other names are chosen for alike, and those without are left out."""
+    own = Layout(("moe", "dense", "moe", "dense"), pp=2, chunks=2, ep=2)
+    named_otherwise = {"dense": "d", "moe": "m"}
+    kinds = tuple(named_otherwise[kind] for kind in own.kinds)
+    others = replace(own, kinds=kinds, types=(LayerKind("d", DENSE.parts), LayerKind("m", moe(2).parts)))
+    priced = [op_costs(small(), each, 64, 8, Sharding(2, 1), H200, 2) for each in (own, others)]
+    asked_of = [
+        (seconds_of_experts(c, each), layer_seconds(c, each)) for c, each in zip(priced, (own, others), strict=True)
+    ]
+    assert asked_of[0] == asked_of[1]
+    assert min(asked_of[0][1].values()) > 0
+    assert [other_ops_first(each) for each in (own, others, layout(chunks=4))] == [True, True, True]
+    early = replace(others, kinds=("m",) * 4)
+    assert not other_ops_first(early)
+    bare = layout(kinds=("three",) * 4, types=(sized(three()),))
+    costs = op_costs(small(), bare, 64, 8, Sharding(2, 1), H200, 2)
+    assert (seconds_of_experts(costs, bare), layer_seconds(costs, bare)) == ((0, 0), {})
+    assert ("a2a", ("fwd", "dispatch", "m")) in asked(others)
+    assert {key[2] for _, key in asked(others)} == {"d", "m", ""}
 
 
 def test_a_stored_program_knows_its_kinds() -> None:

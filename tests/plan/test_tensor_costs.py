@@ -8,11 +8,15 @@ import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.planning import program_of
+from hocket.program.cost import op_costs
 from hocket.program.hardware import H200
+from hocket.program.parts import LayerKind
 from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of
+from hocket.program.stages import costs_of, layout_of, sharding_of
+from hocket.program.tensor_costs import with_tensors
 from hocket.program.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
 from hocket.program.tensor_ways import cell_of, possible, splits_of
+from hocket.program.transformer import DENSE
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host
@@ -57,6 +61,21 @@ def test_memory_is_that_of_a_rank() -> None:
     key = "fwd", "mlp", "dense"
     assert parts.table[key].saved_bytes == alone.table[key].saved_bytes // 4
     assert parts.table[key].inner_bytes == 2 * 8192 * 8192 * 2 * 3 // 4  # one gather, one sum, of three parts of four
+
+
+def test_parts_wait_for_the_products_that_their_descriptions_name() -> None:
+    """Kinds of layers with other names wait as long; a part that names one product less waits for one less."""
+    s = settings(replace(LARGE, experts=8, shared_ffn=4096, dense_layers=(0,)), 4, overlap__tp__method="off")
+    own, mlp = layout_of(s), DENSE.by_name["mlp"]
+    types = LayerKind("d", (DENSE.parts[0], replace(mlp, products=("fc1",)))), LayerKind("m", own.by_kind["moe"].parts)
+    other = replace(own, kinds=("d", "m"), types=types)
+    plain = [op_costs(s.model, layout, s.tokens, 8192, sharding_of(s), H200, 2) for layout in (own, other)]
+    found, renamed = (with_tensors(each, each, s, H200, there) for each, there in zip(plain, (own, other), strict=True))
+    for verb in ("fwd", "bwd"):
+        assert renamed.table[verb, "attn", "m"] == found.table[verb, "attn", "moe"]
+        assert renamed.table[verb, "attn", "m"].inner_bytes > renamed.table[verb, "attn", "d"].inner_bytes > 0
+        assert 0 < renamed.table[verb, "mlp", "d"].inner_seconds < found.table[verb, "mlp", "dense"].inner_seconds
+        assert renamed.table[verb, "embed", ""] == found.table[verb, "embed", ""]
 
 
 def test_of_a_measured_op_the_same_share_waits() -> None:

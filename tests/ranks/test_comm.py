@@ -33,10 +33,29 @@ def test_mesh_places_every_rank_once():
     assert Mesh().groups("pp_bwd") == ()
 
 
+def test_experts_take_tensor_parallel_ranks_for_data_parallel_ones():
+    mesh = Mesh(dp=4, tp=2, ep=4)
+    assert mesh.edp == 2
+    assert [(mesh.coordinates(r).edp, mesh.coordinates(r).ep) for r in (0, 1, 3, 4, 7)] == [
+        (0, 0), (0, 1), (0, 3), (1, 0), (1, 3),
+    ]  # fmt: skip
+    assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.groups("a2a") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups("gather_experts") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.groups("gather_dense") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    within = Mesh(dp=2, tp=4, ep=2)
+    assert within.groups("a2a") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert within.groups("reduce_experts") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    copies = Mesh(dp=4, tp=2, ep=2, shard=2)
+    assert copies.groups("gather_experts") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert copies.groups("replicas") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh(dp=6, ep=4), r"mesh.ep=4 does not divide mesh.dp=6.*1, 2, 3, 6"),
+        (lambda: Mesh(dp=6, ep=4), r"mesh.ep=4 does not divide mesh.dp=6 x mesh.tp=1.*1, 2, 3, 6"),
+        (lambda: Mesh(dp=4, tp=2, ep=8, shard=2), r"mesh.ep=8 must divide mesh.shard x mesh.tp=4"),
         (lambda: Mesh(pp=0), "mesh.pp must be at least 1, got 0"),
         (lambda: Mesh(dp=2).coordinates(2), "rank 2 is outside the mesh"),
     ],

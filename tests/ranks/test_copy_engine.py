@@ -30,12 +30,13 @@ from hocket.model.microbatch import Microbatch
 from hocket.parallel import dispatch
 from hocket.program.mesh import Mesh
 from hocket.runtime import copy_engine
-from hocket.runtime.comm import Group, Groups, everyone, make_groups
+from hocket.runtime.comm import Group, Groups, make_groups
 from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow
 from hocket.runtime.group_transport import P2P
 from hocket.runtime.peer_access import refuse
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
 from hocket.runtime.transports import Gloo, local_sum
+from hocket.runtime.world import everyone
 from hocket.settings.schema import changed
 from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned

@@ -79,6 +79,9 @@ WAYS += [
     (dict(dp=2), "no_shard", "fp32", "bf16"),
     (dict(dp=2, ep=2), "optim", "bf16", "auto"),
     (dict(dp=4, ep=2), "optim_grads", "bf16", "fp32"),
+    (dict(tp=2, ep=2), "optim_grads_params", "bf16", "auto"),
+    (dict(tp=2, dp=2, ep=4), "optim", "fp32", "auto"),
+    (dict(tp=4, dp=1, ep=2), "optim_grads", "fp32", "auto"),
 ]
 
 
@@ -89,6 +92,6 @@ def test_a_plan_predicts_what_is_kept_and_what_gradients_take(
     model = dict(layers=4, dense_layers=(0, 2), hidden=64, head_dim=16, ffn=192, expert_ffn=128, vocab=256)
     c = config(model, mesh, dict(merge="on", strategy=strategy), 3, dtype)
     c = changed(c, {"precision.wire": wire})
-    for found in run_ranks(bytes_of, c.mesh.pp * c.mesh.dp, c):
+    for found in run_ranks(bytes_of, c.mesh.world, c):
         for what, (allocated, predicted) in found.items():
             assert allocated == pytest.approx(predicted, rel=PADDING), what

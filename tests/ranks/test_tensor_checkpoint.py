@@ -55,6 +55,9 @@ MESHES = [
     (dict(tp=1), dict(tp=2, dp=2)),
     (dict(tp=4), dict(tp=1)),  # two key heads, of which two ranks each have one
     (dict(tp=2), dict(tp=4)),
+    (dict(tp=2, dp=2, ep=4), dict(tp=1, dp=2, ep=2)),
+    (dict(tp=2, dp=2, ep=2), dict(tp=2, ep=2)),
+    (dict(tp=1, dp=3), dict(tp=2, dp=2, ep=4)),
 ]
 
 

@@ -71,7 +71,7 @@ def assert_close(c: Config, tolerance: float, steps: int = STEPS, amplified: flo
     Gradients within ten times as much, and weights, where the optimizer divides small ones, `amplified` times those.
     """
     batches = batches_of(c)[:steps]
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, DTYPES[c.precision.compute], 0, c.train.clip, adamw)
+    plain = Reference(c.model, c.mesh.dp, dtype=DTYPES[c.precision.compute], clip=c.train.clip, optimizer=adamw)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.world, c, batches)
     last = [r for r in ranks if r["losses"][0]]
@@ -119,10 +119,18 @@ CASES: dict[str, Config] = {
     "pipeline, heads normed, attention once more": of(
         dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
     ),
+    "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
+    "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
+    "pipeline, experts over a tensor-parallel group": of(
+        dict(layers=4, dense_layers=(1,), bias_rate=0.01), dict(pp=2, ep=2), dict(chunks=2, merge="on")
+    ),
 }
 MORE: dict[str, Config] = {
     "embedding and head alone in their stages": of(dict(layers=2, dense_layers=(0,)), dict(pp=2), dict(chunks=2)),
     "replicas of shards": of({**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=2, shard=2), {}),
+    "replicas of shards, experts over all ranks of one": of(
+        {**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=4, shard=2), dict(merge="on")
+    ),
     "sharded three ways, balanced": of({**MIXED, "bias_rate": 0.01}, dict(pp=2, dp=2, ep=2), dict(merge="on")),
 }
 
@@ -133,7 +141,7 @@ VALUES: dict[str, list[Any]] = {
     "merge": ["off", "on"],
     "defer_wgrad": ["off", "on"],
     "dp": [1, 2],
-    "ep": [1, 2],
+    "ep": [1, 2, 4],
     "pp": [1, 2],
     "order": ["auto", "zb_v", "merged_v"],
     "kinds": ["dense", "moe", "mixed"],
@@ -148,7 +156,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def legal(case: dict[str, Any]) -> bool:
-    if case["dp"] * case["pp"] > 2 or case["ep"] > case["dp"] or (case["tied"] and case["pp"] > 1):
+    if case["dp"] * case["pp"] > 2 or case["ep"] > 2 * case["dp"] or (case["tied"] and case["pp"] > 1):
         return False
     moved = case["ep"] > 1 and case["kinds"] != "dense"
     others = (case["ep"] > 1, case["splits"] == "device", case["copies"] == "per_rank")
@@ -195,6 +203,7 @@ BALANCED: dict[str, Config] = {
     "documents, attention once more": changed(of(SUMMED, {}, dict(recompute=("attn",))), {"data.packing": "on"}),
     "four ranks": of(SUMMED | dict(kv_heads=4), dict(tp=4), {}),
     "experts on two ranks": of(SUMMED, dict(dp=2, ep=2), dict(merge="on")),
+    "experts on all ranks": of(SUMMED, dict(dp=2, ep=4), dict(merge="on")),
 }
 
 

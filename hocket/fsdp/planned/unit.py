@@ -31,9 +31,9 @@ Note: [Gradients that are collected]
 Where gradients of several microbatches are added up on this rank, the products that make them do it, on the compute
 lane: nothing of them is written, read and rounded before the sum, but on CPUs, which have no such product. The order of
 the sum is that of the microbatches, since a part's wgrad ops have it (invariant 9). There are two cases. In a group of
-one, as that of experts where each rank has its own (ep = dp), gradients are collected at rest, divided, so there are no
-slots, and a reduce has nothing to do. Where a step's gradients stay whole until the last microbatch, they are collected
-in their sum: adds have nothing to do, and the reduce sends the sum, rounded into its slot.
+one, as that of experts where each rank has its own (ep = dp * tp), gradients are collected at rest, divided, so there
+are no slots, and a reduce has nothing to do. Where a step's gradients stay whole until the last microbatch, they are
+collected in their sum: adds have nothing to do, and the reduce sends the sum, rounded into its slot.
 
 A tied embedding has two gradients in a microbatch, which are added up before they are added to others. So they go
 through a slot all the same.

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.runtime.comm import host_group
+from hocket.runtime.world import host_group
 
 
 class Saving(Future[Path]):

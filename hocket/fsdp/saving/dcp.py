@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
 from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
@@ -109,16 +110,16 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 of_rank += [replace(result, index=replace(result.index, fqn=key)) for result in same]
 
 
-class CheckpointReader(dcp.FileSystemReader):
+class CheckpointReader(HarmlessReader):
     """Tells a folder that is no checkpoint by metadata without entries, on every rank alike."""
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         if not (Path(self.path) / ".metadata").is_file():
             return Metadata({})
-        return super().read_metadata()
+        return super().read_metadata(*args, **options)
 
 
-class FittingPlanner(DefaultLoadPlanner):
+class FittingPlanner(HarmlessPlanner):
     """Loads a checkpoint into a sharded model, after checking that they fit each other.
 
     What is loaded is in `found`: the model's live tensors, and what `load_optimizer_state` takes.

@@ -1,0 +1,77 @@
+"""Reads checkpoints of `torch.distributed.checkpoint` (DCP) without running code that somebody put into them.
+
+DCP keeps its metadata as a pickle, and objects beside tensors too. A pickle may name any function to call. These
+readers know the classes of DCP's metadata, and for other objects what `torch.load(weights_only=True)` knows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as entries
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+_KNOWN = {
+    entries.__name__: {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+"""Module -> names in it that metadata is made of."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which may run code")
+        return super().find_class(module, name)
+
+
+class HarmlessReader(dcp.FileSystemReader):
+    """Reads a folder in DCP's format."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Raises ValueError for metadata that is damaged, asks for other classes, or names files outside."""
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as stream:
+                metadata = _Unpickler(stream).load()
+            names = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        if outside := sorted(name for name in names if Path(name).name != name):
+            raise ValueError(f"{file} names files that are not in its folder, such as {outside[0]}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class HarmlessPlanner(DefaultLoadPlanner):
+    """Loads objects beside tensors only if they are harmless too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises ValueError, with the way to allow a class, for what `torch.load(weights_only=True)` refuses."""
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{read_item.dest_index.fqn} may run code when it is loaded; fix: "
+                f"torch.serialization.add_safe_globals([...]) with its classes, if you trust them ({error})"
+            ) from None
+        value.seek(0)
+        super().load_bytes(read_item, value)

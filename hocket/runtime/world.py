@@ -1,0 +1,53 @@
+"""All ranks of a run: how they meet, what they tell each other as Python objects, and how they part."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+
+
+def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> None:
+    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT or `where` (a store) say.
+
+    It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds. Workers that
+    torchrun has started again find in its store what ended ones left there, so each `attempt` has names of its own.
+    """
+    if not where:
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        where = {"store": dist.PrefixStore(f"attempt{attempt}", store), "rank": rank, "world_size": world}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout), **where)
+
+
+def leave_world() -> None:
+    """Wait until every rank has done its last collective. After that, a process may simply end.
+
+    Groups are not destroyed: NCCL waits for all members of a group there, and ranks on several groups would have to
+    do it in an order that suits everybody.
+    """
+    dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
+
+
+def everyone(value: T) -> list[T]:
+    """Every rank's value, in rank order. Waits for all of them, whatever the transport."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
+
+    All of these ranks call it at the same point, and nobody else.
+    """
+    ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -1,0 +1,288 @@
+"""Files as documents: one per line of JSON, per row of a table, per entry of a tokenised data set, or per file of text.
+
+The name of a file says what it is. `.gz` and `.zst` behind it are undone first, and everything without a reader of its
+own is text. A document is text, as bytes, or the tokens that another program has made of it.
+
+Layouts of tokenised files: Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), datatrove's `.ds`
+and `.ds.index`, llm.c's `.bin` (dev/data/data_common.py), OLMo's `.npy` (an array without a header).
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import itertools
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+Document = bytes | np.ndarray
+"""Text, or tokens as integers of one dimension."""
+
+COMPRESSED = (".gz", ".zst")
+BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
+"""Ending of a file -> endings that files beside it have which belong to it."""
+OF_DATASETS = ("dataset_info.json", "state.json")
+"""Files that `datasets` writes beside its `.arrow` files."""
+
+OTHER_KEY = "data.text_key = the name of the text"
+
+MEGATRON, MEGATRON_DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+LLM_C = {20240520: "<u2", 20240801: "<u4"}
+"""First number of a header of 256 -> type of the tokens behind it."""
+PIECE = 1 << 24
+"""Elements of an array that are searched at a time."""
+
+
+class NoTextError(Exception):
+    """A file without text. A folder may hold such files; the message says what it has instead."""
+
+
+class BadFileError(Exception):
+    """A file that is not what its name says, or lacks something: a reason in words, and a fix."""
+
+    def __init__(self, reason: str, fix: str = "mend it, or leave it out") -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
+def documents(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
+    """The documents of a file, in its order. A file of text is one document.
+
+    `key` names the text in a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
+    without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
+    `separator`. Raises NoTextError, BadFileError, and OSError.
+    """
+    try:
+        yield from _reader(file, key)(file, key, vocab, separator)
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, and not a decompressor's
+            raise
+        raise BadFileError(f"is damaged ({error})") from None
+
+
+def beside(file: Path) -> list[Path]:
+    """Files that belong to a file and hold no documents themselves."""
+    if file.suffix == ".arrow":
+        found = [file.with_name(name) for name in OF_DATASETS]
+    else:
+        found = [file.with_suffix(ending) for ending in BESIDE.get(file.suffix, ())]
+    return [path for path in found if path.is_file()]
+
+
+def _reader(file: Path, key: str) -> Reader:
+    ending = Path(file.name.removesuffix(_compression(file))).suffix.lower()
+    if _compression(file) and ending in TOKENS:
+        raise BadFileError("holds tokens, which are read in place", "decompress it")
+    if ending == ".json" and not _has_json_lines(file, key):
+        return _text
+    return {**TABLES, **TOKENS}.get(ending, _text)
+
+
+def _compression(file: Path) -> str:
+    return file.suffix.lower() if file.suffix.lower() in COMPRESSED else ""
+
+
+def _opened(file: Path) -> BinaryIO:
+    """The bytes of a file, decompressed."""
+    match _compression(file):
+        case ".gz":
+            return gzip.open(file)  # type: ignore[return-value]
+        case ".zst":
+            return io.BufferedReader(_arrow(file).input_stream(str(file), compression="zstd"))
+    return file.open("rb")
+
+
+def _arrow(file: Path, module: str = "pyarrow") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        ending = _compression(file) or file.suffix
+        raise BadFileError(f"is a {ending} file, which pyarrow reads", "pip install 'hocket[text]'") from None
+
+
+def _text(file: Path, *_: Any) -> Iterator[Document]:
+    with _opened(file) as stream:
+        text = stream.read()
+    if b"\0" in text:
+        raise NoTextError("binary: with bytes 0, as UTF-16 has")
+    yield text
+
+
+# -- lines and rows --------------------------------------------------------------------------------------------------
+
+
+def _json_lines(file: Path, key: str, *_: Any) -> Iterator[Document]:
+    with _opened(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise BadFileError(f"has no JSON in line {number} ({error})") from None
+                if not isinstance(row, dict):
+                    raise BadFileError(f"has no JSON object in line {number}")
+                yield _of_row(row, key, f"line {number}")
+
+
+def _has_json_lines(file: Path, key: str) -> bool:
+    """Whether a `.json` file begins with a row of its own, as C4's do. Otherwise it is text like any other."""
+    with _opened(file) as stream:
+        line = stream.readline()
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and isinstance(row.get(key), str)
+
+
+def _parquet(file: Path, key: str, *_: Any) -> Iterator[Document]:
+    arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
+    try:
+        with _opened(file) as stream:
+            table = parquet.ParquetFile(arrow.BufferReader(stream.read()) if _compression(file) else stream)
+            _require_column(key, table.schema_arrow.names)
+            yield from _of_batches(table.iter_batches(columns=[key]), key)
+    except arrow.ArrowInvalid as error:
+        raise BadFileError(f"is damaged ({error})") from None
+
+
+def _arrow_table(file: Path, key: str, *_: Any) -> Iterator[Document]:
+    """A table as `datasets` keeps it, or a file of Arrow's."""
+    arrow, ipc = _arrow(file), _arrow(file, "pyarrow.ipc")
+    try:
+        with _opened(file) as stream:
+            try:
+                batches = table = ipc.open_stream(stream)
+            except arrow.ArrowInvalid:
+                stream.seek(0)
+                table = ipc.open_file(stream)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            _require_column(key, table.schema.names)
+            yield from _of_batches(batches, key)
+    except arrow.ArrowInvalid as error:
+        raise BadFileError(f"is damaged ({error})") from None
+
+
+def _require_column(key: str, names: list[str]) -> None:
+    if key not in names:
+        raise BadFileError(f"has no column {key}, but {', '.join(names)}", OTHER_KEY)
+
+
+def _of_batches(batches: Iterable[Any], key: str) -> Iterator[Document]:
+    number = 0
+    for batch in batches:
+        for value in batch.column(key).to_pylist():
+            number += 1
+            yield _of_row({key: value}, key, f"row {number}")
+
+
+def _of_row(row: dict[str, Any], key: str, where: str) -> bytes:
+    if key not in row:
+        raise BadFileError(f"has no {key} in {where}, but {', '.join(row)}", OTHER_KEY)
+    value = row[key]
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise BadFileError(f"has no text but {value!r:.40} as {key} in {where}", OTHER_KEY)
+    return value.encode(errors="replace")
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def _bin(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
+    """Megatron's, beside an `.idx`, or llm.c's."""
+    if file.with_suffix(".idx").is_file():
+        yield from _megatron(file)
+        return
+    head = np.fromfile(file, dtype="<i4", count=256)
+    if len(head) < 256 or int(head[0]) not in LLM_C:
+        raise NoTextError("binary: neither an .idx beside it, as Megatron writes, nor the header of llm.c")
+    tokens = _array(file, LLM_C[int(head[0])], offset=head.nbytes)
+    if len(tokens) != head[2]:
+        raise BadFileError(f"is damaged ({len(tokens)} tokens, and its header says {head[2]})")
+    yield from _split(tokens, separator)
+
+
+def _megatron(file: Path) -> Iterator[Document]:
+    index = file.with_suffix(".idx").read_bytes()
+    try:
+        if not index.startswith(MEGATRON) or struct.unpack_from("<Q", index, 9) != (1,):
+            raise BadFileError("has an .idx beside it that is not Megatron's, of version 1")
+        kind, sequences, ends = struct.unpack_from("<BQQ", index, 17)
+        if kind not in MEGATRON_DTYPES:
+            raise BadFileError(f"has tokens that are no integers (type {kind} of its .idx)")
+        tokens = _array(file, MEGATRON_DTYPES[kind])
+        lengths = np.frombuffer(index, "<i4", sequences, 34)
+        firsts = np.frombuffer(index, "<i8", sequences, 34 + lengths.nbytes) // tokens.itemsize
+        bounds = np.frombuffer(index, "<i8", ends, 34 + lengths.nbytes + firsts.nbytes)
+    except (ValueError, struct.error):
+        raise BadFileError("has an .idx beside it that is cut off") from None
+    if sequences and (int((firsts + lengths).max()) > len(tokens) or int(firsts.min()) < 0):
+        raise BadFileError(f"is cut off: it has {len(tokens)} tokens, and its .idx names more")
+    for first, last in itertools.pairwise(bounds):
+        yield np.concatenate([tokens[firsts[i] : firsts[i] + lengths[i]] for i in range(first, last)] or [tokens[:0]])
+
+
+def _npy(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
+    """An array with numpy's header, or OLMo's, which has none."""
+    with file.open("rb") as stream:
+        headed = stream.read(6) == b"\x93NUMPY"
+    try:
+        tokens = np.load(file, mmap_mode="r") if headed else _array(file, "<u2" if vocab <= 1 << 16 else "<u4")
+    except ValueError as error:
+        raise BadFileError(f"is damaged ({error})") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise BadFileError(f"has no tokens, but an array of {tokens.dtype} of shape {tokens.shape}")
+    yield from _split(tokens, separator)
+
+
+def _datatrove(file: Path, *_: Any) -> Iterator[Document]:
+    index = file.with_suffix(".ds.index")
+    if not index.is_file():
+        raise BadFileError(f"has no {index.name} beside it")
+    ends = _array(index, "<u8")
+    count = int(ends[-1]) if len(ends) else 0
+    size, rest = divmod(file.stat().st_size, max(count, 1))
+    if count and (rest or size not in (2, 4)):
+        raise BadFileError(f"is damaged ({file.stat().st_size} bytes for the {count} tokens of its index)")
+    tokens = _array(file, f"<u{size}") if count else np.zeros(0, np.uint16)
+    for first, last in itertools.pairwise([0, *ends.tolist()]):
+        yield tokens[first:last]
+
+
+def _array(file: Path, dtype: str, offset: int = 0) -> np.ndarray:
+    size = file.stat().st_size - offset
+    if size % np.dtype(dtype).itemsize:
+        raise BadFileError(f"is damaged (its {size} bytes are no whole number of {dtype[-2:]} tokens)")
+    return np.memmap(file, dtype=dtype, mode="r", offset=offset) if size else np.zeros(0, dtype)
+
+
+def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
+    """The documents of an array, each up to and with its separator."""
+    first = 0
+    for start in range(0, len(tokens), PIECE):
+        for end in np.flatnonzero(tokens[start : start + PIECE] == separator) + start + 1:
+            yield tokens[first:end]
+            first = int(end)
+    if first < len(tokens):
+        yield tokens[first:]
+
+
+Reader = Callable[[Path, str, int, int], Iterator[Document]]
+TABLES: dict[str, Reader] = {
+    ".json": _json_lines,
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow_table,
+}
+TOKENS: dict[str, Reader] = {".bin": _bin, ".npy": _npy, ".ds": _datatrove}
+"""Endings of files, and what reads them."""

@@ -1,0 +1,240 @@
+"""Files as documents: JSON Lines, tables and tokens that other programs have written, and what is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hocket.config import DataConfig
+from hocket.train.corpus import open_corpus
+from hocket.train.documents import documents
+
+WRITTEN = Path(__file__).parent / "golden" / "tokens"
+"""Written by megatron-core 0.16.1 (IndexedDatasetBuilder) and datatrove 0.10.1 (TokenizedFile)."""
+END = 2
+"""The separator of those files."""
+TEXTS = ["the first", "", "a second\nof two lines", "größer"]
+
+
+def read(file: Path, key: str = "text", vocab: int = 50000) -> list[Any]:
+    return [one if isinstance(one, bytes) else one.tolist() for one in documents(file, key, vocab, END)]
+
+
+def refused(folder: Path, *paths: Path, **more: Any) -> str:
+    data = DataConfig(paths=tuple(map(str, paths)), cache=str(folder / "cache"), **more)
+    with pytest.raises(ValueError, match=r"data\.paths = .*; fix: ") as caught:
+        open_corpus(data, {})
+    assert not list((folder / "cache").glob("*.tmp"))
+    return str(caught.value)
+
+
+def lines(texts: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+@pytest.fixture(scope="module")
+def arrow() -> Any:
+    return pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
+
+
+# -- lines of JSON, and tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.JSONL", "a.jsonl.gz", "c4.json.gz"])
+def test_each_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
+    content = lines(TEXTS)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert read(tmp_path / name) == [text.encode() for text in TEXTS]
+
+
+def test_zstandard_is_undone(tmp_path: Path, arrow: Any) -> None:
+    with arrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as out:
+        out.write(lines(TEXTS))
+    with arrow.output_stream(str(tmp_path / "a.txt.zst"), compression="zstd") as out:
+        out.write(b"plain text")
+    assert read(tmp_path / "a.jsonl.zst") == [text.encode() for text in TEXTS]
+    assert read(tmp_path / "a.txt.zst") == [b"plain text"]
+
+
+def test_text_has_no_trace_of_json(tmp_path: Path) -> None:
+    """A whole corpus of lines: no brace, and no document joined to the next."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(lines([f"document {i}" for i in range(100)]))
+    (tmp_path / "text" / "b.txt").write_text("document 100")
+    corpus = open_corpus(DataConfig(paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache")), {})
+    pieces = bytes(corpus.tokens).split(b"\0")[:-1]
+    assert sorted(pieces) == sorted(f"document {i}".encode() for i in range(101))
+    assert pieces[:50] != sorted(pieces)[:50]
+    assert corpus.documents == 101
+    assert [bytes(corpus.tokens[s : s + 8]) for s in corpus.starts] == [b"document"] * 101
+
+
+def test_json_that_is_no_table_is_text(tmp_path: Path) -> None:
+    for content in (b'{"name": "a package"}', b"[1, 2]", b"{\n}"):
+        (tmp_path / "a.json").write_bytes(content)
+        assert read(tmp_path / "a.json") == [content]
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".parquet.gz"])
+def test_each_row_of_parquet_is_a_document(tmp_path: Path, arrow: Any, ending: str) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"id": list(range(len(TEXTS))), "content": TEXTS})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2, compression="zstd")
+    if ending.endswith(".gz"):
+        (tmp_path / "a.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
+    assert read(tmp_path / f"a{ending}", key="content") == [text.encode() for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", ["new_stream", "new_file"])
+def test_each_row_of_an_arrow_file_is_a_document(tmp_path: Path, arrow: Any, kind: str) -> None:
+    ipc = pytest.importorskip("pyarrow.ipc")
+    table = arrow.table({"text": TEXTS})
+    with getattr(ipc, kind)(str(tmp_path / "data-00000-of-00001.arrow"), table.schema) as out:
+        out.write_table(table, max_chunksize=3)
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "cache").mkdir()
+    data = DataConfig(paths=(str(tmp_path),), cache=str(tmp_path / "cache"))
+    corpus = open_corpus(data, {}, without=tmp_path / "cache")
+    assert sorted(bytes(corpus.tokens).split(b"\0")) == sorted([text.encode() for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"text": "x"}\nnot json\n', "has no JSON in line 2"),
+        ("a.jsonl", b"[1]\n", "has no JSON object in line 1"),
+        ("a.jsonl", b'{"content": "x", "id": 1}\n', "has no text in line 1, but content, id; fix: data.text_key"),
+        ("a.jsonl", b'{"text": null}\n', "has no text but None as text in line 1"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "has no JSON in line 1"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-9], "is damaged"),
+        ("a.txt.gz", b"no gzip", "is damaged"),
+        ("a.parquet", b"no parquet", "is damaged"),
+        ("a.arrow", b"no arrow", "is damaged"),
+        ("a.zst", b"no zstandard", "is damaged"),
+        ("a.bin.gz", b"", "holds tokens, which are read in place; fix: decompress it"),
+        ("a.npy", b"123", "is damaged"),
+        ("a.ds", b"1234", "has no a.ds.index beside it"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused(
+    tmp_path: Path, request: pytest.FixtureRequest, name: str, content: bytes, reason: str
+) -> None:
+    if Path(name).suffix in (".parquet", ".arrow", ".zst"):
+        request.getfixturevalue("arrow")
+    (tmp_path / name).write_bytes(content)
+    assert f"{tmp_path / name} {reason}" in refused(tmp_path, tmp_path / name)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "a.parquet is a .parquet file, which pyarrow reads; fix: pip install 'hocket[text]'" in refused(
+        tmp_path, tmp_path / "a.parquet"
+    )
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_megatron_and_datatrove_are_read() -> None:
+    assert read(WRITTEN / "datatrove.ds") == [[5, 6, 7, 2], [8, 2], [9, 10, 11, 12, 2]]
+    assert read(WRITTEN / "megatron.bin") == [[5, 6, 7, 2], [8, 2], [9, 10, 11, 12, 2], [1, 2, 3, 4, 2]]
+
+
+def tokenizer(folder: Path, vocab: int) -> str:
+    """A tokenizer of so many tokens whose separator is `END`."""
+    words = {"</s>": END} | {f"w{i}": i for i in range(vocab) if i != END}
+    added = [{"id": END, "content": "</s>", "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )]  # fmt: skip
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    content = {"version": "1.0", "added_tokens": added, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_tokens_of_others_are_a_corpus(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="needs the extra: pip install hocket[text]")
+    named = tokenizer(tmp_path, 13)
+    data = DataConfig(paths=(str(WRITTEN),), cache=str(tmp_path / "cache"), tokenizer=named)
+    corpus = open_corpus(data, {})
+    assert (corpus.documents, corpus.skipped, len(corpus.tokens)) == (7, (), 11 + 16)
+    split = np.split(corpus.tokens, corpus.starts[1:])
+    assert sorted(one.tolist() for one in split) == sorted(
+        [[5, 6, 7, 2], [8, 2], [9, 10, 11, 12, 2]] * 2 + [[1, 2, 3, 4, 2]]
+    )
+    small = tokenizer(tmp_path, 12)
+    told = refused(tmp_path, WRITTEN, tokenizer=small)
+    assert "has the token 12, and data.tokenizer has tokens 0 to 11; fix: data.tokenizer = the tokenizer" in told
+
+
+def header(tokens: np.ndarray, magic: int) -> bytes:
+    return np.array([magic, 1, len(tokens), *[0] * 253], dtype="<i4").tobytes() + tokens.tobytes()
+
+
+def save(array: np.ndarray) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        with file.open("wb") as out:
+            np.save(out, array)
+
+    return write
+
+
+FLAT = np.array([5, 6, END, 7, END, 8], dtype="<u2")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "vocab"),
+    [
+        ("gpt2.bin", lambda file: file.write_bytes(header(FLAT, 20240520)), 50257),
+        ("llama3.bin", lambda file: file.write_bytes(header(FLAT.astype("<u4"), 20240801)), 128256),
+        ("olmo.npy", lambda file: file.write_bytes(FLAT.tobytes()), 50280),
+        ("olmo.npy", lambda file: file.write_bytes(FLAT.astype("<u4").tobytes()), 100278),
+        ("numpy.npy", save(FLAT.astype("<i8")), 100278),
+    ],
+)
+def test_flat_arrays_are_cut_at_separators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None], vocab: int
+) -> None:
+    write(tmp_path / name)
+    for piece in (1, 2, 1 << 24):
+        monkeypatch.setattr("hocket.train.documents.PIECE", piece)
+        assert read(tmp_path / name, vocab=vocab) == [[5, 6, 2], [7, 2], [8]]
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "reason"),
+    [
+        ("a.npy", save(np.zeros(3)), "has no tokens, but an array of float64"),
+        ("a.npy", save(np.zeros((2, 2), int)), "has no tokens, but an array of int64 of shape (2, 2)"),
+        ("a.bin", lambda file: file.write_bytes(header(FLAT, 20240520)[:-2]), "is damaged (5 tokens"),
+        ("a.bin", lambda file: file.write_bytes(b"\0" * 2000), "holds no text (binary: neither an .idx beside it"),
+    ],
+)
+def test_arrays_that_are_no_tokens_are_refused(
+    tmp_path: Path, name: str, write: Callable[[Path], None], reason: str
+) -> None:
+    write(tmp_path / name)
+    assert f"{tmp_path / name} {reason}" in refused(tmp_path, tmp_path / name)
+
+
+def test_damaged_pairs_of_megatron_are_refused(tmp_path: Path) -> None:
+    tokens, index = (WRITTEN / "megatron.bin").read_bytes(), (WRITTEN / "megatron.idx").read_bytes()
+    float_tokens = index[:17] + struct.pack("<B", 7) + index[18:]
+    for found, beside, reason in [
+        (tokens[:-2], index, "is cut off: it has 15 tokens"),
+        (tokens, index[:60], "has an .idx beside it that is cut off"),
+        (tokens, b"MMIDIDX", "has an .idx beside it that is not Megatron's"),
+        (tokens, float_tokens, "has tokens that are no integers"),
+    ]:
+        (tmp_path / "a.bin").write_bytes(found)
+        (tmp_path / "a.idx").write_bytes(beside)
+        assert f"{tmp_path}/a.bin {reason}" in refused(tmp_path, tmp_path / "a.bin")

@@ -1,0 +1,100 @@
+"""A rank is killed: `hocket train --restarts` and torchrun start all again, and the run goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import ALONE, SMALL, children_of, end_all, finish, hocket, start, text_in, wait_for
+
+STEPS, SAVED = 60, 10
+PAIR = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--train.steps", str(STEPS)]
+PAIR += ["--train.save_every", str(SAVED)]
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def steps(folder: Path) -> dict[int, float]:
+    """Losses of the steps of a run, each of which is there once."""
+    lines = map(json.loads, (folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in found] == sorted({step for step, _ in found})
+    return dict(found)
+
+
+def has_saved(folder: Path) -> bool:
+    return (folder / "runs/tiny/checkpoints/latest").exists()
+
+
+def workers(pid: int) -> list[int]:
+    """Processes of ranks below a command: those without children of their own."""
+    below = children_of(pid)
+    return [leaf for child in below for leaf in workers(child)] or [pid]
+
+
+def kill_one(folder: Path, pid: int) -> None:
+    """Kill a rank once something is saved. In the second attempt too, if it is called again."""
+    wait_for(lambda: has_saved(folder), "a checkpoint")
+    os.kill(max(workers(pid)), signal.SIGKILL)
+
+
+def whole(folder: Path) -> dict[int, float]:
+    """The losses of a run that nobody disturbs."""
+    ended = hocket(folder, "train", *PAIR, "--data.paths", text_in(folder))
+    assert ended.code == 0, ended
+    return steps(folder)
+
+
+def test_a_run_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    folder = tmp_path / "killed"
+    process = start(folder, "train", *PAIR, "--data.paths", text_in(folder), "--restarts", "2")
+    kill_one(folder, process.pid)
+    ended = finish(process)
+    assert ended.code == 0, ended
+    assert ended.err.count("was ended by SIGKILL") == 1
+    assert ended.err.count("hocket: restart 1 of 2, from the last checkpoint") == 1
+    assert steps(folder) == whole(tmp_path / "whole")
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    words = ["kill", "hocket.train.trainer:Trainer._step", "train", *PAIR, "--data.paths", text_in(tmp_path)]
+    ended = finish(start(tmp_path, *words, "--restarts", "2", module="tests.helpers.stops"))
+    assert ended.code == 1, ended
+    assert ended.err.count("was ended by SIGKILL") == 3
+    assert [f"restart {attempt} of 2" in ended.err for attempt in (1, 2, 3)] == [True, True, False]
+
+
+def test_torchrun_starts_again_too(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    folder = tmp_path / "killed"
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "hocket", "train", *PAIR]
+    process = start(folder, *words, "--data.paths", text_in(folder), module="torch.distributed.run")
+    kill_one(folder, process.pid)
+    ended = finish(process)
+    assert ended.code == 0, ended
+    assert steps(folder) == whole(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--restarts", "-1"], "restarts = -1 (command line, --restarts): a number of times; fix: 0 or more"),
+        (["--restarts", "1", "--run.resume", "off"], "fix: run.resume = auto"),
+    ],
+)
+def test_restarts_that_make_no_sense_are_refused(tmp_path: Path, words: list[str], fix: str) -> None:
+    ended = hocket(tmp_path, "train", *SMALL, *ALONE, "--data.paths", text_in(tmp_path), *words)
+    assert ended.code == 2
+    assert fix in ended.err
