@@ -11,8 +11,7 @@ from hocket.commands.options import field_docstrings
 from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import ANY, BOUNDS, leaf, show, types, written
-from hocket.sizes import WITH_UNITS
+from hocket.settings.schema import ANY, BOUNDS, TEXTS, leaf, show, types, written
 from hocket.typed import describe
 
 
@@ -57,8 +56,8 @@ def _code(value: Any) -> str:
 def _values(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
-    if name in WITH_UNITS:
-        return f"`auto`, or such as `{WITH_UNITS[name][1]}`"
+    if name in TEXTS:
+        return f"`auto`, or such as `{TEXTS[name][1]}`"
     low, high = BOUNDS.get(name, (-ANY, ANY))
     if low == -ANY:
         return describe(hint)

@@ -204,18 +204,20 @@ class PlanConfig:
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
-    """Layers of every virtual stage; empty splits evenly. auto lets all ranks compute for the same time, embedding and
-    head included, if that shortens the step and fits into memory."""
+    """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
+    head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
+    step and fits into memory."""
     group: int = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
     that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
     keeps more activations."""
-    recompute: tuple[Literal["auto", "attn", "experts", "mlp"], ...] = ()
-    """Parts of layers that keep only their inputs after forward, and run forward again before their backward. That
-    takes less memory and more time. attn includes the norms, the router and the shared expert. auto recomputes as few
-    parts as the memory allows."""
+    recompute: tuple[str, ...] = ()
+    """Parts of layers, out of attn, experts and mlp, that keep only their inputs after forward, and run forward again
+    before their backward. That takes less memory and more time. attn includes the norms, the router and the shared
+    expert. attn:2 recomputes attn in the first two layers of each virtual stage, and attn in all layers. auto
+    recomputes as few parts in as few layers as the memory allows."""
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""

@@ -55,7 +55,7 @@ SETTINGS = [
     (["--train.steps", "many"], ["train.steps = many", "command line, --train.steps"]),
     (["--model.kv_heads", "3"], ["model.heads = 2", "command line, --model.heads", "3 key and value heads"]),
     (["--model.experts", "3"], ["model.experts = 3", "mesh.ep = 2"]),
-    (["--mesh.pp", "3"], ["mesh.pp = 3", "6 virtual stages, more than 4 layers"]),
+    (["--mesh.pp", "4"], ["mesh.pp = 4", "8 virtual stages, too many for model.layers = 4"]),
     (["--mesh.dp", "3"], ["mesh.dp = 3", "does not divide"]),
     (["--train.microbatches", "1", "--overlap.ep.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
     (["--train.device", "cuda"], ["train.device = cuda", "command line"]),

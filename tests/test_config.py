@@ -235,7 +235,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
                       "fc2_backward": "pipeline"}.items()),
     (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
-    (TINY, {"plan__chunks": 5}, "plan.chunks", "10 virtual stages, more than 8 layers"),
+    (TINY, {"plan__chunks": 6}, "plan.chunks", "12 virtual stages, too many for model.layers = 8"),
     (TINY, {"plan__order": "1f1b"}, "plan.order", "one chunk per rank"),
     (changed(TINY, plan__chunks=1), {"plan__order": "interleaved"}, "plan.order", "one chunk per rank to interleave"),
     (TINY, {"train__microbatches": 1}, "train.microbatches", "at least mesh.pp = 2"),
@@ -254,7 +254,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, splits="device"), {"copies": "per_rank"}, "overlap.ep.copies", "overlap.ep.splits = host"),
     (changed(TINY, merge="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "no effect"),
     (TINY, {"defer_layers": 3}, "overlap.pp.defer_layers", "no stage has as many layers"),
-    (TINY, {"plan__recompute": ("attn", "attn")}, "plan.recompute", "named once"),
+    (TINY, {"plan__recompute": ("attn", "attn:2")}, "plan.recompute", "named once"),
     (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto stands alone"),
     (changed(TINY, model__dense_layers=()), {"plan__recompute": ("mlp",)}, "plan.recompute", "has the part mlp"),
     (DENSE, {"plan__recompute": ("attn", "experts")}, "plan.recompute", "has the part experts"),
@@ -271,7 +271,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, defer_layers=0), {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
     (TINY, {"backward_lane": "off"}, "overlap.pp.backward_lane", "no effect: every stage that receives"),
     (changed(TINY, merge="off"), {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),
-    (TINY, {"backward_lane": "off", "model__layers": 3, "model__dense_layers": ()}, "model.layers", "than 3"),
+    (TINY, {"backward_lane": "off", "model__layers": 1, "model__dense_layers": ()}, "model.layers", "layers = 1: only"),
     (changed(TINY, mesh__pp=1), {"backward_lane": "on"}, "overlap.pp.backward_lane", "nothing is sent"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, merge="off"), {"prefetch": 3}, "overlap.dp.prefetch", "no effect"),
     (changed(TINY, mesh__dp=1, mesh__ep=1), {"strategy": "optim_grads"}, "overlap.dp.strategy", "nothing is sharded"),
@@ -426,7 +426,7 @@ def test_one_microbatch_could_be_two_of_half_the_size():
 
 
 def test_all_problems_are_reported_at_once():
-    text = refused(TINY, model__heads=5, model__experts=7, plan__chunks=5, train__min_lr=1.0)
+    text = refused(TINY, model__heads=5, model__experts=7, plan__chunks=6, train__min_lr=1.0)
     assert text.startswith("4 settings cannot work:\n")
     assert len(text.splitlines()) == 5
 

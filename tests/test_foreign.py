@@ -335,6 +335,45 @@ def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsy
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--recompute-method block --recompute-num-layers 4", ["mlp:4", "attn:4"]),
+        ("--recompute-method uniform --recompute-num-layers 1", ["mlp", "attn"]),
+        ("--recompute-method uniform --recompute-num-layers 4", []),
+    ],
+)
+def test_megatron_recomputes_some_layers_of_a_stage(flags: str, parts: list[str]) -> None:
+    given = read.flags(f"--num-layers 8 --recompute-granularity full {flags}")
+    assert sorted(translate(MEGATRON, given).settings.get("plan.recompute", ())) == sorted(parts)
+
+
+COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks", "sizes"),
+    [
+        (COUNTED, None, (1, 2, 2, 1)),
+        (f"{COUNTED} --num-layers-per-virtual-pipeline-stage 1", 2, (0, 1, 1, 1, 1, 1, 1, 0)),
+        (COUNTED.split()[0], None, None),
+        ("--pipeline-model-parallel-layout E|(t|)*6L", 2, (0, 1, 1, 1, 1, 1, 1, 0)),
+        ("--pipeline-model-parallel-layout Et*2|t,t|t|tL", 1, (2, 2, 1, 1)),
+        ("--pipeline-model-parallel-layout Et|(t|)*4tL", None, None),
+        ("--pipeline-model-parallel-layout Et*2|t||tttL", None, None),
+        ("--pipeline-model-parallel-layout Et*5|t|m|L", None, None),
+        ("--pipeline-model-parallel-layout E(t|)*999999999L", None, None),
+    ],
+)
+def test_stages_of_megatron(flags: str, chunks: int | None, sizes: tuple[int, ...] | None) -> None:
+    words = flags.replace("layout ", "layout '") + "'" * ("layout" in flags)
+    given = read.flags(f"--num-layers 6 --pipeline-model-parallel-size 4 {words}")
+    found = translate(MEGATRON, given).settings
+    assert found.get("plan.layers_per_stage") == sizes
+    if sizes is not None and chunks is not None:
+        assert found["plan.chunks"] == chunks
+
+
 MIXTURE = (
     "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 1024 "

@@ -41,6 +41,14 @@ def test_a_heavy_head_gets_fewer_layers_and_the_step_is_shorter() -> None:
     assert seconds[0] < 0.96 * seconds[1]
 
 
+def test_a_head_that_takes_longer_than_its_share_of_layers_gets_none() -> None:
+    few = {"model__layers": 8, "mesh__dp": 1, "model__vocab": 160_000}
+    chosen, other = resolved(**few), resolved(**few, plan__layers_per_stage=(2, 3, 2, 1))
+    assert chosen.plan.split == (2, 3, 3, 0)
+    seconds = [float(predict(each, program_of(each), H200).makespan) for each in (chosen, other)]
+    assert seconds[0] < 0.95 * seconds[1]
+
+
 def test_a_small_vocabulary_leaves_stages_even() -> None:
     small = resolved(model__vocab=1024)
     assert small.plan.layers_per_stage == ()

@@ -27,6 +27,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3_8b", {"mesh.pp": 2, "mesh.dp": 8, "overlap.dp.strategy": "optim"}),
     ("llama3_8b", {"mesh.pp": 4, "mesh.dp": 2, "overlap.pp.defer_layers": -1, "data.sequence_length": 32768}),
     ("llama3_8b", {"mesh.pp": 2, "mesh.dp": 2, "plan.recompute": ("attn",), "overlap.dp.strategy": "no_shard"}),
+    ("llama3_8b", {"mesh.pp": 10, "mesh.dp": 2, "plan.recompute": ("attn:1",)}),
     ("mixtral_8x7b", {"mesh.pp": 1, "mesh.dp": 8, "mesh.ep": 8, "plan.chunks": 1, "overlap.ep.merge_ends": "on"}),
     ("mixtral_8x7b", {"mesh.pp": 1, "mesh.dp": 2, "mesh.ep": 1, "plan.chunks": 1, **SUMS}),
 )

@@ -89,7 +89,7 @@ def price_of(cut: Cut) -> Price:
             for verb in ("fwd", "recompute", "bwd", "wgrad"):
                 if counted.flops and modelled and (cost := table.get((verb, part, kind))):
                     ratio = counted.flops / modelled
-                    saved = counted.saved_bytes if verb == "fwd" and cost.saved_bytes else cost.saved_bytes
+                    saved = counted.saved_bytes if verb in ("fwd", "recompute") else 0
                     changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)
                     table[verb, part, kind] = replace(changed, saved_bytes=saved or cost.saved_bytes)
         return replace(costs, table=table)

@@ -101,7 +101,9 @@ class Actions:
         if op.layer < 0:
             return getattr(self, f"{op.verb}_{op.part}")
         kind, part = self._layout.type_of(op.layer), self._layout.part(op.part, op.layer)
-        wiring = self._wiring.setdefault((kind.name, part.name), _Wiring.of(kind, part))
+        if (kind.name, part.name) not in self._wiring:
+            self._wiring[kind.name, part.name] = _Wiring.of(kind, part)
+        wiring = self._wiring[kind.name, part.name]
         if part.way:
             return partial(getattr(self, f"exchange_{op.verb}"), wiring)
         if part.communicates:
@@ -124,7 +126,7 @@ class Actions:
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run a part: as a segment, or without a graph if there is no backward or it will run once more for it."""
-        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part)):
+        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part, op.layer)):
             with torch.no_grad():
                 return fn(*inputs)
         segment = self._segments[op.part, _place(op)] = Segment()

@@ -6,6 +6,8 @@ in front says in which of Bridge's copies a setting stands. They mean the same t
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,14 +19,18 @@ AXES = (TENSOR_RANKS, PIPELINE, "--context-parallel-size")
 """What data ranks are multiplied by."""
 DATA_RANKS, EXPERT_RANKS = "data_parallel_size", "--expert-model-parallel-size"
 VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+_MOST = 10**6
+"""Largest product of the multiples in a text of stages."""
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
 LAYOUT_BY_HAND = "plan.layers_per_stage takes the layers of every stage; hocket plan --search finds them"
 
 
 def chunks_of(value: Any, given: Given) -> Answer:
     """Virtual stages per rank from the layers of one of them."""
-    layers, pp = given.number(LAYERS, default=0), given.number(PIPELINE)
+    layers, pp = _counted_layers(given), given.number(PIPELINE)
     if not layers or pp * value < 1 or layers % (pp * value):
         why = f"it needs {LAYERS}, a multiple of {PIPELINE} x {value}, to become plan.chunks"
         return Answer("not there", words=why)
@@ -42,6 +48,41 @@ def uneven(value: Any, given: Given) -> Answer:
         return Answer("not there", words=f"only with {LAYERS} and one stage per rank: {LAYOUT_BY_HAND}")
     stages = tuple(fixed.get(rank, rest // others if others else 0) for rank in range(pp))
     return Answer("becomes", {"plan.layers_per_stage": stages})
+
+
+def _counted_layers(given: Given) -> int:
+    """The model's layers, and its embedding and head where they count as one each; 0 if the layers are not known."""
+    layers = given.number(LAYERS, default=0)
+    return layers and layers + sum(bool(given.values.get(name)) for name in (EMBEDDING, LOSS))
+
+
+def counted(value: Any, given: Given) -> Answer:
+    """Layers of every stage, where the embedding or the head counts as one."""
+    if not value:
+        return Answer("not needed", words="that is how it is without it")
+    layers, size = _counted_layers(given), given.number(VIRTUAL_LAYERS, default=0)
+    stages = layers // size if size > 0 else given.number(PIPELINE) * given.number(VIRTUAL_STAGES)
+    if stages < 2 or layers < stages or layers % stages:
+        return Answer("not there", words=f"only where what counts can be split evenly: {LAYOUT_BY_HAND}")
+    sizes = [layers // stages] * stages
+    sizes[0] -= bool(given.values.get(EMBEDDING))
+    sizes[-1] -= bool(given.values.get(LOSS))
+    return Answer("becomes", {"plan.layers_per_stage": tuple(sizes)})
+
+
+def stages_of(value: Any, given: Given) -> Answer:
+    """Layers of every stage from a text such as `Et*3|(tt|)*29|L`: embedding, layers and the head, a stage a piece."""
+    text, pp = value.replace(",", "").replace(" ", ""), given.number(PIPELINE)
+    if math.prod(int(times) for times in re.findall(r"\*(\d{1,9})", text)) > _MOST:
+        return Answer("not there", words=LAYOUT_BY_HAND)
+    for product in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(product, lambda found: found[1] * int(found[2]), text)
+    stages = text.split("|")
+    if not re.fullmatch(r"Et*(\|t+)*(\|t*L)", text) or pp < 1 or len(stages) % pp:
+        words = f"only embedding, layers and head, on a multiple of {PIPELINE} stages: {LAYOUT_BY_HAND}"
+        return Answer("not there", words=words)
+    sizes = tuple(stage.count("t") for stage in stages)
+    return Answer("becomes", {"plan.layers_per_stage": sizes, "plan.chunks": len(stages) // pp})
 
 
 def data_ranks(given: Given) -> int:
@@ -66,15 +107,15 @@ def all_parts(experts: bool, dense: bool) -> tuple[str, ...]:
 
 
 def granularity(value: Any, given: Given) -> Answer:
-    """All parts of all layers, or the modules that are named."""
+    """All parts of all layers, or of the first layers of each stage, or the modules that are named."""
     if value == "full":
-        if given.values.get("--recompute-method") == "block" or given.number("--recompute-num-layers") > 1:
-            words = "parts of all layers, not of some: --recompute-method uniform --recompute-num-layers 1"
+        count, block = given.number("--recompute-num-layers"), given.values.get("--recompute-method") == "block"
+        if count > 1 and not block:
+            words = "every layer keeps its input: --recompute-num-layers 1, or --recompute-method block"
             return Answer("not there", words=words)
         experts = given.number("--num-experts", default=0) > 0
-        return Answer(
-            "becomes", {"plan.recompute": all_parts(experts, not experts or "--moe-layer-freq" in given.values)}
-        )
+        parts = all_parts(experts, not experts or "--moe-layer-freq" in given.values)
+        return Answer("becomes", {"plan.recompute": tuple(f"{part}:{count}" if block else part for part in parts)})
     return Answer("not needed", words="--recompute-modules names the parts")
 
 
@@ -295,8 +336,8 @@ _RULES: Mapping[str, Rule] = {
     **{
         rule.__name__: rule
         for rule in (
-            chunks_of, uneven, torch_fsdp2, granularity, modules, dense_layers, microbatches, bias_rate, late_head,
-            data_parallel,
+            chunks_of, uneven, counted, stages_of, torch_fsdp2, granularity, modules, dense_layers, microbatches,
+            bias_rate, late_head, data_parallel,
         )
     },
 }  # fmt: skip

@@ -71,9 +71,10 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
         for part in [part for part, here in ends if here]:
             parts += [(verb, part, -1) for verb in ("fwd", "bwd", "wgrad")]
         for layer in layout.layers(rank, c):
-            parts += [(verb, part, layer) for part in layout.forward_parts(layer) for verb in ("fwd", "bwd")]
+            there = layout.forward_parts(layer)
+            parts += [(verb, part, layer) for part in there for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
-            parts += [("recompute", part, layer) for part in layout.forward_parts(layer) if layout.recomputes(part)]
+            parts += [("recompute", part, layer) for part in there if layout.recomputes(part, layer)]
         if layout.receives(rank, c, "act"):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
         if layout.receives(rank, c, "grad"):

@@ -21,7 +21,7 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from hocket.config import ModelConfig, Purpose
@@ -47,6 +47,8 @@ class OpCost:
     output_bytes: int = 0
     saved_bytes: int = 0
     grad_bytes: int = 0
+    handed_bytes: int = 0
+    """More of the output, if a forward that runs again keeps nothing else of it."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
@@ -67,6 +69,8 @@ class CostTable:
     slot_bytes: tuple[Mapping[Unit, tuple[int, int]], ...] = ()
     state_bytes: tuple[int, ...] = ()
     clock: float = 0.0
+    recomputed: Collection[tuple[str, int]] = frozenset()
+    """(part, layer) whose forward keeps nothing, because it runs again."""
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -78,10 +82,14 @@ class CostTable:
         return self.of(op).inner_seconds
 
     def output_bytes(self, rank: int, op: Op) -> int:
-        return self.of(op).output_bytes
+        cost = self.of(op)
+        return cost.output_bytes + (cost.handed_bytes if self._keeps_nothing(op) else 0)
 
     def saved_bytes(self, rank: int, op: Op) -> int:
-        return self.of(op).saved_bytes
+        return 0 if self._keeps_nothing(op) else self.of(op).saved_bytes
+
+    def _keeps_nothing(self, op: Op) -> bool:
+        return op.verb == "fwd" and (op.part, op.layer) in self.recomputed
 
     def grad_bytes(self, rank: int, op: Op) -> int:
         return self.of(op).grad_bytes
@@ -238,14 +246,13 @@ def op_costs(
             continue
         for verb in _verbs(size):
             table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part))
-        if layout.recomputes(part):
+        if layout.recomputing(part, kind):
             once = table["fwd", part, kind]
-            output = once.output_bytes + tokens * size.handed * dtype_bytes
-            table["fwd", part, kind] = replace(once, saved_bytes=0, output_bytes=output)
+            table["fwd", part, kind] = replace(once, handed_bytes=tokens * size.handed * dtype_bytes)
             table["recompute", part, kind] = replace(once, output_bytes=0)
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", p2p, p2p)
     slots, state = _add_units(model, layout, sharding, price, table)
-    return CostTable(layout.kinds, table, slots, state, clock)
+    return CostTable(layout.kinds, table, slots, state, clock, layout.recomputed)
 
 
 def _parts(layout: Layout) -> list[tuple[Part, str]]:
@@ -269,10 +276,11 @@ def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) 
     works: list[Work] = []
     for part, kind in _parts(layout):
         count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
-        again = ("fwd",) if layout.recomputes(part.name) else ()
+        again = layout.recomputing(part.name, kind)
         size = size_of(part, shapes)
         if not part.communicates:
-            works += count * [price.work(size, verb, collects) for verb in (*_verbs(size), *again)]
+            works += count * [price.work(size, verb, collects) for verb in _verbs(size)]
+            works += again * [price.work(size, "fwd", collects)]
     return clock_of(price.hardware, works)
 
 

@@ -47,7 +47,7 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
 
     if step.bwd and layout.is_last(rank, step.bwd[1]):
         ops.append(op_of("bwd", HEAD, step.bwd))
-    if step.bwd:
+    if step.bwd and backward:
         ops += early_ops(step.bwd, backward[0], layout)
     if step.bwd and layout.is_last(rank, step.bwd[1]):
         ops.append(op_of("wgrad", HEAD, step.bwd))
@@ -121,9 +121,10 @@ def _receive(item: Item, part: Literal["act", "grad"], layout: Layout, rank: int
 
 
 def _producer(ops: StepOps, item: Item, forward: bool) -> int:
-    """Position of the last layer op of an item's forward, or of its input gradient."""
+    """Position of the last layer op of an item's forward, or of its input gradient; without layers, of the end's."""
     verb = "fwd" if forward else "bwd"
-    return max(i for i, op in enumerate(ops) if op.verb == verb and op.layer >= 0 and (op.microbatch, op.chunk) == item)
+    mine = [i for i, op in enumerate(ops) if op.verb == verb and (op.microbatch, op.chunk) == item]
+    return max([i for i in mine if ops[i].layer >= 0] or mine)
 
 
 def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
@@ -150,8 +151,9 @@ def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> St
     """Move the weight gradients of the last `layers` backward layers behind the step's sends, all others ahead of them.
 
     `parts` is `all` for those of all parts; else it is those of the layers' first parts alone. They then run while
-    the gradient travels and the next one is awaited; the head's forward stays behind them. A step that sends nothing is
-    left as it is; an activation alone is a p2p transfer to hide as well.
+    the gradient travels and the next one is awaited; the head's forward stays behind them, unless it is what reads the
+    received activation, because its stage has no layers: what is received next is posted behind it. A step that sends
+    nothing is left as it is; an activation alone is a p2p transfer to hide as well.
     """
     if not any(op.verb == "send" for op in ops):
         return ops
@@ -168,7 +170,8 @@ def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> St
         can_wait = op.verb == "wgrad" and op.layer in late and layout.part(op.part, op.layer).deferrable
         return can_wait and (parts == "all" or is_entry(op))
 
-    head = [op for op in ops if op.verb == "fwd" and op.part == HEAD.name]
+    reads_layer = layout.bounds[-2] < layout.bounds[-1]
+    head = [op for op in ops if reads_layer and op.verb == "fwd" and op.part == HEAD.name]
     rest = [op for op in ops if not is_late(op) and op not in head]
     return rest + [op for op in ops if is_late(op)] + head
 

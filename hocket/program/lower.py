@@ -221,7 +221,8 @@ def with_late_heads(program: Program, count: int) -> Program:
     """A program as it would have been built with `overlap.pp.defer_head = count`, -1 for all, from one with 0.
 
     The head's last weight gradients, and what adds up or reduces them, move in front of the step op. Each still waits
-    for the one slot of the head's gradients, and the step for the last of them. `program` is one without `frees`.
+    for the one slot of the head's gradients, and the step for the last of them. A receive, which waits for the compute
+    op in front of it, waits for the one in front of what moves. `program` is one without `frees`.
     """
     rank, _ = program.layout.owner(program.layout.stages - 1)
     ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
@@ -234,9 +235,13 @@ def with_late_heads(program: Program, count: int) -> Program:
     position = {old: new for new, old in enumerate(order)}
     also = {p: before for before, p in pairwise(late) if ops[p].verb == "wgrad"} | {last: late[-1]}
     lanes = [ops[p].lane for p in order]
+    stays, latest = list[int](), -1  # of each position, the latest compute op up to there that does not move
+    for p, op in enumerate(ops):
+        latest = p if op.lane == "compute" and p not in moved else latest
+        stays.append(latest)
     again: list[Op] = []
     for new, old in enumerate(order):
-        deps = [position[dep] for dep in ops[old].deps]
+        deps = [position[stays[dep] if ops[old].verb == "recv" and dep in moved else dep] for dep in ops[old].deps]
         if old in also:
             deps = latest_per_lane(lanes, new, [*deps, position[also[old]]])
         again.append(ops[old]._replace(deps=tuple(sorted(deps))))

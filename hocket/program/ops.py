@@ -45,14 +45,21 @@ UNIT_VERBS = ("gather", "release", "add", "reduce", "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
 
-Recomputable = str
-"""A part that `plan.recompute` names."""
-
-
-def recomputable(kinds: Collection[str]) -> tuple[Recomputable, ...]:
+def recomputable(kinds: Collection[str]) -> tuple[str, ...]:
     """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
     parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.recomputable}))
+
+
+def recomputed_layers(name: str) -> tuple[str, int | None]:
+    """(part, number of layers of each stage) that an item of `plan.recompute` names; None for all layers.
+
+    `attn` means all layers, `attn:2` the first two of each virtual stage. Raises ValueError for any other text.
+    """
+    part, colon, count = name.partition(":")
+    if colon and (not count.isdecimal() or int(count) < 1):
+        raise ValueError(f"{name!r} is no part with a number of layers, such as attn:2")
+    return part, int(count) if colon else None
 
 
 Key = tuple[str, str, int, int, int]
@@ -105,15 +112,17 @@ class Layout:
     """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
 
     `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`
-    (`program/transformer.py`). Virtual stage s holds the layers
-    `range(bounds[s], bounds[s + 1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`,
-    round after round through the ranks; with `turning`, every other round goes through them backwards, so that with two
-    chunks stages make a V and the last rank hands on to itself. With `ep == 1` a MoE layer needs no all-to-all, so it
-    has no dispatch and no combine; with `per_rank` rows are sent once per token and rank, and nothing of what comes
-    back is kept for backward; with `placed` rows arrive where their experts want them, who keep them as they are; with
-    `uncounted` no host waits until it knows how many they are.
+    (`program/transformer.py`). Virtual stage s holds the layers `range(bounds[s], bounds[s + 1])`; there are
+    `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through the ranks; with
+    `turning`, every other round goes through them backwards, so that with two chunks stages make a V and the last rank
+    hands on to itself. The first stage, which has the embedding, and the last, which has the head, may be without
+    layers.
+    With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
+    once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
+    experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
     `tied` says that the head uses the embedding's weights, so that both belong to one unit.
-    The parts in `recompute` keep nothing but their inputs from forward to backward.
+    The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
+    the first two of each virtual stage.
     """
 
     kinds: tuple[str, ...]
@@ -138,7 +147,7 @@ class Layout:
             raise ValueError(f"no description of layers of kind {unknown[0]!r}: there are {known}")
         _check_types(self.layer_types)
         again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
-        if wrong := [part for part in self.recompute if part not in again]:
+        if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
             raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
         if self.tied and self.pp * self.chunks > 1:
             raise ValueError(
@@ -153,8 +162,8 @@ class Layout:
                 f"bounds must be {self.stages + 1} numbers from 0 to {len(self.kinds)} "
                 f"(pp={self.pp} x chunks={self.chunks} stages, {len(self.kinds)} layers), got {b}"
             )
-        if any(hi <= lo for lo, hi in pairwise(b)):
-            raise ValueError(f"every virtual stage needs at least one layer, got bounds {b}")
+        if any(hi < lo for lo, hi in pairwise(b)) or any(hi == lo for lo, hi in pairwise(b[1:-1])) or not b[-1]:
+            raise ValueError(f"only the first and the last virtual stage may be without layers, got bounds {b}")
 
     @property
     def stages(self) -> int:
@@ -256,9 +265,23 @@ class Layout:
         found = self._parts.get(part)
         return found.unit if found is not None else None
 
-    def recomputes(self, part: str) -> bool:
-        """Whether a part keeps nothing but its inputs from forward to backward, and runs once more for that."""
-        return part in self.recompute
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[str, int]]:
+        """(part, layer) of all that keeps nothing but its inputs from forward to backward, and runs once more."""
+        found: set[tuple[str, int]] = set()
+        for part, count in map(recomputed_layers, self.recompute):
+            for start, stop in pairwise(self.bounds):
+                layers = range(start, stop)[:count]
+                found |= {(part, layer) for layer in layers if part in self.type_of(layer).by_name}
+        return frozenset(found)
+
+    def recomputes(self, part: str, layer: int) -> bool:
+        """Whether a part of a layer is in `recomputed`."""
+        return (part, layer) in self.recomputed
+
+    def recomputing(self, part: str, kind: str) -> int:
+        """How many layers of a kind recompute a part."""
+        return sum(self.recomputes(part, layer) for layer, name in enumerate(self.kinds) if name == kind)
 
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
         """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
@@ -295,11 +318,18 @@ def _check_types(types: tuple[LayerKind, ...]) -> None:
 
 
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
-    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven."""
-    if layers < stages:
+    """Split layers over stages as evenly as possible; the first stages take one more where it is uneven.
+
+    One stage more than layers leaves the last one to the head alone, two more also the first one to the embedding.
+    """
+    if not layers or layers + 2 < stages:
         raise ValueError(
-            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks): use fewer stages or chunks"
+            f"{layers} layers cannot fill {stages} virtual stages (pp x chunks), of which only the first and the last "
+            "may be without layers: use fewer stages or chunks"
         )
+    if layers < stages:
+        first = stages - layers - 1
+        return tuple(min(max(stage - first, 0), layers) for stage in range(stages + 1))
     share, extra = divmod(layers, stages)
     return tuple(s * share + min(s, extra) for s in range(stages + 1))
 

@@ -18,6 +18,7 @@ from typing import Literal
 from hocket.program.cost import CostTable
 from hocket.program.ops import Layout, Op
 from hocket.program.pipeline import in_flight, one_f_one_b, smallest_group
+from hocket.program.transformer import HEAD
 from hocket.program.values import reads
 
 Parts = Literal["attn", "all"]
@@ -49,7 +50,7 @@ def smallest_cover(
     `layers` are the numbers of layers to choose from, by default 1 to as many as a chunk has.
     """
     p2p = float(costs.table["recv", "grad", ""].seconds)
-    most = max(len(chunk) for chunk in _sending(layout))
+    most = max(1, *(len(chunk) for chunk in _sending(layout)))
     choices = [
         Cover(count, kind, min(_behind_send(layout, costs, chunk, count, kind) for chunk in _sending(layout)), p2p)
         for count in layers or range(1, most + 1)
@@ -72,7 +73,12 @@ def _sending(layout: Layout) -> Iterator[range]:
 
 
 def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, parts: Parts) -> float:
-    """Seconds of the weight gradients of a chunk's last backward layers, its first in forward order."""
+    """Seconds of the weight gradients of a chunk's last backward layers, its first in forward order.
+
+    Without layers it is the chunk of the head, whose weight gradient is behind the send in any case.
+    """
+    if not chunk:
+        return float(costs.seconds(0, Op("wgrad", HEAD.name)))
     late = chunk if layers < 0 else chunk[:layers]
     return sum(
         float(costs.seconds(0, Op("wgrad", part, layer=layer)))
@@ -115,7 +121,7 @@ def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
             total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
-            if part in layout.recompute:
+            if layout.recomputes(part, layer):
                 inputs = reads(Op("recompute", part, 0, chunk, layer), layout, rank)
                 total += sum(costs.output_bytes(rank, Op(*key)) for key in inputs)  # pyrefly: ignore
     return total

@@ -34,7 +34,7 @@ def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
     for verb, part in part_of(token, layout, layer):
         if verb == "wgrad" and not part.deferrable:
             continue
-        if verb == "bwd" and layout.recomputes(part.name):
+        if verb == "bwd" and layout.recomputes(part.name, layer):
             ops.append(op_of("recompute", part, item, layer))
         ops.append(op_of(verb, part, item, layer))
         if verb == "bwd" and part.unit is not None and not part.deferrable:
@@ -74,7 +74,8 @@ def _forwards(items: tuple[Item, ...], layout: Layout, rank: int) -> list[Op]:
             if where in layers:
                 ops += ops_of(token, items[half], where, layout)
     heads = [[op_of("fwd", HEAD, item)] if layout.is_last(rank, chunk) else [] for item in items]
-    return [*ops, *heads[0], *ops_of(LATE[1], items[1], layers[-1], layout), *heads[1]]
+    late = ops_of(LATE[1], items[1], layers[-1], layout) if layers else []
+    return [*ops, *heads[0], *late, *heads[1]]
 
 
 def _backwards(items: tuple[Item, ...], layout: Layout, rank: int, order: tuple[Half, ...]) -> list[Op]:
@@ -85,8 +86,10 @@ def _backwards(items: tuple[Item, ...], layout: Layout, rank: int, order: tuple[
     for item in items:
         head = layout.is_last(rank, chunk)
         ops += [op_of("bwd", HEAD, item)] if head else []
-        ops += early_ops(item, layers[0], layout)
+        ops += early_ops(item, layers[0], layout) if layers else []
         ops += [op_of("wgrad", HEAD, item)] if head else []
+    if not layers and layout.is_first(rank, chunk):
+        ops += _embedding(items[0])
     for layer, after in pairwise([*layers, None]):
         assert layer is not None
         for half, token in order:

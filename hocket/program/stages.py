@@ -117,7 +117,8 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
                 if cost is not None:
                     arrived = rows * config.element_bytes * times_kept
                     saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
-                    changed = {"output_bytes": round(times * cost.output_bytes), "saved_bytes": round(times * saved)}
+                    sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
+                    changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
                     table[verb, name, kind.name] = replace(cost, **changed)
     return replace(costs, table=table)
 

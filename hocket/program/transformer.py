@@ -121,10 +121,13 @@ def _rows(count: float, width: int, copies: Copies) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ parts
 
-EMBED = Part("embed", "i", unit="embed", backward_reads_weights=False, products=("embed",), size=_embed)
-"""Token ids to hidden states."""
-HEAD = Part("head", "h", unit="head", kept=(INPUT,), products=("head",), size=_head)
-"""The last norm, logits and the loss."""
+EMBED = Part(
+    "embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), products=("embed",),
+    size=_embed,
+)  # fmt: skip
+"""Token ids to hidden states. Its output's gradient is received where its stage has no layers."""
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size=_head)
+"""The last norm, logits and the loss. Its input is received where its stage has no layers."""
 
 DENSE = layer_kind(
     "dense",

@@ -55,14 +55,17 @@ def chunk_output(layout: Layout, rank: int, m: int, chunk: int) -> Key:
 
 
 def input_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) -> Key:
-    """The op whose value is the gradient of a layer's input, by default of a chunk's first layer."""
-    layer = layout.layers(rank, chunk).start if layer < 0 else layer
+    """The op whose value is the gradient of a layer's input, by default of a chunk's."""
+    layers = layout.layers(rank, chunk)
+    if not layers:
+        return output_grad(layout, rank, m, chunk)
+    layer = layers.start if layer < 0 else layer
     return ("bwd", layout.type_of(layer).entry.name, m, chunk, layer)
 
 
-def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int) -> Key:
-    """The op whose value is the gradient of a layer's output."""
-    if layer < layout.layers(rank, chunk).stop - 1:
+def output_grad(layout: Layout, rank: int, m: int, chunk: int, layer: int = -1) -> Key:
+    """The op whose value is the gradient of a layer's output, by default of a chunk's last layer."""
+    if 0 <= layer < layout.layers(rank, chunk).stop - 1:
         return input_grad(layout, rank, m, chunk, layer + 1)
     source = layout.behind(rank, chunk)
     if source is None:
@@ -120,7 +123,7 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
         if value == INPUT:
             key = chunk_output(layout, rank, m, c) if layer < 0 else layer_input(layout, rank, m, c, layer)
         elif value == OUTPUT_GRADIENT:
-            key = output_grad(layout, rank, m, c, layer)
+            key = output_grads(op, layout, rank)[0] if layer < 0 else output_grad(layout, rank, m, c, layer)
         else:
             verb, _, part = value.partition(" ")
             key = (verb, part, m, c, layer)
@@ -164,7 +167,7 @@ def follows(op: Op, layout: Layout) -> list[Key]:
 
     Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
     """
-    forward = "recompute" if layout.recomputes(op.part) else "fwd"
+    forward = "recompute" if layout.recomputes(op.part, op.layer) else "fwd"
     before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 

@@ -103,7 +103,20 @@ def lane_matters(c: Config) -> bool:
 
 def other_ops_first(layout: Layout) -> bool:
     """Whether some merged step has ops in front of the reader of its received gradient: that is no early part."""
-    return any(not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
+    return any(stop and not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
+
+
+def _recomputed(c: Config) -> tuple[str, ...]:
+    """The parts that `plan.recompute` names."""
+    return tuple(text.partition(":")[0] for text in c.plan.recompute)
+
+
+def recomputes(c: Config, part: str) -> bool:
+    """Whether some layer recomputes a part; True where the stages cannot be, for which rules of their own say why."""
+    try:
+        return any(name == part for name, _ in layout_of(c).recomputed)
+    except ValueError:
+        return True
 
 
 def order_matters(text: str) -> bool:
@@ -116,8 +129,9 @@ _USUAL = ("auto", "literature")
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
         ("plan.chunks", "mesh.pp", "model.layers"),
-        lambda c, h: stages(c) > c.model.layers,
-        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, more than {model.layers} layers",
+        lambda c, h: stages(c) > c.model.layers + 2,
+        "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, too many for model.layers = "
+        "{model.layers}: only the first and the last may be without layers",
         "lower plan.chunks or mesh.pp, or raise model.layers",
     ),
     Rule(
@@ -128,9 +142,15 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.layers_per_stage", "model.layers"),
-        lambda c, h: sum(c.plan.split) not in (0, c.model.layers),
+        lambda c, h: bool(c.plan.split) and sum(c.plan.split) != c.model.layers,
         "the stages' layers do not add up to model.layers = {model.layers}",
         "make them add up, or leave plan.layers_per_stage out",
+    ),
+    Rule(
+        ("plan.layers_per_stage",),
+        lambda c, h: 0 in c.plan.split[1:-1] or c.plan.split == (0,),
+        "only the first stage, with the embedding, and the last, with the head, may be without layers",
+        "1 or more layers for every other stage",
     ),
     Rule(
         ("plan.layers_per_stage",),
@@ -240,19 +260,19 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.recompute",),
-        lambda c, h: len(set(c.plan.recompute)) < len(c.plan.recompute) or {"auto"} < set(c.plan.recompute),
+        lambda c, h: len(set(_recomputed(c))) < len(_recomputed(c)) or {"auto"} < set(_recomputed(c)),
         "each part is named once, and auto stands alone",
-        "parts out of attn, experts and mlp, or auto",
+        "parts out of attn, experts and mlp, such as attn or attn:2, or auto",
     ),
     *(
         Rule(
             ("plan.recompute",),
-            lambda c, h, part=part, kind=kind: part in c.plan.recompute and kind not in c.model.kinds(),
-            f"no effect: no layer of the model has the part {part}",
-            f"leave {part} out",
+            lambda c, h, part=part: part in _recomputed(c) and not recomputes(c, part),
+            f"no effect: no layer that it means has the part {part}",
+            f"leave {part} out, or name more layers",
             only_if_set=True,
         )
-        for part, kind in (("experts", "moe"), ("mlp", "dense"))
+        for part in ("experts", "mlp")
     ),
     Rule(
         ("plan.layer_order",),

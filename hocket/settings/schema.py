@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
+from hocket.program.ops import recomputable, recomputed_layers
+from hocket.program.transformer import STANDARD
 from hocket.settings.absent import why_not
 from hocket.sizes import WITH_UNITS
 from hocket.typed import describe, is_a
@@ -42,7 +44,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
     **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
     "mesh.shard": (0, MOST_RANKS),
-    "plan.layers_per_stage": (1, ANY),
+    "plan.layers_per_stage": (0, ANY),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
     "overlap.ep.room": (1, ANY),
@@ -63,6 +65,17 @@ BOUNDS: dict[str, tuple[float, float]] = {
 Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
 a process that is silent for minutes.
 """
+
+
+def _recomputed_part(text: str) -> None:
+    """Raises ValueError for a text that is no item of `plan.recompute`."""
+    part, _ = recomputed_layers(text)
+    if part not in recomputable(STANDARD):
+        raise ValueError(f"{part!r} is none of the parts {', '.join(recomputable(STANDARD))}")
+
+
+TEXTS: dict[str, tuple[Callable[[str], object], str]] = {**WITH_UNITS, "plan.recompute": (_recomputed_part, "attn:2")}
+"""Settings whose texts have a form, or auto -> what reads such a text, and an example."""
 
 
 @cache
@@ -117,7 +130,7 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
         elif reason := unreadable(setting, value):
-            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {WITH_UNITS[setting][1]}")
+            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {TEXTS[setting][1]}")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
@@ -130,10 +143,12 @@ def unseen(value: object) -> bool:
 
 
 def unreadable(setting: str, value: object) -> str:
-    """Why a text is not the rate or time that a setting needs; empty if it is, or if the setting needs none."""
-    if setting in WITH_UNITS and isinstance(value, str) and value != "auto":
+    """Why a text, or one of several, has not the form that a setting needs; empty if it has, or if none is needed."""
+    texts = value if isinstance(value, tuple) else (value,)
+    for text in texts if setting in TEXTS else ():
         try:
-            WITH_UNITS[setting][0](value)
+            if isinstance(text, str) and text != "auto":
+                TEXTS[setting][0](text)
         except ValueError as error:
             return str(error)
     return ""

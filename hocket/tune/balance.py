@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from hocket.program.ops import Layout, Op, Verb
 from hocket.program.simulate import Costs
 
-_VERBS: tuple[Verb, ...] = ("fwd", "recompute", "bwd", "wgrad")
+_VERBS: tuple[Verb, ...] = ("fwd", "bwd", "wgrad")
 
 
 def balanced(layout: Layout, costs: Costs) -> tuple[int, ...]:
@@ -24,12 +25,13 @@ def towards_balance(layout: Layout, costs: Costs) -> list[tuple[int, ...]]:
     """
     splits = [tuple(hi - lo for lo, hi in pairwise(layout.bounds))]
     owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
+    fewest = [0, *[1] * (layout.stages - 2), 0] if layout.stages > 1 else [1]
     seconds = _Seconds(layout, costs)
     while True:
         sizes = splits[-1]
         stages, ranks = seconds.stages(sizes), seconds.ranks(sizes)
         longest, shortest = ranks.index(max(ranks)), ranks.index(min(ranks))
-        donors = [stage for stage, owner in enumerate(owners) if owner == longest and sizes[stage] > 1]
+        donors = [s for s, owner in enumerate(owners) if owner == longest and sizes[s] > fewest[s]]
         if not donors:
             return splits
         donor = max(donors, key=stages.__getitem__)
@@ -49,17 +51,27 @@ class _Seconds:
     """What stages and ranks compute for a microbatch."""
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
+        self._layout = layout
         self._owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
         self._layers = [
             _seconds(costs, tuple(part.name for part in layout.type_of(n).parts if not part.communicates), n)
+            for n in range(len(layout.kinds))
+        ]
+        self._again = [
+            {part: _seconds(costs, (part,), n, ("recompute",)) for part in layout.forward_parts(n)}
             for n in range(len(layout.kinds))
         ]
         self._ends = _seconds(costs, ("embed",), -1), _seconds(costs, ("head",), -1)
 
     def stages(self, sizes: tuple[int, ...]) -> list[float]:
         """By stage, with so many layers each."""
-        bounds = [0, *accumulate(sizes)]
-        found = [sum(self._layers[lo:hi]) for lo, hi in pairwise(bounds)]
+        layout = replace(self._layout, bounds=tuple(accumulate(sizes, initial=0)))
+        again = [
+            sum(seconds for part, seconds in parts.items() if layout.recomputes(part, n))
+            for n, parts in enumerate(self._again)
+        ]
+        layers = [sum(both) for both in zip(self._layers, again, strict=True)]
+        found = [sum(layers[lo:hi]) for lo, hi in pairwise(layout.bounds)]
         found[0] += self._ends[0]
         found[-1] += self._ends[1]
         return found
@@ -72,7 +84,7 @@ class _Seconds:
         return ranks
 
 
-def _seconds(costs: Costs, parts: tuple[str, ...], layer: int) -> float:
+def _seconds(costs: Costs, parts: tuple[str, ...], layer: int, verbs: tuple[Verb, ...] = _VERBS) -> float:
     """Compute of one microbatch in some parts."""
-    ops = (Op(verb, part, 0, 0, layer) for part in parts for verb in _VERBS)
+    ops = (Op(verb, part, 0, 0, layer) for part in parts for verb in verbs)
     return sum(float(costs.seconds(0, op)) for op in ops)

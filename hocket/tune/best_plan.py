@@ -18,6 +18,7 @@ from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.origins import command_words
+from hocket.settings.plan_rules import most_layers
 from hocket.settings.schema import changed, leaf, show, types
 from hocket.sizes import parse_bytes
 from hocket.tune.candidates import RELIEF, Changes, Known
@@ -120,7 +121,7 @@ def search(task: Task) -> Result:
     start = task.settled({})
     layout, costs = layout_of(start), task.costs(start)
     seconds = layer_seconds(costs, layout)
-    orders = better_orders(seconds, len(layout.layers(0, 0)), _ORDERS) if seconds else []
+    orders = better_orders(seconds, most_layers(start), _ORDERS) if seconds else []
     price = Pricer(task)
     if price({}, whole=False) is None:
         program_of(start)  # which says why there is no such step

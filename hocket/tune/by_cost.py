@@ -31,7 +31,8 @@ simulator decides whether a small gain is real.
 Note: [As little recomputed as fits]
 A forward that runs again costs time, and hides only all-to-alls that would be exposed. So nothing is recomputed if
 everything fits. Otherwise hocket simulates sets of parts, and the shortest step that fits wins. If a set fits, adding
-parts to it only takes more time. Recomputing all parts needs the least memory.
+parts to it only takes more time. Recomputing all parts needs the least memory. Of each stage the first layers run
+forward again, as few as fit: their backwards come last, when all other layers have given their memory back.
 
 Note: [Another order of parts]
 The literature's order hides every all-to-all that is shorter than the compute beside it. If some are longer, hocket
@@ -49,7 +50,7 @@ from hocket.program.copies import copies_of, elements_sent
 from hocket.program.cost import CostTable
 from hocket.program.layer import MERGED, spelt
 from hocket.program.network import hardware_of
-from hocket.program.ops import COMPUTING, Lane, Layout, Program, Recomputable
+from hocket.program.ops import COMPUTING, Lane, Layout, Program
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, layout_of
@@ -58,6 +59,7 @@ from hocket.settings.plan_rules import (
     few_microbatches,
     group_of,
     lane_matters,
+    most_layers,
     nothing_to_put_behind,
     separate_wgrads,
     shares_units,
@@ -104,14 +106,15 @@ def choose_copies(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
 def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
     """(seconds of communication, seconds of compute) of a forward and backward of layers that exchange rows.
 
-    One of each kind of these layers.
+    One of each kind of these layers; of what only some of them recompute, the mean.
     """
     parts = [(kind.name, part) for kind in layout.layer_types if any(p.way for p in kind.parts) for part in kind.parts]
     seconds = {False: 0.0, True: 0.0}
     for kind, part in parts:
         for verb in ("fwd", "bwd", "wgrad", "recompute"):
-            cost = costs.table.get((verb, part.name, kind))
-            seconds[part.communicates] += float(cost.seconds) if cost else 0.0
+            if cost := costs.table.get((verb, part.name, kind)):
+                share = layout.recomputing(part.name, kind) / layout.kinds.count(kind) if verb == "recompute" else 1.0
+                seconds[part.communicates] += share * float(cost.seconds)
     return seconds[True], seconds[False]
 
 
@@ -193,7 +196,9 @@ def _compute(c: Config, costs: CostTable) -> float:
     layout, total = layout_of(c), 0.0
     for (verb, part, kind), cost in costs.table.items():
         if verb in ("fwd", "recompute", "bwd", "wgrad") and not carried_by((verb, part, kind), layout):
-            total += (layout.kinds.count(kind) if kind else 1) * float(cost.seconds)
+            again = verb == "recompute"
+            times = layout.recomputing(part, kind) if again else layout.kinds.count(kind) if kind else 1
+            total += times * float(cost.seconds)
     return total * c.train.microbatches / c.mesh.pp
 
 
@@ -257,7 +262,11 @@ def _split_so(c: Config, split: Split, trials: Trials) -> Predicted:
     return trials.step(changed(c, {"plan.layers_per_stage": split}))
 
 
-def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recomputable, ...], str]:
+Recomputed = tuple[str, ...]
+"""A value of `plan.recompute`."""
+
+
+def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[Recomputed, str]:
     memory = memory_of(c, host)
     if not memory:
         return (), f"how much memory a {hardware_of(c).name} rank can use is not known"
@@ -265,14 +274,33 @@ def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[tuple[Recom
     if fits(without.nbytes, memory):
         return (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
     steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in recomputed(c)[1:]}
-    fitting: list[tuple[Recomputable, ...]] = []
+    fitting: list[Recomputed] = []
     for parts, step in steps.items():
         if not any(set(fewer) < set(parts) for fewer in fitting) and step.fits(memory):
             fitting.append(parts)
     best = min(fitting, key=lambda parts: steps[parts].seconds) if fitting else max(steps, key=len)
-    longer, less = steps[best].seconds / without.seconds - 1, steps[best].nbytes
+    step = steps[best]
+    if fitting:
+        best, step = _in_fewest_layers(c, best, step, memory, trials)
+    longer, less = step.seconds / without.seconds - 1, step.nbytes
     short = "" if fitting else "; that is the least, and does not fit either"
     return best, f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}"
+
+
+def _in_fewest_layers(
+    c: Config, parts: Recomputed, step: Predicted, memory: int, trials: Trials
+) -> tuple[Recomputed, Predicted]:
+    """The same parts in as few layers of each stage as fit, and that step. Fewer layers need more memory."""
+    too_few, enough, found = 0, most_layers(c), parts
+    while enough - too_few > 1:
+        count = (too_few + enough) // 2
+        fewer = tuple(f"{part}:{count}" for part in parts)
+        tried = trials.step(changed(c, {"plan.recompute": fewer}))
+        if tried.fits(memory):
+            enough, found, step = count, fewer, tried
+        else:
+            too_few = count
+    return found, step
 
 
 USUAL = "literature"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any, get_args
 
 from hocket.config import Config, Strategy
 from hocket.program.layer import MERGED
-from hocket.program.ops import Layout, Recomputable, recomputable
+from hocket.program.ops import Layout, recomputable, recomputed_layers
 from hocket.program.simulate import Costs
+from hocket.program.stages import layout_of
+from hocket.settings.plan_rules import most_layers
+from hocket.settings.schema import changed
 from hocket.tune.balance import balanced
 
 Changes = Mapping[str, Any]
@@ -48,16 +51,16 @@ def _chunks(c: Config, known: Known) -> Sequence[int]:
     if c.mesh.pp == 1:
         return ()
     own = {"sequential": (1,), "zb_h1": (1,), "zb_v": (2,), "merged_v": (2,)}.get(c.plan.order, (1, 2, 3, 4, 6, 8))
-    return [count for count in own if count <= per_rank and (rest or per_rank % count == 0)]
+    most = (c.model.layers + 2) // c.mesh.pp
+    return [count for count in own if count <= most and (rest or per_rank % count == 0)]
 
 
 def _layout(c: Config, sizes: tuple[int, ...]) -> Layout | None:
     """The layout of a plan with `sizes` layers per stage; empty sizes are even. None if there is no such layout."""
     stages = c.mesh.pp * c.plan.chunks
-    if c.mesh.pp == 1 or stages > c.model.layers or len(sizes) not in (0, stages):
+    if c.mesh.pp == 1 or stages > c.model.layers + 2 or len(sizes) not in (0, stages):
         return None
-    bounds = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Layout(c.model.kinds(), c.mesh.pp, c.plan.chunks, c.mesh.ep, bounds, turning=c.plan.turning)
+    return layout_of(changed(c, {"plan.layers_per_stage": sizes}))
 
 
 def _balanced(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
@@ -79,7 +82,7 @@ def _splits(c: Config, known: Known) -> Sequence[tuple[int, ...]]:
         for count in (1, -1)
         if layout.owner(n)[0] != last
     ]
-    return [(), *(split for split in moved if min(split) > 0)]
+    return [(), *(split for split in moved if min(split) >= 0 and 0 not in split[1:-1])]
 
 
 def _groups(c: Config, known: Known) -> Sequence[int]:
@@ -87,10 +90,17 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
     return (0, 2 * c.mesh.pp) if c.mesh.pp > 1 else ()
 
 
-def recomputed(c: Config) -> tuple[tuple[Recomputable, ...], ...]:
+def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
     """Every set of parts, the smaller ones first."""
     parts = recomputable(c.model.kinds())
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
+
+
+def _in_fewer_layers(c: Config, known: Known) -> Sequence[tuple[str, ...]]:
+    """The plan's recomputed parts in a quarter, a half and three quarters of the layers of the longest stage."""
+    parts, layers = [part for part, _ in map(recomputed_layers, c.plan.recompute)], most_layers(c)
+    counts = dict.fromkeys(layers * quarters // 4 for quarters in (1, 2, 3)) if parts else ()
+    return [tuple(f"{part}:{count}" for part in parts) for count in counts if count]
 
 
 ORDER: tuple[Choice, ...] = (
@@ -121,6 +131,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
     (Choice("plan.layers_per_stage", _splits),),
+    (Choice("plan.recompute", _in_fewer_layers),),
     (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
     (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
     (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),

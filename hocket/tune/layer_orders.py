@@ -83,7 +83,7 @@ def step_seconds(order: Sequence[str], seconds: Mapping[str, float], layers: int
 def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
     """Seconds of the twelve ops of a merged step of a layer with experts; empty if none has all of these ops.
 
-    Backward includes the time of recomputed parts.
+    Backward includes the time of parts that the layer recomputes.
     """
     order = MERGED["literature"]
     letters = {letter for _, letter in order}
@@ -97,7 +97,7 @@ def layer_seconds(costs: Costs, layout: Layout) -> dict[str, float]:
         return float(costs.seconds(0, Op(verb, part, 0, 0, layer)))
 
     times = (
-        seconds(verb, part) + (seconds("recompute", part) if verb == "bwd" and part in layout.recompute else 0.0)
+        seconds(verb, part) + (seconds("recompute", part) if verb == "bwd" and layout.recomputes(part, layer) else 0.0)
         for verb, part in ((verb, parts[letter]) for verb, letter in order)
     )
     return dict(zip(spelt(order).split(), times, strict=True))

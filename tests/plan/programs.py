@@ -67,6 +67,9 @@ def _case(source: Any, most_ranks: int) -> Case:
     among = source.among
     pp, chunks = among(range(1, most_ranks + 1)), among((1, 2, 3))
     sizes = [among((1, 1, 2, 3)) for _ in range(pp * chunks)]
+    if pp * chunks > 1:
+        sizes[0], sizes[-1] = (among((0, size, size)) for size in (sizes[0], sizes[-1]))
+        sizes[0] += not any(sizes)
     layout = Layout(
         kinds=tuple(among(("dense", "moe", "moe")) for _ in range(sum(sizes))),
         pp=pp,
@@ -75,7 +78,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=pp * chunks == 1 and among((False, True)),
         per_rank=among((False, True)),
-        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn", "experts", "mlp"))),
+        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn:1", "experts:2", "mlp"))),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
     layout = replace(layout, uncounted=layout.placed and layout.tied)

@@ -43,17 +43,21 @@ def reason(s: Settings) -> str:
     return next(d.reason for d in s.decisions if d.setting == "overlap.pp.defer_head")
 
 
+HEAVY: dict[str, object] = {"plan__layers_per_stage": (3, 2, 2, 1)}
+"""With a layer beside the head its rank computes longest."""
+
+
 def test_what_fills_the_time_at_the_end_is_deferred() -> None:
-    found = settings()
+    found = settings(**HEAVY)
     count = found.overlap.pp.defer_head
     assert isinstance(count, int)
     assert count > 1
     assert "instead of" in reason(found)
-    times = {n: seconds(settings(overlap__pp__defer_head=n)) for n in (0, 1, count)}
+    times = {n: seconds(settings(**HEAVY, overlap__pp__defer_head=n)) for n in (0, 1, count)}
     assert times[count] < times[1] < times[0]
     quiet = {}
     for n in (0, count):
-        program = program_of(settings(overlap__pp__defer_head=n))
+        program = program_of(settings(**HEAVY, overlap__pp__defer_head=n))
         ends = simulated_times(program, costs_of(found, H200))[1]
         assert max(ends) == pytest.approx(times[n])
         quiet[n] = quiet_end(program, ends, 3)
@@ -97,21 +101,21 @@ def test_of_about_equal_numbers_the_least_is_taken() -> None:
 
 
 def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = settings().overlap.pp.defer_head
+    wanted = settings(**HEAVY).overlap.pp.defer_head
     assert isinstance(wanted, int)
     peaks = {
         n: simulate(program_of(s), costs_of(s, H200)).ranks[3].peak_bytes
         for n in (0, wanted)
-        for s in [settings(overlap__pp__defer_head=n)]
+        for s in [settings(**HEAVY, overlap__pp__defer_head=n)]
     }
     assert peaks[wanted] > peaks[0]
     tight = replace(H200, memory=int((peaks[0] + 0.5 * (peaks[wanted] - peaks[0])) / 0.9))
     monkeypatch.setitem(HARDWARE, "h200", tight)  # type: ignore[arg-type]
-    less = settings(plan__recompute=())
+    less = settings(**HEAVY, plan__recompute=())
     assert 0 < less.overlap.pp.defer_head < wanted  # type: ignore[operator]
     assert "no memory" in reason(less)
     monkeypatch.setitem(HARDWARE, "h200", replace(H200, memory=int(peaks[0] / 0.95)))  # type: ignore[arg-type]
-    none = settings(plan__recompute=())
+    none = settings(**HEAVY, plan__recompute=())
     assert none.overlap.pp.defer_head == 0
     assert "does not fit" in reason(none)
 

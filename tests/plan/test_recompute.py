@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
 from hocket.config import Config
@@ -10,7 +14,8 @@ from hocket.program.cost import Measurement, op_costs
 from hocket.program.dryrun import dry_run
 from hocket.program.hardware import H200
 from hocket.program.lower import build_program
-from hocket.program.ops import Layout, Program
+from hocket.program.ops import Layout, Program, recomputed_layers
+from hocket.program.p2p import activation
 from hocket.program.schedule import NO_OVERHEADS
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
@@ -20,6 +25,8 @@ from hocket.resolve import resolve
 from hocket.settings.families import tiny
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
+from hocket.tune.balance import longest_rank
+from hocket.tune.trials import Trials, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without
@@ -99,6 +106,60 @@ def test_measured_forwards_price_recomputations_that_were_not_measured() -> None
     assert both.table["recompute", "experts", "moe"].seconds == 6.0
 
 
+def test_a_number_means_the_first_layers_of_every_stage() -> None:
+    layout = Layout(("dense",) * 3 + ("moe",) * 4, pp=2, ep=2, bounds=(0, 2, 7), recompute=("attn:1", "experts:2"))
+    assert layout.recomputed == {("attn", 0), ("attn", 2), ("experts", 3)}
+    assert (layout.recomputing("attn", "dense"), layout.recomputing("experts", "moe")) == (2, 1)
+    there = program(layout)
+    again = [op for _, _, op in there if op.verb == "recompute" and op.microbatch == 0]
+    assert {(op.part, op.layer) for op in again} == layout.recomputed
+    assert from_json(to_json(there)) == there
+    assert check(there) == []
+    for seed in range(5):
+        dry_run(there, seed)
+    elsewhere = with_op(there, 0, find(there, 0, "recompute attn m0 c0 l0"), layer=1)
+    assert "recompute attn m0 c0 l1 has no place in this layout" in " ".join(map(str, check(elsewhere)))
+    with pytest.raises(ValueError, match="'attn:x' is no part with a number of layers, such as attn:2"):
+        replace(layout, recompute=("attn:x",))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("attn:0", "'attn:0' is no part with a number of layers, such as attn:2"),
+        ("attn:-1", "'attn:-1' is no part with a number of layers, such as attn:2"),
+        ("norm", "'norm' is none of the parts attn, experts, mlp"),
+    ],
+)
+def test_a_setting_that_names_no_part_or_no_layers_is_one_line(text: str, reason: str) -> None:
+    line = f"plan.recompute = {text} (configuration): {reason}; fix: auto, or such as attn:2"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        resolve(planned(qwen3_30b_a3b(), recompute=(text,)), Host(gpus=8))
+
+
+def test_each_layer_that_recomputes_less_holds_more_and_takes_less_time() -> None:
+    bytes_of, seconds_of, kept = [], [], []
+    for recompute in ((), ("attn:1",), ("attn:2",), ("attn:3",), ("attn",)):
+        layout = Layout(kinds=("dense",) * 4, recompute=recompute)
+        costs = op_costs(tiny(), layout, 8192, 128, Sharding(), H200, 2)
+        timeline = simulate(program(layout, microbatches=1), costs)
+        bytes_of.append(timeline.ranks[0].peak_bytes)
+        seconds_of.append(float(timeline.makespan))
+        kept.append(activation(layout, costs, 0, 0))
+    assert bytes_of == sorted(bytes_of, reverse=True)
+    assert seconds_of == sorted(set(seconds_of))
+    less = {a - b for a, b in pairwise(kept)}
+    assert len(less) == 1, "each layer keeps the same less"
+    assert min(less) > 0
+
+
+def test_balance_knows_which_layers_of_a_stage_run_again() -> None:
+    """With a layer of each stage run again, a rank with one layer of two has no more of that to do."""
+    layout = Layout(("dense",) * 4, pp=2, recompute=("attn:1",))
+    assert longest_rank(layout, Table({("fwd", "attn"): 1, ("recompute", "attn"): 10}), (3, 1)) == 13
+    assert longest_rank(replace(layout, recompute=("attn",)), Table({("recompute", "attn"): 10}), (3, 1)) == 30
+
+
 def test_auto_recomputes_only_what_does_not_fit() -> None:
     config = planned(qwen3_30b_a3b(), recompute=("auto",), defer_layers=1, defer_parts="attn", chunks=2)
     config = changed(config, {"model.layers": 24})
@@ -110,5 +171,16 @@ def test_auto_recomputes_only_what_does_not_fit() -> None:
         assert "of 139 GiB" in decision.reason
     assert found[1] == ()
     assert found[6], "what does not fit is not left as it is"
+    parts, counts = zip(*map(recomputed_layers, found[6]), strict=True)
+    (count,) = set(counts)
+    step = Trials().step
+    whole, usable = changed(config, {"train.sequences": 6}), Host(gpus=8)
+    chosen, fewer = (
+        step(changed(resolve(whole, usable), {"plan.recompute": tuple(f"{part}:{n}" for part in parts)}))
+        for n in (count, count - 1)
+    )
+    memory = memory_of(whole, usable)
+    assert chosen.fits(memory)
+    assert not fewer.fits(memory)
     laptop = resolve(changed(config, {"precision.compute": "fp32", "train.transport": "gloo", "train.device": "cpu"}))
     assert laptop.plan.recompute == ()

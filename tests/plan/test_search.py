@@ -138,7 +138,7 @@ def test_ranks_compute_for_equally_long() -> None:
     assert balanced(Layout(layers, pp=2), costs) == (6, 4)
     assert balanced(Layout(layers, pp=2, chunks=2), costs) == (4, 3, 2, 1)
     assert balanced(Layout(layers, pp=2, chunks=2, turning=True), costs) == (3, 4, 2, 1)
-    assert balanced(Layout(layers[:4], pp=4), CostTable(layers[:4], table)) == (1, 1, 1, 1)
+    assert balanced(Layout(layers[:4], pp=4), CostTable(layers[:4], table)) == (2, 1, 1, 0)
     assert balanced(Layout(layers), costs) == (10,)
 
 

@@ -37,7 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
-    "recompute": [(), ("attn",), ("experts", "mlp")],
+    "recompute": [(), ("attn:1",), ("experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
 }
@@ -122,6 +122,34 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
+    "recomputed in some layers": (
+        dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", recompute=("attn:1", "experts:2", "mlp:1")),
+    ),
+    "embedding and head alone in their stages": (
+        dict(layers=6, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(
+            chunks=4, merge="on", merge_ends="on", defer_wgrad="on", defer_layers=1, defer_head=2, recompute=("attn:1",)
+        ),
+    ),
+    "one layer between embedding and head": (dict(layers=1), dict(pp=3), dict(merge="off", defer_layers=1)),
+    "a head behind all layers": (
+        dict(layers=3, dense_layers=(1,)),
+        dict(pp=2, dp=2),
+        dict(chunks=2, merge="off", layers_per_stage=(1, 1, 1, 0), update="next_step", strategy="optim"),
+    ),
+    "a V without layers at its ends": (
+        dict(layers=3, dense_layers=(0,)),
+        dict(pp=2, dp=2, ep=2),
+        dict(order="merged_v", chunks=2, layers_per_stage=(0, 1, 2, 0), merge="on", defer_wgrad="on"),
+    ),
+    "a V of weight gradients without layers at its ends": (
+        dict(layers=2),
+        dict(pp=2),
+        dict(order="zb_v", chunks=2, merge="off"),
     ),
     "everything on, one copy per rank": (
         dict(layers=8, experts=8, top_k=3, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),

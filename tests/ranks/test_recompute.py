@@ -45,7 +45,9 @@ def test_memory_falls_as_predicted(kind: str, parts: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     kept = peaks(kind, ())
     some, everything = peaks(kind, parts[1:]), peaks(kind, parts)
-    for fewer in (some, everything):
+    half = peaks(kind, tuple(f"{part}:2" for part in parts))
+    for fewer in (some, half, everything):
         saved, expected = kept[0] - fewer[0], kept[1] - fewer[1]
         assert saved == pytest.approx(expected, rel=0.2)
     assert everything[0] < some[0] < 0.8 * kept[0]
+    assert everything[0] < half[0] < 0.8 * kept[0]

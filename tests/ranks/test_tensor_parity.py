@@ -126,6 +126,7 @@ CASES: dict[str, Config] = {
     ),
 }
 MORE: dict[str, Config] = {
+    "embedding and head alone in their stages": of(dict(layers=2, dense_layers=(0,)), dict(pp=2), dict(chunks=2)),
     "replicas of shards": of({**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=2, shard=2), {}),
     "replicas of shards, experts over all ranks of one": of(
         {**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=4, shard=2), dict(merge="on")
