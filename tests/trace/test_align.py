@@ -204,6 +204,21 @@ def test_clocks_reach_ranks_over_others(tmp_path: Path) -> None:
         assert close(other.end[0] - traces[0].end[0], 0)
 
 
+def test_clocks_go_over_the_ranks_with_most_in_common(tmp_path: Path) -> None:
+    """The one all-gather of ranks 0 and 1 ends 300 us apart; each shares five with rank 2, which end together."""
+    shifts = (0.0, 1_000.0, -7_000.0)
+    made = [Trace(rank, 3, zero=5e9 + shift, host=f"host {rank}") for rank, shift in enumerate(shifts)]
+    shared = {(0, 1): [[(200.0, 210.0)], [(200.0, 510.0)]], (0, 2): [TIMES, TIMES], (1, 2): [TIMES, TIMES]}
+    for number, (ranks, times) in enumerate(shared.items(), 1):
+        for rank, mine in zip(ranks, times, strict=True):
+            made[rank].group(f"gather_{number}", ranks, name=str(number))
+            for start, end in mine:
+                made[rank].collective("_allgather_base", f"gather_{number}", start, end)
+    traces = loaded(tmp_path, *made)
+    for other in traces[1:]:
+        assert close(other.end[0] - traces[0].end[0], 0)
+
+
 def test_clocks_of_one_host_that_jump_are_told(tmp_path: Path) -> None:
     notes = loaded(tmp_path, gathers(0, TIMES, host="a"), gathers(1, TIMES, shift=3_600e6, host="a"))[0].notes
     assert any("5 of 5 collectives end on a rank before they start on another, by up to 3599" in note for note in notes)
