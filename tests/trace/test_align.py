@@ -84,6 +84,20 @@ def test_sends_are_matched_with_the_receives_of_the_peer(tmp_path: Path) -> None
     assert close(share(found, 0, "pp").waiting, 10)  # of 28, 18 are beside a transfer
 
 
+def test_sends_in_a_group_of_several_ranks_go_where_they_say(tmp_path: Path) -> None:
+    made = [Trace(rank, 3).group("pp", (0, 1, 2)) for rank in range(3)]
+    for rank, name, arrow, start, end in (
+        (0, "send", "0->2", 10, 30),
+        (1, "send", "1->2", 40, 60),
+        (2, "recv", "2<-0", 0, 30),
+        (2, "recv", "2<-1", 35, 60),
+    ):
+        made[rank].collective(name, "pp", start, end, sent=32, received=32, op=f"nccl:{name} {arrow}")
+    first, second, last = (trace.match.tolist() for trace in loaded(tmp_path, *made))
+    assert [*first, *second] == last
+    assert len({*last} - {-1}) == 2
+
+
 def test_sends_tell_clocks_too_and_one_odd_collective_does_not_move_them(tmp_path: Path) -> None:
     """One all-reduce ends 105 us apart, as may be; the sends and receives end together."""
 
