@@ -144,6 +144,11 @@ def test_each_thing_that_costs_is_found_alone_with_its_cost_and_a_fix(found, nam
     assert exit_code(examine(found)) == 1
 
 
+def test_a_clock_that_is_held_down_costs_as_much_time() -> None:
+    [check] = bad(gpu(clock_mhz=1584))
+    assert check.cost == "compute takes up to 25% longer"
+
+
 @pytest.mark.parametrize("harm", HARMFUL, ids=lambda harm: harm.name)
 def test_a_harmful_variable_is_found_and_a_harmless_value_is_not(harm) -> None:
     [check] = bad(replace(HEALTHY, env={harm.name: harm.values[0] if harm.values else "1"}))

@@ -103,11 +103,6 @@ def spans_of(program: Program, rank: int, starts: Sequence[Time], ends: Sequence
     return tuple(Span(rank, p, starts[first + p], ends[first + p]) for p in range(count))
 
 
-def makespan(program: Program, costs: Costs) -> Time:
-    """The time of one step alone, which takes a third of the work."""
-    return max(times(program, costs)[1], default=0)
-
-
 def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
     """Starts and ends of all ops, numbered through all ranks."""
     return schedule(program, _durations(program, costs), NO_OVERHEADS)

@@ -84,6 +84,20 @@ def test_sends_are_matched_with_the_receives_of_the_peer(tmp_path: Path) -> None
     assert close(share(found, 0, "pp").waiting, 10)  # of 28, 18 are beside a transfer
 
 
+def test_sends_in_a_group_of_several_ranks_go_where_they_say(tmp_path: Path) -> None:
+    made = [Trace(rank, 3).group("pp", (0, 1, 2)) for rank in range(3)]
+    for rank, name, arrow, start, end in (
+        (0, "send", "0->2", 10, 30),
+        (1, "send", "1->2", 40, 60),
+        (2, "recv", "2<-0", 0, 30),
+        (2, "recv", "2<-1", 35, 60),
+    ):
+        made[rank].collective(name, "pp", start, end, sent=32, received=32, op=f"nccl:{name} {arrow}")
+    first, second, last = (trace.match.tolist() for trace in loaded(tmp_path, *made))
+    assert [*first, *second] == last
+    assert len({*last} - {-1}) == 2
+
+
 def test_sends_tell_clocks_too_and_one_odd_collective_does_not_move_them(tmp_path: Path) -> None:
     """One all-reduce ends 105 us apart, as may be; the sends and receives end together."""
 
@@ -200,6 +214,21 @@ def test_clocks_reach_ranks_over_others(tmp_path: Path) -> None:
         trace(1, {"gather": (0, 1), "reduce_x": (1, 2)}, 1_000),
         trace(2, {"reduce_x": (1, 2)}, -7_000),
     )
+    for other in traces[1:]:
+        assert close(other.end[0] - traces[0].end[0], 0)
+
+
+def test_clocks_go_over_the_ranks_with_most_in_common(tmp_path: Path) -> None:
+    """The one all-gather of ranks 0 and 1 ends 300 us apart; each shares five with rank 2, which end together."""
+    shifts = (0.0, 1_000.0, -7_000.0)
+    made = [Trace(rank, 3, zero=5e9 + shift, host=f"host {rank}") for rank, shift in enumerate(shifts)]
+    shared = {(0, 1): [[(200.0, 210.0)], [(200.0, 510.0)]], (0, 2): [TIMES, TIMES], (1, 2): [TIMES, TIMES]}
+    for number, (ranks, times) in enumerate(shared.items(), 1):
+        for rank, mine in zip(ranks, times, strict=True):
+            made[rank].group(f"gather_{number}", ranks, name=str(number))
+            for start, end in mine:
+                made[rank].collective("_allgather_base", f"gather_{number}", start, end)
+    traces = loaded(tmp_path, *made)
     for other in traces[1:]:
         assert close(other.end[0] - traces[0].end[0], 0)
 

@@ -70,6 +70,14 @@ def test_tax_and_its_parts(tmp_path: Path) -> None:
     assert sum(tax.parts.values()) == pytest.approx(tax.seconds - tax.null)
 
 
+def test_that_exposed_communication_only_waited_is_told(tmp_path: Path) -> None:
+    real, null = (report([trace]) for trace in pair(tmp_path))
+    assert not [note for note in compare(real, null).notes if "late peers" in note]
+    waited = replace(real, steps=tuple(replace(step, exposed_waiting=20 * MICRO) for step in real.steps))
+    (note,) = [note for note in compare(waited, null).notes if "late peers" in note]
+    assert note.startswith("0.02 ms of exposed communication only waits for late peers")
+
+
 def test_slow_downs_per_class_and_per_plan_op(tmp_path: Path) -> None:
     real, null = pair(tmp_path)
     tax = compare(report([real]), report([null]), [real], [null])
