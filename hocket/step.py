@@ -15,6 +15,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
+from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.problems import stop_if
@@ -219,10 +220,12 @@ class PlannedStep:
         """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
         ids, targets = one.ids.long(), one.targets.long()
         packed = self.settings.data.packing == "on"  # then a step's targets are weighed together
-        if (one.documents is not None) != packed:
+        there = isinstance(one.documents, Documents) and one.documents.ids_BS.shape == ids.shape
+        if there != packed or (one.documents is not None) != packed:
             raise ValueError(
-                f"batch: microbatch {n} has {'no ' * (one.documents is None)}documents, and data.packing = "
-                f"{self.settings.data.packing}; fix: Microbatch(..., documents=...) where it is on, and there alone"
+                f"batch: microbatch {n} has {'' if there else 'no '}documents of its tokens, and data.packing = "
+                f"{self.settings.data.packing}; fix: Microbatch(..., documents=documents_of(numbers)) of "
+                "hocket.model.documents where it is on, and there alone"
             )
         counted = targets[targets != IGNORED]
         if not counted.numel() and not packed:
