@@ -173,18 +173,26 @@ class PlannedStep:
         `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
         ValueError if the folder is in use or the ranks do not share it, OSError if it cannot be written.
         """
+        if not Path(folder).name:
+            raise ValueError(f"folder = {str(folder)!r}: it has no name; fix: such as checkpoints/10")
         return self._state.save(Path(folder))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
 
         Without `optimizer` the weights alone, and AdamW begins anew. Its settings stay those of `train.*`. Raises
-        ValueError, before anything changes, for a folder that is no checkpoint of such a model.
+        ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged files
+        ValueError or OSError, and then weights may have been loaded.
         """
         self._state.load(Path(folder), optimizer)
 
     @property
     def _state(self) -> StepState:
+        if self.settings.train.transport == "null":
+            raise ValueError(
+                "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
+                "from; fix: another train.transport"
+            )
         return StepState(self.engine, self.parameters, self.buffers, self.others)
 
     def close(self) -> None:
