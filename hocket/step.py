@@ -79,23 +79,23 @@ class PlannedStep:
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
         is `train.lr`. Raises ValueError, before anything runs, for a batch of other shapes, tokens that the model does
-        not have, and a microbatch without a target that counts. An error inside of the step leaves the weights as they
-        were before it.
+        not have, and a microbatch without a target that counts: on the rank whose batch it is, for which others wait. An
+        error inside of the step leaves the weights as they were before it.
         """
         lr = self.settings.train.lr if lr is None else lr
         if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
-        result = self._unless(lambda: engine.train_step(microbatches, lr))
+        result = self._or_abort(lambda: engine.train_step(microbatches, lr))
         loss, _, _ = engine.agree(result.loss)
         return Outcome(loss, float(result.grad_norm))
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
         """The mean cross-entropy without training. Refuses what a step refuses."""
         engine, microbatches = self.engine, self._microbatches(batch)
-        return engine.agree(self._unless(lambda: engine.evaluate(microbatches)))[0]
+        return engine.agree(self._or_abort(lambda: engine.evaluate(microbatches)))[0]
 
-    def _unless(self, work: Callable[[], T]) -> T:
+    def _or_abort(self, work: Callable[[], T]) -> T:
         """The result of some work; after an error, nothing is left of what it began."""
         try:
             return work()
