@@ -79,8 +79,8 @@ class PlannedStep:
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
         is `train.lr`. Raises ValueError, before anything runs, for a batch of other shapes, tokens that the model does
-        not have, and a microbatch without a target that counts: on the rank whose batch it is, for which others wait. An
-        error inside of the step leaves the weights as they were before it.
+        not have, and a microbatch without a target that counts: on the rank whose batch it is, for which others wait.
+        An error inside of the step leaves the weights as they were before it.
         """
         lr = self.settings.train.lr if lr is None else lr
         if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
