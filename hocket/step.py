@@ -15,6 +15,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
+from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.problems import stop_if
@@ -78,23 +79,23 @@ class PlannedStep:
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
         is `train.lr`. Raises ValueError, before anything runs, for a batch of other shapes, tokens that the model does
-        not have, and a microbatch without a target that counts. An error inside of the step leaves the weights as they
-        were before it.
+        not have, and a microbatch without a target that counts: on the rank whose batch it is, for which others wait.
+        An error inside of the step leaves the weights as they were before it.
         """
         lr = self.settings.train.lr if lr is None else lr
         if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
-        result = self._unless(lambda: engine.train_step(microbatches, lr))
+        result = self._or_abort(lambda: engine.train_step(microbatches, lr))
         loss, _, _ = engine.agree(result.loss)
         return Outcome(loss, float(result.grad_norm))
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
         """The mean cross-entropy without training. Refuses what a step refuses."""
         engine, microbatches = self.engine, self._microbatches(batch)
-        return engine.agree(self._unless(lambda: engine.evaluate(microbatches)))[0]
+        return engine.agree(self._or_abort(lambda: engine.evaluate(microbatches)))[0]
 
-    def _unless(self, work: Callable[[], T]) -> T:
+    def _or_abort(self, work: Callable[[], T]) -> T:
         """The result of some work; after an error, nothing is left of what it began."""
         try:
             return work()
@@ -172,18 +173,26 @@ class PlannedStep:
         `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
         ValueError if the folder is in use or the ranks do not share it, OSError if it cannot be written.
         """
+        if not Path(folder).name:
+            raise ValueError(f"folder = {str(folder)!r}: it has no name; fix: such as checkpoints/10")
         return self._state.save(Path(folder))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
 
         Without `optimizer` the weights alone, and AdamW begins anew. Its settings stay those of `train.*`. Raises
-        ValueError, before anything changes, for a folder that is no checkpoint of such a model.
+        ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged files
+        ValueError or OSError, and then weights may have been loaded.
         """
         self._state.load(Path(folder), optimizer)
 
     @property
     def _state(self) -> StepState:
+        if self.settings.train.transport == "null":
+            raise ValueError(
+                "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
+                "from; fix: another train.transport"
+            )
         return StepState(self.engine, self.parameters, self.buffers, self.others)
 
     def close(self) -> None:
@@ -219,10 +228,12 @@ class PlannedStep:
         """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
         ids, targets = one.ids.long(), one.targets.long()
         packed = self.settings.data.packing == "on"  # then a step's targets are weighed together
-        if (one.documents is not None) != packed:
+        there = isinstance(one.documents, Documents) and one.documents.ids_BS.shape == ids.shape
+        if there != packed or (one.documents is not None) != packed:
             raise ValueError(
-                f"batch: microbatch {n} has {'no ' * (one.documents is None)}documents, and data.packing = "
-                f"{self.settings.data.packing}; fix: Microbatch(..., documents=...) where it is on, and there alone"
+                f"batch: microbatch {n} has {'' if there else 'no '}documents of its tokens, and data.packing = "
+                f"{self.settings.data.packing}; fix: Microbatch(..., documents=documents_of(numbers)) of "
+                "hocket.model.documents where it is on, and there alone"
             )
         counted = targets[targets != IGNORED]
         if not counted.numel() and not packed:

@@ -54,7 +54,12 @@ class StepState:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Read what this rank keeps; without `optimizer` AdamW begins anew. Raises ValueError for what does not fit."""
         reader = CheckpointReader(folder)
-        stored = reader.read_metadata().state_dict_metadata
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # of pickle, which any bytes may raise; all ranks read the same file
+            raise ValueError(
+                f"checkpoint {folder}: its .metadata cannot be read ({error}); fix: another one"
+            ) from error
         self._refuse(folder, stored, optimizer)
         averages = self._averages()
         steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}

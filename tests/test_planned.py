@@ -147,6 +147,37 @@ def test_what_cannot_be_planned_is_told_at_once() -> None:
         hocket.plan("tiny", {**ONE, "train.sequences": 1}).start()([])  # type: ignore[arg-type]
 
 
+def test_documents_of_a_packed_batch_stay_apart() -> None:
+    """Tokens of the first document say nothing about the second one's targets; without documents they do."""
+    import torch
+
+    from hocket.model.documents import documents_of
+    from hocket.model.microbatch import Microbatch
+
+    torch.manual_seed(0)
+    step = hocket.plan("tiny", {**ONE, "precision.compute": "fp32", "data.packing": "on"}).start()
+    shape = step.settings.train.sequences, step.settings.data.sequence_length
+    numbers = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
+    ids = torch.randint(256, shape)
+    targets = torch.where(numbers == 1, ids.roll(-1, 1), -100)
+    others = torch.where(numbers == 1, ids, ids.flip(1))
+    assert not torch.equal(ids, others)
+
+    def loss(ids: torch.Tensor, numbers: torch.Tensor) -> float:
+        return step.evaluate([Microbatch(ids, targets, documents=documents_of(numbers))] * 2)
+
+    assert loss(ids, numbers) == loss(others, numbers)
+    whole = torch.zeros_like(numbers)
+    assert loss(ids, whole) != loss(others, whole)
+    for documents in (None, numbers, documents_of(numbers[:, 1:])):
+        with pytest.raises(
+            ValueError, match=r"microbatch 0 has no documents of its tokens, and data.packing = on; fix"
+        ):
+            step.evaluate([Microbatch(ids, targets, documents=documents)] * 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="microbatch 0 has no documents"):
+        step((ids.repeat(2, 1), targets.repeat(2, 1)))
+
+
 def test_a_plan_is_shown_in_one_line() -> None:
     assert re.fullmatch(r"Plan\(tiny: pp 2 x dp 2 x tp 1, ep 2, \d+ ops\)", repr(hocket.plan("tiny")))
 

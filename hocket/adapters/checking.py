@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.adapters.step import plan_model
+from hocket.problems import stop_if
 from hocket.runtime.world import join_world
 from hocket.step import PlannedStep
+from hocket.typed import is_a
 
 _VOCAB = 32
 _MICROBATCHES = 2
@@ -69,15 +71,34 @@ def check_layer(
     processes of their own, each with some of the experts; there `layer` and `context` must be picklable. These
     processes import the calling file again: in a script the call belongs under `if __name__ == "__main__":`.
 
-    Raises AssertionError, naming what differs and how much, ValueError if the pieces do not fit together, and
-    RuntimeError for a call that is not under `__main__`.
+    Raises AssertionError, naming what differs and how much, ValueError if the pieces do not fit together or an argument
+    is of another type, and RuntimeError for a call that is not under `__main__`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank that imports the calling file
         sys.exit(_UNGUARDED)
+    stop_if(
+        [
+            f"{name} = {value!r:.40}: not {what}; fix: {what}"
+            for name, value, fits, what in (
+                ("layer", layer, isinstance(layer, nn.Module), "a torch.nn.Module"),
+                ("hidden", hidden, is_a(hidden, int) and hidden > 0, "a whole number from 1"),
+                ("context", context, context is None or callable(context), "a function of hidden states"),
+                ("shape", shape, is_a(shape, tuple[int, int]) and min(shape) > 0, "two whole numbers from 1"),
+                ("ranks", ranks, is_a(ranks, int) and ranks > 0, "a whole number from 1"),
+                ("tolerance", tolerance, is_a(tolerance, float) and 0 <= tolerance < 1, "a number from 0, below 1"),
+            )
+            if not fits
+        ],
+        "arguments",
+    )
+    if other := [name for name, p in layer.named_parameters() if p.is_meta or p.dtype is not torch.float32]:
+        raise ValueError(f"layer = {type(layer).__name__}: {other[0]} is no fp32 tensor with data; fix: layer.float()")
     model = Between(layer, hidden, context).train()
     with_experts = hasattr(layer, "expert_weights")
     for count in (1, ranks) if with_experts and ranks > 1 else (1,):
         batches = _batches(shape, count)
+        if count > 1 and (rest := len(next(layer.get_submodule(str(layer.expert_weights)).parameters())) % count):
+            raise ValueError(f"ranks = {count}: {rest} experts are left over; fix: a divisor of the number of experts")
         if count == 1:
             found = gradients(_planned(model, shape, count), [ranks[0] for ranks in batches])
         else:

@@ -26,7 +26,7 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
-_WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError
+_WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError
 """Errors that a foreign forward may raise."""
 
 
@@ -109,7 +109,14 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             "the methods of hocket.adapters.layer.DenseLayer or ExpertLayer",
         )
     params = {key: p for key, p in whole.named_parameters() if p.requires_grad}
-    wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params)
+    try:
+        wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params)
+    except (*_WRONG, ValueError) as error:
+        raise refuse(
+            model,
+            f"the forward of layer {number}, {name}, fails on {tuple(x_BSD.shape)}: {error}",
+            "a forward that works",
+        ) from error
     try:
         if isinstance(layer, ExpertLayer):
             top_k, found = _routed(cut, layer, x_BSD, context, params)

@@ -16,21 +16,22 @@ from tests.adapters.families import DENSE, EXPERTS, REFUSED
 from tests.helpers.ranks import run_ranks
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "any-model.md").read_text(encoding="utf-8")
-PRETRAINED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+PRETRAINED, SAVED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
-def program(rank: int) -> tuple[float, bool]:
+def program(rank: int, folder: str) -> tuple[float, bool]:
     known: dict[str, Any] = {}
     with patch.object(dist, "init_process_group"):  # the group is there already
         exec(PRETRAINED, known)
+    exec(SAVED.replace("checkpoints/", f"{folder}/"), known)
     values = known["step"].state_dict()
     loaded = all(torch.equal(p.detach(), values[name]) for name, p in known["model"].named_parameters())
     return known["loss"], loaded
 
 
-def test_the_first_program() -> None:
+def test_the_first_program_and_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
-    (loss, loaded), other = run_ranks(program, 2)
+    (loss, loaded), other = run_ranks(program, 2, str(tmp_path))
     assert (loss, loaded) == other
     assert loaded
     assert 5 < loss < 8
@@ -41,7 +42,7 @@ def test_the_layer_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "layer_of_the_page.py").write_text(LAYER)
     monkeypatch.syspath_prepend(str(tmp_path))
     layer = importlib.import_module("layer_of_the_page")
-    exec(CHECK, {"Layer": layer.Layer})
+    exec(CHECK, {"Layer": layer.Layer, "__name__": "__main__"})
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,32 @@ def test_layer_with_experts() -> None:
     check_layer(Routed(), HIDDEN, context=own_layers.context)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"layer": None}, "layer = None: not a torch.nn.Module"),
+        ({"layer": Dense}, "layer = <class .*: not a torch.nn.Module"),
+        ({"layer": Dense().bfloat16()}, r"layer = Dense: scale is no fp32 tensor with data; fix: layer.float\(\)"),
+        ({"layer": Dense().to("meta")}, r"layer = Dense: scale is no fp32 tensor with data"),
+        ({"hidden": 1.5}, "hidden = 1.5: not a whole number from 1"),
+        ({"hidden": HIDDEN + 1}, r"the forward of layer 0, Dense, fails on \(2, 6, 17\): "),
+        ({"shape": (2, 0)}, r"shape = \(2, 0\): not two whole numbers from 1"),
+        ({"shape": 3, "ranks": True}, r"2 arguments cannot work:\n  shape = 3: .*\n  ranks = True: not a whole number"),
+        ({"tolerance": float("nan")}, "tolerance = nan: not a number from 0, below 1"),
+        ({"context": 3}, "context = 3: not a function of hidden states"),
+        ({"context": None}, "the forward of layer 0, Dense, fails on"),
+        (
+            {"layer": Routed(), "ranks": 3},
+            "ranks = 3: 1 experts are left over; fix: a divisor of the number of experts",
+        ),
+    ],
+)
+def test_arguments_that_are_none(arguments: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"layer": Dense(), "hidden": HIDDEN, "context": own_layers.context, **arguments}
+    with pytest.raises(ValueError, match=words):
+        check_layer(**given)
+
+
 def test_a_script_that_calls_it_without_main_is_told_so(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

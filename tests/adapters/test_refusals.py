@@ -207,7 +207,7 @@ HALF[2:] = -100
         ((IDS, HALF), "microbatch 1 has no target that counts, and the mean of none is no number; fix: "),
         (
             [Microbatch(IDS[:2], IDS[:2], documents=documents_of(torch.zeros(2, 8, dtype=torch.int32)))] * 2,
-            "microbatch 0 has documents, and data.packing = off; fix: ",
+            "microbatch 0 has documents of its tokens, and data.packing = off; fix: ",
         ),
     ],
 )

@@ -192,6 +192,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     step.save(tmp_path / "one")
     with pytest.raises(ValueError, match="one exists already"):
         step.save(tmp_path / "one")
+    with pytest.raises(ValueError, match="folder = '': it has no name"):
+        step.save("")
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / ".metadata").write_bytes(b"junk")
     before = step.state_dict()
     other = planned(model("llama", num_hidden_layers=2))
     other.save(tmp_path / "other")
@@ -200,6 +204,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     made = model("llama")
     hocket.checkpoint.save(hocket.fully_shard(made, units=type(made.model.layers[0])), None, tmp_path / "weights")
     for name, words in (
+        ("junk", r"junk: its .metadata cannot be read \(pickle data was truncated\); fix: another one"),
         ("none", r"none: it is not complete, for it has no .metadata"),
         ("other", r"other: it is of another model: it lacks model.layers.2.* and 14 more; fix: "),
         ("wide", r"wide: it is of another model: .*mlp.*weight is 64 x 32 in it and 48 x 32 in the module"),
@@ -212,6 +217,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     assert_same(step.state_dict(), dict(model("llama").state_dict()), bitwise=True)
     assert step.engine.optimizer.steps == 0
     assert not any(state.exp_avg.any() or state.exp_avg_sq.any() for state in step.engine.optimizer.state.values())
+
+
+def test_without_communication_nothing_is_saved(tmp_path: Path) -> None:
+    step = planned(model("llama"), {"train.transport": "null"})
+    for call in (step.save, step.load):
+        with pytest.raises(ValueError, match=r"^train.transport = null: .*; fix: another train.transport$"):
+            call(tmp_path / "one")
 
 
 def own(rank: int, settings: dict[str, Any], load: str, save: str) -> State:

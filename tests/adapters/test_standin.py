@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.fsdp.planned.slots import Slots
 from hocket.runtime.segment import Segment
 from hocket.runtime.standin import StandIn, grouped_linear
 from hocket.runtime.weights import Weight, manage
@@ -143,3 +144,17 @@ def test_nothing_else_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.randn(3, 8), lambda x, p: F.silu(F.linear(x, p["w"])).square(), values, dict(stand_ins), weights
     )
     assert calls == [F.linear]
+
+
+def test_a_gather_meanwhile_is_no_change_of_other_weights() -> None:
+    """torch refuses a hook during which a saved tensor changed, by a count that all views of a tensor share."""
+    used, other = Slots("dense weight", 2, 8, torch.float32, torch.device("cpu")).buffers
+
+    def meanwhile(saved: torch.Tensor) -> torch.Tensor:
+        other.zero_()  # as a thread of gloo does at any time
+        return saved
+
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(meanwhile, lambda saved: saved):
+        F.layer_norm(x, (8,), used.view(8)).sum().backward()
+    assert x.grad is not None

@@ -18,7 +18,8 @@ class Slots:
         self.name = name
         # Normal numbers, so that a run without communication computes on something like weights.
         filled = torch.empty(count, length, dtype=dtype, device=device).normal_(std=0.02)
-        self.buffers: tuple[Tensor, ...] = filled.unbind()
+        # Each with versions of its own: a gather into one, by a thread of gloo, is no change of what lies in another.
+        self.buffers: tuple[Tensor, ...] = tuple(buffer.data for buffer in filled.unbind())
         self.holders: list[object | None] = [None] * count
 
     def __len__(self) -> int:
