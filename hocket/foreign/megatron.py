@@ -72,7 +72,7 @@ def counted(value: Any, given: Given) -> Answer:
 
 def stages_of(value: Any, given: Given) -> Answer:
     """Layers of every stage from a text such as `Et*3|(tt|)*29|L`: embedding, layers and the head, a stage a piece."""
-    text, pp = value.replace(",", "").replace(" ", ""), given.number(PIPELINE)
+    text, pp = str(value).replace(",", "").replace(" ", ""), given.number(PIPELINE)
     if math.prod(int(times) for times in re.findall(r"\*(\d{1,9})", text)) > _MOST:
         return Answer("not there", words=LAYOUT_BY_HAND)
     for product in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):

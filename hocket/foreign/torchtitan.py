@@ -92,10 +92,7 @@ def recomputed(value: Any, given: Given) -> Answer:
 _NOT_FULL = choice(
     "none, or whole parts of all layers",
     ("none", {"plan.recompute": ()}),
-    (
-        "selective",
-        {"missing": "plan.recompute names parts and first layers, not every n-th layer or operators"},
-    ),
+    ("selective", {"missing": "plan.recompute names parts and first layers, not every n-th layer or operators"}),
 )
 
 

@@ -50,7 +50,7 @@ def smallest_cover(
     `layers` are the numbers of layers to choose from, by default 1 to as many as a chunk has.
     """
     p2p = float(costs.table["recv", "grad", ""].seconds)
-    most = max(1, *(len(chunk) for chunk in _sending(layout)))
+    most = max([1, *map(len, _sending(layout))])
     choices = [
         Cover(count, kind, min(_behind_send(layout, costs, chunk, count, kind) for chunk in _sending(layout)), p2p)
         for count in layers or range(1, most + 1)

@@ -357,6 +357,20 @@ def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
         assert bool(found.path[-1].changes) == expected
 
 
+def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
+    fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting != "plan.recompute"}
+    whole = task("tiny", "--model.layers", "16", "--train.sequences", "32")
+    price = best_plan.Pricer(whole)
+    start, everywhere = (price({"plan.recompute": parts}, whole=True) for parts in ((), ("experts",)))
+    assert start is not None
+    assert everywhere is not None
+    capped = replace(whole, cap=int(0.87 * start.peak_bytes), origins={**whole.origins, **fixed})
+    found = best_plan.search(capped).found
+    assert found.fits
+    assert found.path[-1].changes == {"plan.recompute": ("experts:3",)}
+    assert found.path[-1].seconds < 0.99 * everywhere.seconds
+
+
 SEARCHED = (
     "plan.order",
     "overlap.ep.merge",
