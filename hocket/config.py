@@ -101,8 +101,11 @@ class ModelConfig:
     """Base of the rotary embedding."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
+    init: Literal["gpt2", "torchtitan"] = "gpt2"
+    """How first values are drawn. gpt2: all alike, but for projections onto the residual stream. torchtitan: embeddings
+    with standard deviation 1, deeper layers smaller; models wider than a few hundred need that."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the initial weights, where `init` gives no other."""
 
     def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """The kind of every layer."""
