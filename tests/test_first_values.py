@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from hocket.resolve import resolve
 from hocket.settings import families
 from hocket.train.start import Start
 from tests.helpers.chunks import init_chunk
+from tests.helpers.command import ALONE, hocket, text_in
+from tests.helpers.command import SMALL as SMALL_RUN
 
 SMALL = replace(
     families.qwen3_30b_a3b(), vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0
@@ -85,3 +89,16 @@ def test_a_bad_start_is_told_once() -> None:
     assert "7.3 times the mean, of at most 8.0" in load
     assert not list(start.warnings(4, 99.0, 99.0, 8.0))
     assert not list(Start(SMALL).warnings(11, 99.0, 99.0, 8.0))
+
+
+def test_a_run_says_so(tmp_path: Path) -> None:
+    few = ["--data.paths", text_in(tmp_path), "--train.device", "cpu", "--train.steps", "2"]
+    done = hocket(tmp_path, "train", *SMALL_RUN, *ALONE, *few, "--model.init_std", "3")
+    assert done.code == 0, done.err
+    (line,) = (line for line in done.out.splitlines() if line.startswith("WARNING") and "the loss" in line)
+    assert line.startswith("WARNING  step 1: a bad start: the loss ")
+    told = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in told if "above that of a guess" in row.get("warning", "")] == [1]
+    calm = hocket(tmp_path, "train", *SMALL_RUN, *ALONE, *few, "--run.name", "calm")
+    assert calm.code == 0
+    assert "WARNING" not in calm.out

@@ -33,7 +33,9 @@ def spreads(name: str, model: ModelConfig) -> tuple[float, float]:
 
 
 def described(model: ModelConfig) -> str:
-    """How first values are drawn, and the source, for explanations."""
+    """Where first values come from, for explanations."""
+    if model.weights:
+        return f"no effect: first values are read from {model.weights}"
     known = ["embed.weight", "head.weight", "layers.0.attn.wo", f"layers.{model.layers - 1}.attn.wo"]
     known += ["layers.0.router.weight"] if len(set(model.kinds()) - {"dense"}) else []
     each = ", ".join(f"{name} {spreads(name, model)[0]:.3g}" for name in dict.fromkeys(known))
