@@ -10,6 +10,7 @@ from typing import Any
 
 from hocket.config import ModelConfig
 from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
+from hocket.settings.schema import beyond, describe, is_a, types
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 _NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
@@ -47,17 +48,21 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     values: dict[str, Any] = dict(family.always)
     for setting, key in family.keys.items():
         value = config.get(key.name, config.get(key.other))
-        values[setting] = value if value is not None else _missing(key, values)
-        if key.times:
-            values[setting] *= config[key.times]
+        value = value if value is not None else _missing(key, values)
+        _require(key.name, setting, value)
+        values[setting] = value * config[key.times] if key.times else value
     values["rope_theta"] = _theta(config)
-    fields = ModelConfig()
-    for setting, value in values.items():
-        kind = type(getattr(fields, setting))
-        if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise ValueError(f"{family.keys[setting].name} = {value!r}: not what model.{setting} can be")
     values["dense_layers"] = _dense_layers(config, family, values)
-    return replace(fields, **values)
+    return replace(ModelConfig(), **values)
+
+
+def _require(key: str, setting: str, value: Any) -> None:
+    """Raise ValueError for a value that its setting cannot have."""
+    name = f"model.{setting}"
+    if not is_a(value, types()[name]):
+        raise ValueError(f"{key} = {value!r}: not {describe(types()[name])}")
+    if bounds := beyond(name, value):
+        raise ValueError(f"{key} = {value}: {name} is {bounds}")
 
 
 def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
@@ -123,13 +128,14 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         family.dense, set()
     )
     for key, only in family.only.items():
-        said = {**config, **(config.get("rope_parameters") or {})}
+        said = {**config, **_table(config, "rope_parameters")}
         value = said.get(key, only.missing)
         if value not in only.values and not (value is None and only.missing in only.values):
             there = "" if key in said else ", where the key is missing"
             raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
-    if unlike := {kind for kind in config.get("layer_types") or () if kind != "full_attention"}:
-        raise ValueError(f"layer_types has {sorted(unlike)[0]}: only full_attention is there")
+    kinds = config.get("layer_types") or ()
+    if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
     known |= {*family.only, *_ROPE, *IGNORED_KEYS, "layer_types", "attention_dropout"}
@@ -141,7 +147,7 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
 
 def _theta(config: Mapping[str, Any]) -> float:
     """The base of rotary positions, wherever it is. Raises ValueError for other kinds than the plain one."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {**_table(config, "rope_scaling"), **_table(config, "rope_parameters")}
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     rope.pop("partial_rotary_factor", None)
@@ -151,17 +157,26 @@ def _theta(config: Mapping[str, Any]) -> float:
         raise ValueError(f"{what}: only plain rotary positions are there")
     if theta is None:
         raise ValueError("config.json has no rope_theta, neither by itself nor in rope_parameters")
+    _require("rope_theta", "rope_theta", theta)
     return float(theta)
+
+
+def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A key that is a table of keys, or nothing."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{key} = {found!r}: not a table of keys")
+    return found
 
 
 def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> tuple[int, ...]:
     layers = range(values["layers"])
     if family.dense == "steps":
         step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+        _require("decoder_sparse_step", "layers", step)
+        _require("mlp_only_layers", "dense_layers", tuple(dense) if isinstance(dense, list) else dense)
         return tuple(i for i in layers if i in dense or (i + 1) % step)
     if family.dense == "first":
-        first = config.get("first_k_dense_replace")
-        if first is None:
-            raise ValueError("config.json has no first_k_dense_replace")
-        return tuple(layers[:first])
+        _require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
+        return tuple(layers[: config["first_k_dense_replace"]])
     return ()

@@ -57,8 +57,9 @@ class TensorFolder:
         if not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError):
+            found = json.loads(path.read_text())["weight_map"]
+            return {str(name): str(file) for name, file in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} cannot be read") from None
 
     @contextmanager
