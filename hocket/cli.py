@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes")
+COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "import", "export")
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
@@ -25,6 +25,8 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
        hocket explain runs/NAME                    the same of a run, as it was when the run was started
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
+       hocket import DIR FILE.toml                 settings of a model of Hugging Face, which begin with its weights
+       hocket export RUN DIR                       a run's model as Hugging Face has it: config.json and safetensors
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
        hocket --version                            versions of hocket, torch and Python

@@ -101,8 +101,12 @@ class ModelConfig:
     """Base of the rotary embedding."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
+    init: Literal["gpt2", "torchtitan"] = "gpt2"
+    """How first values are drawn (docs/models.md). Models wider than a few hundred need torchtitan."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the initial weights, where `init` gives no other."""
+    weights: str = ""
+    """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""
 
     def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """The kind of every layer."""
@@ -315,8 +319,7 @@ class TrainConfig:
     slow_latency: tuple[float, ...] = ()
     """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
     slow_bandwidth: tuple[float, ...] = ()
-    """Bytes per second and rank of the imitated network: one number, or one for each of slow_groups; 0 means no
-    limit."""
+    """Bytes per second and rank of that network: one number, or one for each of slow_groups; 0 means no limit."""
     eval_every: int = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: int = 4
@@ -332,8 +335,7 @@ class TrainConfig:
     lane_seed: int = 0
     """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: tuple[int, ...] = ()
-    """First step and number of steps that the profiler records. First step 0 is soon after the start; empty records
-    none."""
+    """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""

@@ -57,6 +57,7 @@ def moe_8gpu() -> Config:
             expert_ffn=1024,
             shared_ffn=1024,
             aux_loss=0.01,
+            init="torchtitan",
         ),
         mesh=MeshConfig(pp=2, dp=4, ep=4),
         plan=PlanConfig(chunks=2),

@@ -21,6 +21,7 @@ from hocket.config import Config
 from hocket.problems import stop_if
 from hocket.settings.decision import Choice, Decision
 from hocket.settings.effects import effect_of
+from hocket.settings.first_values import described
 from hocket.settings.hardware_choice import choose_hardware
 from hocket.settings.origins import DEFAULTS, Implied, source
 from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
@@ -111,6 +112,8 @@ def resolve(
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
     advice = stride_remark(settled, host, trials) if remarks else ()
     decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in advice]
+    init, reasons = settled.model.init, (described(settled.model),)
+    decisions.append(Decision(setting="model.init", value=init, asked=init, reasons=reasons))
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))

@@ -13,12 +13,14 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+import tyro
 
 from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
 from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
 from hocket.commands.explain import Explain
+from hocket.commands.export import Export
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
@@ -138,6 +140,12 @@ def check_hocket(words: list[str]) -> None:
         return
     if words[0] == "trace":
         parse_trace(words[1:])
+        return
+    if words[0] == "import":
+        assert len(words) == 3, words
+        return
+    if words[0] == "export":
+        tyro.cli(Export, args=words[1:])
         return
     if words[0] == "doctor":
         assert set(words[1:]) <= {"--quick", "--json", "--measure"}, words

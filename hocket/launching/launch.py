@@ -64,6 +64,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     variables = survey(os.environ, policy, now)
     notes = prepare(os.environ, local_world, policy, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
+    check_weights(settings)
     lost = lost_copies(settings.host, settings.decisions)
     if worker is None or worker.rank == 0:
         sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings), *lost])
@@ -138,3 +139,15 @@ def check_corpus(settings: Settings) -> None:
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)
+
+
+def check_weights(settings: Settings) -> None:
+    """Refuse a folder of weights that are not those of the model, before anything is loaded. Raises ValueError."""
+    if folder := settings.model.weights:
+        from hocket.model.source import open_weights  # imports torch
+
+        try:
+            open_weights(settings.model)
+        except ValueError as error:
+            fix = f"hocket import {folder} FILE.toml writes the settings of a model that is there"
+            raise ValueError(problem("model.weights", folder, settings.origins, str(error), fix)) from None

@@ -16,6 +16,7 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.model.moe import Router
 from hocket.model.transformer import Chunk
+from hocket.settings.first_values import spreads
 
 
 def init_tensor(
@@ -23,21 +24,21 @@ def init_tensor(
 ) -> Tensor:
     """First value of the parameter `name`, fp32, drawn on `device`.
 
-    Norms are ones. Other weights are normal with standard deviation `config.init_std`; the projections that
-    write to the residual stream (`wo`, `w_down`) have it divided by sqrt(2 * layers), so that the stream's
-    variance does not grow with depth (Radford et al. 2019, "GPT-2", section 2.3). For experts, `shape` counts
-    the local ones, and `first_expert` is the global number of the first. CPU and GPU draw different numbers.
+    Norms are ones. Other weights are normal, with the standard deviations of `settings/first_values.py`. For experts,
+    `shape` counts the local ones, and `first_expert` is the global number of the first. CPU and GPU draw different
+    numbers.
     """
-    leaf = name.rsplit(".", 1)[-1]
-    if leaf.endswith("norm"):
+    if name.rsplit(".", 1)[-1].endswith("norm"):
         return torch.ones(tuple(shape), device=device)
-    std = config.init_std
-    if leaf in ("wo", "w_down"):
-        std /= (2 * config.layers) ** 0.5
-    if ".experts." not in name:
-        return _normal(name, shape, std, seed, device)
-    experts = [_normal(f"{name}.{first_expert + e}", shape[1:], std, seed, device) for e in range(shape[0])]
-    return torch.stack(experts)
+    std, up_std = spreads(name, config)
+    if ".experts." in name:
+        experts = [_normal(f"{name}.{first_expert + e}", shape[1:], std, seed, device) for e in range(shape[0])]
+        value = torch.stack(experts)
+    else:
+        value = _normal(name, shape, std, seed, device)
+    if up_std != std:
+        value.chunk(2, -1 if ".experts." in name else 0)[1].mul_(up_std / std)
+    return value
 
 
 def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str) -> Tensor:

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hocket.config import Config
+from hocket.config import Config, ModelConfig
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.parallel.linears import WHOLE, Linears
+from hocket.pretrained.convert import PretrainedFolder
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups
@@ -90,6 +91,7 @@ class OwnTransformer:
     def __init__(self, config: Config) -> None:
         """`config` is resolved."""
         self._config = config
+        self._folder = PretrainedFolder(config.model.weights) if config.model.weights else None
 
     def layout(self, config: Config) -> Layout:
         return layout_of(config)
@@ -107,9 +109,28 @@ class OwnTransformer:
         )
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
+        if self._folder is not None:
+            return self._folder.value(name, shape, first_expert)
         config = self._config
         return init_tensor(name, shape, config.model, config.train.seed, first_expert=first_expert, device=str(device))
 
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         assert isinstance(chunk, Chunk)
         init_biases(chunk, device)
+        if self._folder is not None:
+            for name, bias in chunk.named_buffers():
+                bias.copy_(self._folder.value(name, tuple(bias.shape)))
+
+
+def open_weights(config: ModelConfig) -> PretrainedFolder:
+    """The folder `model.weights`, if its tensors make each parameter of the model once. Raises ValueError."""
+    folder = PretrainedFolder(config.weights)
+    folder.require(config)
+    folder.check(whole_shapes(config))
+    return folder
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a model, and of the biases of its routers. Allocates nothing."""
+    chunk = Chunk(config, range(config.layers))
+    return {name: tuple(value.shape) for name, value in (*chunk.named_parameters(), *chunk.named_buffers())}

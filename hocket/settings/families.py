@@ -1,4 +1,8 @@
-"""Models with true sizes, as data. A family is a function, so that a recipe can change what it returns."""
+"""Models with true sizes, as data. A family is a function, so that a recipe can change what it returns.
+
+Their authors publish no first values but a standard deviation. So they take those of torchtitan, which trains these
+families from scratch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ def llama3_8b() -> ModelConfig:
     """Llama 3 8B: 8.03 billion parameters, dense."""
     return ModelConfig(
         vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
-        rope_theta=500000.0, norm_eps=1e-5,
+        rope_theta=500000.0, norm_eps=1e-5, init="torchtitan",
     )  # fmt: skip
 
 
@@ -18,6 +22,7 @@ def mixtral_8x7b() -> ModelConfig:
     return ModelConfig(
         vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
         experts=8, top_k=2, expert_ffn=14336, aux_loss=0.02, rope_theta=1e6, norm_eps=1e-5,
+        init="torchtitan",
     )  # fmt: skip
 
 
@@ -26,6 +31,7 @@ def qwen3_30b_a3b() -> ModelConfig:
     return ModelConfig(
         vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
         experts=128, top_k=8, expert_ffn=768, aux_loss=0.001, qk_norm=True, rope_theta=1e6,
+        init="torchtitan",
     )  # fmt: skip
 
 
@@ -38,7 +44,7 @@ def moonlight_16b() -> ModelConfig:
     return ModelConfig(
         vocab=163840, hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, ffn=11264, dense_layers=(0,),
         experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, router="sigmoid", route_scale=2.446,
-        bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5,
+        bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5, init="torchtitan",
     )  # fmt: skip
 
 

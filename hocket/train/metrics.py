@@ -27,6 +27,7 @@ from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
+from hocket.train.start import Start
 from hocket_trace.columns import counted
 
 REMARKS = 4
@@ -78,6 +79,7 @@ class Metrics:
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
         self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
         self.validation_loss = math.nan
+        self._start = Start(settings.model) if not done and settings.train.transport != "null" else None
         self.exposed: float | None = None
         """Exposed share of the steps that were profiled last, None before any were."""
         label = LABELS.get(settings.train.transport)
@@ -180,6 +182,10 @@ class Metrics:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)
         elif result.step % self.settings.train.log_every == 0 or result.step == self.settings.train.steps:
             self.say(text)
+        if self._start:
+            for warning in self._start.warnings(result.step, result.loss, result.grad_norm, result.load):
+                self._write({"step": result.step, "warning": warning})
+                self.say(f"WARNING  step {result.step}: {warning}")
 
     def validation(self, step: int, loss: float) -> None:
         """Record a validation after `step` steps, in nats per token."""

@@ -1,0 +1,37 @@
+"""`hocket export`: a run's model as Hugging Face has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the newest checkpoint of a run, or one that is named, as config.json and safetensors."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The folder of a run, or of a checkpoint."""
+    folder: Annotated[str, tyro.conf.Positional]
+    """A new folder."""
+    dtype: Literal["run", "fp32", "bf16"] = "run"
+    """Format of the weights; run is the one that the run computed in."""
+
+
+def run(words: list[str]) -> int:
+    """Export a checkpoint. Returns the exit code."""
+    options = tyro.cli(Export, args=words, prog="hocket export", use_underscores=True)
+    latest = Path(options.run) / "checkpoints" / "latest"
+    checkpoint = latest if latest.exists() else Path(options.run)
+    from hocket.train.export import export  # imports torch
+
+    try:
+        family = export(checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype)
+    except (OSError, ValueError) as error:
+        fix = "a run with a whole checkpoint of a model that a family computes, and a new folder"
+        raise ValueError(f"export {options.run} {options.folder} (command line): {error}; fix: {fix}") from None
+    print(f"wrote {options.folder}: {family}, of {checkpoint}")
+    return 0

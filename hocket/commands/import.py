@@ -1,0 +1,49 @@
+"""`hocket import`: the settings of a model that Hugging Face has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hocket.commands.options import write
+from hocket.config import ModelConfig
+
+USAGE = """usage: hocket import DIR FILE.toml
+
+Checks config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
+with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts"""
+
+
+def run(words: list[str]) -> int:
+    """Check a folder, and write a file of settings. Returns the exit code."""
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    if len(words) != 2 or not words[1].endswith(".toml"):
+        text = " ".join(words)
+        raise ValueError(f"import {text} (command line): not a folder and a file; fix: hocket import DIR FILE.toml")
+    folder, target = str(Path(words[0]).absolute()), words[1]
+    if Path(target).exists():
+        raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
+    from hocket.model.source import open_weights  # imports torch
+    from hocket.pretrained.configuration import model_of, read_config
+
+    try:
+        config = read_config(Path(folder))
+        model = model_of(config)
+        open_weights(replace(model, weights=folder))
+    except ValueError as error:
+        raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
+    write(target, _toml(folder, config["model_type"], model))
+    return 0
+
+
+def _toml(folder: str, family: str, model: ModelConfig) -> str:
+    """A file of settings."""
+    default = asdict(ModelConfig())
+    said = {name: value for name, value in asdict(model).items() if value != default[name]}
+    rows = [f"{name} = {json.dumps(value)}" for name, value in {**said, "weights": folder}.items()]
+    tokenizer = Path(folder) / "tokenizer.json"
+    rows += ["", "[data]", f"tokenizer = {json.dumps(str(tokenizer))}"] if tokenizer.exists() else []
+    return "\n".join([f"# {folder}, {family}", "", "[model]", *rows, ""])

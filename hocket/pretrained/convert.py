@@ -1,0 +1,122 @@
+"""Parameters made of the tensors of a folder, and tensors made of parameters: the rules of a family, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig
+from hocket.pretrained.configuration import differences, family_of, model_of, read_config
+from hocket.pretrained.folder import READ, TensorFolder
+from hocket.pretrained.tables import IGNORED_TENSORS, Family, Rule
+
+Shape = tuple[int, ...]
+
+
+def rules_of(family: Family, name: str) -> list[tuple[Rule, str]]:
+    """The rules of a parameter, each with its layer's number as text."""
+    unit, _, rest = name.partition(".")
+    number, _, inside = rest.partition(".") if unit == "layers" else ("", "", name)
+    return [(rule, number) for rule in family.rules if rule.ours == inside]
+
+
+def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of the tensors of a parameter of `shape`; of experts, from number `first` on."""
+    if rule.way == "rows":
+        for name in rule.theirs:
+            yield name.format(i=number), (shape[0] // len(rule.theirs), *shape[1:])
+    elif rule.way == "fused":
+        yield rule.theirs[0].format(i=number), (shape[0], shape[2], shape[1])
+    else:
+        for e in range(shape[0]):
+            for name in rule.theirs:
+                yield name.format(i=number, e=first + e), (shape[2] // len(rule.theirs), shape[1])
+
+
+def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor]) -> Tensor:
+    """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
+    if rule.way == "fused":
+        return read(rule.theirs[0].format(i=number), first, shape[0]).transpose(1, 2)
+    names = [name for name, _ in tensors_of(rule, number, shape, first)]
+    if rule.way == "rows":
+        return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])
+    value, count = torch.empty(shape), len(rule.theirs)
+    for e in range(shape[0]):
+        value[e] = torch.cat([read(name) for name in names[e * count : (e + 1) * count]]).T
+    return value
+
+
+def split(rule: Rule, number: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a parameter: what `join` was given."""
+    names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
+    if rule.way == "fused":
+        parts = [value.transpose(1, 2)]
+    elif rule.way == "rows":
+        parts = list(value.chunk(count))
+    else:
+        parts = [part for expert in value for part in expert.T.chunk(count)]
+    yield from zip(names, parts, strict=True)
+
+
+class PretrainedFolder:
+    """A model's folder: config.json, and the weights of hocket's transformer as its tensors have them.
+
+    Raises ValueError, in one line, for a model that hocket's transformer is not.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        config = read_config(self.path)
+        self.family, self.model = family_of(config), model_of(config)
+        if "quantization_config" in config:
+            raise ValueError("quantization_config: quantised weights are not read")
+        self.folder = TensorFolder(self.path)
+
+    def require(self, model: ModelConfig) -> None:
+        """Raise ValueError unless this folder has a model of such settings."""
+        if found := differences(model, self.model):
+            raise ValueError(f"its config.json says {', '.join(found)}")
+
+    def check(self, parameters: Mapping[str, Shape]) -> None:
+        """Raise ValueError unless the tensors of the folder make each parameter once, and all are used."""
+        entries, used, lacks = self.folder.entries, set[str](), list[str]()
+        for name, shape in parameters.items():
+            rule, number = self._rule(name)
+            for tensor, expected in tensors_of(rule, number, shape):
+                used.add(tensor)
+                entry = entries.get(tensor)
+                if entry is None:
+                    lacks.append(tensor)
+                elif entry.shape != expected:
+                    raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
+                elif entry.dtype not in READ:
+                    raise ValueError(f"{tensor} has elements of {entry.dtype}; {', '.join(READ)} are read")
+        if lacks:
+            raise ValueError(f"{self.path} lacks {_listed(lacks)}")
+        more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if self.model.tied and head in more and self.folder.same(head, embedding):
+            more.remove(head)
+        if more:
+            raise ValueError(f"{self.path} has {_listed(more)}, which no parameter takes")
+
+    def _rule(self, name: str) -> tuple[Rule, str]:
+        """The rule of a parameter whose tensors are there; else the first."""
+        rules = rules_of(self.family, name)
+        assert rules, f"no rule for {name}"
+        there = (r for r in rules if next(tensors_of(*r, (1, 1, 1)))[0] in self.folder.entries)
+        return next(there, rules[0])
+
+    def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
+        """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts."""
+        rule, number = self._rule(name)
+        return join(rule, number, shape, first_expert, self.folder.read).float()
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - 2
+    return ", ".join(sorted(names)[:2]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,82 @@
+"""A folder of safetensors files: which tensors it has, and their values, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+READ = ("F32", "BF16", "F16")
+"""Types of elements that are read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor is."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFolder:
+    """The tensors of a folder, by name. Only headers are read until one is asked for.
+
+    Raises ValueError for files that are missing, truncated, or not those of the index.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        indexed = self._index()
+        files = sorted(set(indexed.values())) if indexed else sorted(file.name for file in path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path} has no *.safetensors")
+        self.entries: dict[str, Entry] = {}
+        for file in files:
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                    if name in self.entries:
+                        raise ValueError(f"{name} is in {self.entries[name].file} and in {file}")
+                    if indexed and indexed.get(name) != file:
+                        raise ValueError(f"{INDEX} does not say that {name} is in {file}")
+                    part = opened.get_slice(name)
+                    self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+        if absent := sorted(indexed.keys() - self.entries.keys()):
+            raise ValueError(f"{indexed[absent[0]]} lacks {absent[0]}, which {INDEX} says is there")
+
+    def _index(self) -> dict[str, str]:
+        path = self.path / INDEX
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text())["weight_map"]
+            return {str(name): str(file) for name, file in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} cannot be read") from None
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
+        try:
+            with safe_open(self.path / file, framework="pt") as opened:
+                yield opened
+        except SafetensorError as error:
+            raise ValueError(f"{self.path / file} is truncated or damaged ({error})") from None
+        except OSError:
+            raise ValueError(f"{self.path / file} cannot be read") from None
+
+    def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
+        """A tensor as it is stored, or `count` of its rows from row `first`."""
+        with self._open(self.entries[name].file) as opened:
+            return opened.get_tensor(name) if count < 0 else opened.get_slice(name)[first : first + count]
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal."""
+        return torch.equal(self.read(name), self.read(other))

@@ -1,0 +1,233 @@
+"""Families of models as Hugging Face has them: one table each, which is read in both directions.
+
+A family says which key of config.json is which setting, what hocket computes of the other keys, and which tensors make
+which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+REQUIRED = object()
+"""In place of a value: a configuration without that key is refused."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where config.json has a setting."""
+
+    name: str
+    missing: Any = REQUIRED
+    """Its value where the key is missing or null; a text is a product or quotient of settings."""
+    other: str = ""
+    """Another name that some versions give it."""
+    times: str = ""
+    """Key of a number by which this one is multiplied."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of which hocket computes some values alone. The first one is written."""
+
+    values: tuple[Any, ...]
+    missing: Any = None
+    """What a model does where the key is missing."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parameter and its tensors on disk; `{i}` is the layer, `{e}` the expert."""
+
+    ours: str
+    """The parameter, without its layer."""
+    theirs: tuple[str, ...]
+    way: Literal["rows", "experts", "fused"] = "rows"
+    """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
+    fused: one tensor for all experts, [E, rows, columns] turned over."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    architecture: str
+    keys: Mapping[str, Key]
+    """By setting, without `model.`."""
+    rules: tuple[Rule, ...]
+    """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
+    only: Mapping[str, Only] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the family itself has."""
+    dense: Literal["all", "none", "steps", "first"] = "all"
+    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, or the first
+    `first_k_dense_replace`."""
+
+
+def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows") -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way)
+
+
+def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """One tensor per expert, or fused as transformers 5 holds them in memory."""
+    each = f"{where}.experts.{{e}}."
+    return (
+        _layer("router.weight", f"{where}.gate.weight"),
+        _layer("router.weight", "mlp.gate.weight"),
+        _layer("experts.w_gate_up", f"{each}{gate}.weight", f"{each}{up}.weight", way="experts"),
+        _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
+        _layer("experts.w_down", f"{each}{down}.weight", way="experts"),
+        _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
+    )
+
+
+_ATTENTION = (
+    Rule("embed.weight", ("model.embed_tokens.weight",)),
+    Rule("head.norm", ("model.norm.weight",)),
+    Rule("head.weight", ("lm_head.weight",)),
+    _layer("attn_norm", "input_layernorm.weight"),
+    _layer("ffn_norm", "post_attention_layernorm.weight"),
+    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+)
+_HEAD_NORMS = tuple(_layer(f"attn.{x}_norm", f"self_attn.{x}_norm.weight") for x in "qk")
+_MLP = (
+    _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("mlp.w_down", "mlp.down_proj.weight"),
+)
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+_SIZES = {
+    "vocab": Key("vocab_size"),
+    "hidden": Key("hidden_size"),
+    "layers": Key("num_hidden_layers"),
+    "heads": Key("num_attention_heads"),
+    "kv_heads": Key("num_key_value_heads", "heads"),
+    "head_dim": Key("head_dim"),
+    "norm_eps": Key("rms_norm_eps"),
+    "tied": Key("tie_word_embeddings", False),
+}
+_DENSE = {**_SIZES, "ffn": Key("intermediate_size")}
+_ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_topk_prob")}
+_WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
+_SILU, _NO_BIAS, _WHOLE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
+        (*_ATTENTION, *_MLP),
+        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
+        (*_ATTENTION, *_MLP),
+        {"hidden_act": _SILU, "sliding_window": Only((None,), 4096)},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _DENSE,
+        (*_ATTENTION, *_HEAD_NORMS, *_MLP),
+        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "use_sliding_window": _NO_BIAS},
+        {"qk_norm": True},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            **_SIZES,
+            "head_dim": _WIDTH_OF_HEADS,
+            "experts": Key("num_local_experts"),
+            "top_k": Key("num_experts_per_tok"),
+            "expert_ffn": Key("intermediate_size"),
+            "aux_loss": Key("router_aux_loss_coef", 0.0),
+        },
+        (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+        {"hidden_act": _SILU, "sliding_window": _WHOLE, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"normalize_top_k": True},
+        "none",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            **_DENSE,
+            **_ROUTED,
+            "experts": Key("num_experts", other="num_local_experts"),
+            "expert_ffn": Key("moe_intermediate_size"),
+            "aux_loss": Key("router_aux_loss_coef", 0.0),
+        },
+        (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
+        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "use_sliding_window": _NO_BIAS},
+        {"qk_norm": True},
+        "steps",
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **_DENSE,
+            **_ROUTED,
+            "experts": Key("n_routed_experts", other="num_local_experts"),
+            "expert_ffn": Key("moe_intermediate_size"),
+            "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
+            "route_scale": Key("routed_scaling_factor"),
+            "qk_norm": Key("use_qk_norm", False),
+        },
+        (
+            *_ATTENTION,
+            *_HEAD_NORMS,
+            *_MLP,
+            *_EXPERTS,
+            _layer("router.bias", "mlp.gate.e_score_correction_bias"),
+            _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+            _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
+        ),
+        {
+            "hidden_act": _SILU,
+            "attention_bias": _NO_BIAS,
+            "n_group": Only((1,), 1),
+            "topk_group": Only((1,), 1),
+            "partial_rotary_factor": Only((1.0,), 0.5),
+        },
+        {"router": "sigmoid", "bias_rate": 0.001},
+        "first",
+    ),
+}
+"""By `model_type`."""
+
+REFUSED: dict[str, str] = {
+    "qwen2": "biases of queries, keys and values",
+    "qwen2_moe": "biases of queries, keys and values, and a gate on the shared expert",
+    "olmo2": "norms behind the sublayers, and of queries and keys over their whole width",
+    "olmo3": "norms behind the sublayers, and windows",
+    "olmoe": "norms of queries and keys over their whole width",
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "kimi_k2": "latent attention",
+    "glm4": "rotary positions over a part of the head, in pairs",
+    "gpt_oss": "sinks, windows, and biases of experts",
+    "minimax_m2": "norms of queries and keys over their whole width",
+    "gemma2": "four norms of a layer, GELU, and windows",
+    "gemma3_text": "four norms of a layer, GELU, and windows",
+    "phi3": "queries, keys and values in one tensor",
+    "smollm3": "layers without positions",
+    "qwen3_next": "gated delta nets",
+    "qwen3_5_moe": "gated delta nets",
+    "llama4_text": "chunked attention",
+    "nemotron_h": "Mamba layers",
+}
+"""Families that hocket's transformer does not compute, and what they need for that."""
+
+IGNORED_KEYS = frozenset(
+    (
+        "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map",
+        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings",
+        "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
+        "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
+        "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
+        "is_encoder_decoder",
+    )
+)  # fmt: skip
+"""Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
+
+IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
+"""Tensors that files have and no model needs: they follow from config.json."""

@@ -1,0 +1,106 @@
+"""A run's checkpoint as a folder that Hugging Face's libraries open."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from hocket.config import BYTES, ModelConfig
+from hocket.fsdp.saving.dcp import run_dcp
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.model.source import whole_shapes
+from hocket.pretrained.configuration import config_of, differences, family_for, model_of, read_config
+from hocket.pretrained.convert import rules_of, split, tensors_of
+from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.written import LARGEST, files_of, write_files
+from hocket.train.damage import META, damage_of
+
+BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*", "vocab.*", "merges.txt")
+"""Files of an imported model that go on unchanged."""
+TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
+
+
+def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> str:
+    """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer. Returns its family.
+
+    `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds one parameter
+    at a time. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model that no
+    family computes, and for a folder that is there already.
+    """
+    if damage := damage_of(checkpoint):
+        raise ValueError(damage)
+    settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
+    known = {field.name for field in fields(ModelConfig)}
+    stored: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in settings["model"].items() if name in known
+    }
+    model = ModelConfig(**stored)
+    name, config = _config(model, settings, dtype or settings["precision"]["compute"])
+    shapes, kind = whole_shapes(model), TYPES[dtype or settings["precision"]["compute"]][1]
+    rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
+    tensors = {
+        tensor: (shape, "F32" if param.endswith("router.bias") else kind)
+        for param, whole in shapes.items()
+        for tensor, shape in tensors_of(*rules[param], whole)
+    }
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        reader = dcp.FileSystemReader(checkpoint)
+        for param, shape in shapes.items():
+            yield from split(*rules[param], _read(reader, param, shape))
+
+    folder = WholeFolder(target)
+    folder.begin()
+    try:
+        write_files(folder.temporary, files_of(tensors, largest), values())
+        (folder.temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _copy_tokenizer(settings, folder.temporary)
+        for file in folder.temporary.iterdir():
+            sync(file)
+        folder.publish()
+    except BaseException:
+        folder.give_up()
+        raise
+    return name
+
+
+def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[str, dict[str, Any]]:
+    """Family and config.json: of an imported model its own, as long as it says the same."""
+    type_name = TYPES[dtype][0]
+    if model.weights:
+        try:
+            config = read_config(Path(model.weights))
+            if not differences(model, model_of(config)):
+                return config["model_type"], {**config, "torch_dtype": type_name, "dtype": type_name}
+        except ValueError:
+            pass  # the folder is gone, or another model's now: config.json is made like that of a model of our own
+    name = family_for(model)
+    return name, config_of(name, model, type_name, settings["data"]["sequence_length"])
+
+
+def _read(reader: dcp.FileSystemReader, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A whole parameter of a checkpoint, or a balance bias."""
+    value = torch.empty(prod(shape))
+    kind = "bias" if name.endswith("router.bias") else "weight"
+    state = {f"{kind}.{name}": FlatTensor(value, shape, 0, value.numel())}
+    run_dcp(f"{reader.path} cannot be read: ", dcp.load, state, storage_reader=reader)
+    return value.view(shape)
+
+
+def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:
+    weights, tokenizer = settings["model"].get("weights", ""), settings["data"]["tokenizer"]
+    for pattern in BESIDE if weights else ():
+        for file in Path(weights).glob(pattern):
+            shutil.copy(file, folder / file.name)
+    if tokenizer != BYTES and Path(tokenizer).exists():
+        shutil.copy(tokenizer, folder / "tokenizer.json")

@@ -1,0 +1,87 @@
+"""Folders as transformers writes them, of small models in whose sizes no two numbers are the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hocket.config import ModelConfig
+from hocket.model.transformer import Chunk
+from hocket.pretrained.convert import PretrainedFolder
+from tests.adapters.families import randomize
+
+VOCAB = 61
+_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=24, intermediate_size=28, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=10, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
+    attention_dropout=0.0, rope_theta=5e4, rms_norm_eps=3e-6, tie_word_embeddings=False,
+)  # fmt: skip
+_GLM = dict(
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, n_group=1, topk_group=1,
+    first_k_dense_replace=1, routed_scaling_factor=2.5, partial_rotary_factor=1.0, norm_topk_prob=True,
+)  # fmt: skip
+_QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", dict(tie_word_embeddings=True)),
+    "mistral": ("mistral", dict(sliding_window=None)),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
+    "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),
+    "qwen3_moe_steps": (
+        "qwen3_moe",
+        {**_QWEN, "mlp_only_layers": [], "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=3)),
+    "glm4_moe": ("glm4_moe", dict(**_GLM, use_qk_norm=True)),
+    "glm4_moe_without_norms": ("glm4_moe", dict(**_GLM, use_qk_norm=False)),
+}
+"""Family and changes, by name."""
+
+
+def made(case: str, **sizes: Any) -> Any:
+    """A model with random norms, weights and balance biases."""
+    family, changes = CASES[case]
+    known = importlib.import_module(f"transformers.models.{family}")
+    find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
+    model = find("ForCausalLM")(find("Config")(**{**_SIZES, **changes, **sizes}))
+    randomize(model)
+    return model
+
+
+def saved(case: str, folder: Path, **options: Any) -> Path:
+    """A folder with such a model."""
+    made(case).save_pretrained(folder, **options)
+    return folder
+
+
+def ours(path: Path) -> Chunk:
+    """hocket's transformer with the weights of a folder, as a plain module without a loss that balances."""
+    folder = PretrainedFolder(str(path))
+    model = Chunk(replace(folder.model, aux_loss=0.0), range(folder.model.layers))
+    shapes = {name: tuple(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    folder.check(shapes)
+    model.to_empty(device="cpu")
+    model.tie()
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            value.copy_(folder.value(name, shapes[name]))
+    return model
+
+
+def change_config(path: Path, **changes: Any) -> Path:
+    """The folder, with other values in config.json; None removes a key."""
+    file = path / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if k not in changes or v is not None}))
+    return path
+
+
+def settings(path: Path) -> ModelConfig:
+    """The settings of a folder's model."""
+    return PretrainedFolder(str(path)).model

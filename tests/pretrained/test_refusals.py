@@ -1,0 +1,150 @@
+"""What cannot be imported or exported: one line, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
+
+from safetensors.torch import load_file, save_file
+
+from hocket.config import ModelConfig
+from hocket.pretrained.configuration import family_for
+from hocket.pretrained.tables import FAMILIES, REFUSED
+from hocket.settings import families
+from tests.helpers.command import command
+from tests.pretrained.folders import change_config, saved
+
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mamba"}, r"model_type = mamba: needs a table of its own: there is llama, mistral,"),
+    *(("llama", {"model_type": name}, rf"model_type = {name}: needs {needs}") for name, needs in REFUSED.items()),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "rope_type = llama3: "),
+    ("llama", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "yarn"}}, "rope_type = yarn: only"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "factor of rope_parameters: only plain"),
+    ("llama", {"rope_parameters": None}, "config.json has no rope_theta, neither by itself nor in rope_parameters"),
+    ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
+    ("llama", {"hidden_size": "24"}, "hidden_size = '24': not a whole number"),
+    ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0: model.heads is at least 1"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: model.layers is at most 1024"),
+    ("llama", {"rope_parameters": [1]}, r"rope_parameters = \[1\]: not a table of keys"),
+    ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4': not a number"),
+    ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: not True or False"),
+    ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers = 3: not a list of whole numbers"),
+    ("qwen3_moe", {"decoder_sparse_step": -1}, "decoder_sparse_step = -1: model.layers is at least 1"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu: only silu is there"),
+    ("llama", {"attention_bias": True}, "attention_bias = True: only False is there"),
+    ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5: config.json of llama has no such key"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout"),
+    ("llama", {"quantization_config": {}}, "quantization_config = {}: config.json of llama has no such key"),
+    ("mistral", {"sliding_window": 8}, "sliding_window = 8: only None is there"),
+    ("mistral", {"sliding_window": None}, "sliding_window = 4096, where the key is missing: only None is there"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types = .*: only full_attention is there",
+    ),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: only False is there"),
+    ("glm4_moe", {"n_group": 2}, "n_group = 2: only 1 is there"),
+    ("glm4_moe", {"first_k_dense_replace": None}, "first_k_dense_replace = None: not a whole number"),
+    ("mistral", {"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight, .* and 7 more"),
+    ("mistral", {"num_hidden_layers": 2}, r"has model.layers.2.input_layernorm.weight, .* and 7 more, which no param"),
+    ("mistral", {"intermediate_size": 30}, r"gate_proj.weight has shape \[28, 24\], and .* needs \[30, 24\]"),
+]
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, words: str) -> None:
+    target = path.parent / "run.toml"
+    code, out, err = command(capsys, "import", path, target)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith(f"hocket: {path} (command line): ")
+    with pytest.raises(ValueError, match=words):
+        raise ValueError(err)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(("case", "changes", "words"), CONFIGS)
+def test_configurations(
+    case: str, changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(case, tmp_path / "model")
+    capsys.readouterr()
+    refused(capsys, change_config(path, **changes), words)
+
+
+Tensors = dict[str, torch.Tensor]
+TENSORS: list[tuple[Callable[[Tensors], object], str]] = [
+    (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
+    (lambda t: t.update(more=torch.ones(2)), r"has more, which no parameter takes"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model\.norm\.weight has shape \[5\], and head\.norm"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(24).to(torch.float8_e4m3fn)}), "has elements of F8_E4M3; F32"),
+    # Half of one form of the experts, half of the other.
+    (lambda t: t.update({"model.layers.2.mlp.experts.down_proj": torch.ones(8, 24, 20)}), r"has model\.layers\.2\.mlp"),
+    (lambda t: t.pop("model.layers.2.mlp.experts.3.up_proj.weight"), r"lacks model\.layers\.2\.mlp\.experts\.3\.up_"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), TENSORS)
+def test_tensors(
+    change: Callable[[Tensors], object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved("qwen3_moe", tmp_path / "model") / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    capsys.readouterr()
+    refused(capsys, file.parent, words)
+
+
+def test_old_frequencies_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved("llama", tmp_path / "model") / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}, file)
+    assert command(capsys, "import", file.parent, tmp_path / "run.toml")[0] == 0
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("qwen3", tmp_path / "model", max_shard_size="20KB")
+    capsys.readouterr()
+    first, second, *_ = sorted(path.glob("*.safetensors"))
+    content = first.read_bytes()
+    first.write_bytes(content[:-10])
+    refused(capsys, path, f"{first} is truncated or damaged")
+    first.unlink()
+    refused(capsys, path, f"{first} cannot be read")
+    first.write_bytes(second.read_bytes())
+    refused(capsys, path, f"model.safetensors.index.json does not say that .* is in {first.name}")
+    first.write_bytes(content)
+    tensors = load_file(second)
+    lost = sorted(tensors)[0]
+    save_file({name: value for name, value in tensors.items() if name != lost}, second)
+    refused(capsys, path, f"{second.name} lacks {lost}, which model.safetensors.index.json says is there")
+    (path / "model.safetensors.index.json").write_text("{")
+    refused(capsys, path, r"index\.json cannot be read")
+    (path / "config.json").write_text("[")
+    refused(capsys, path, r"config\.json is no whole JSON")
+    (path / "config.json").unlink()
+    refused(capsys, path, r"config\.json cannot be read \(No such file")
+
+
+def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, tmp_path / "nothing", "cannot be read")
+    assert "not a folder and a file" in command(capsys, "import", tmp_path)[2]
+    (tmp_path / "run.toml").write_text("")
+    path = saved("llama", tmp_path / "model")
+    assert "is there already" in command(capsys, "import", path, tmp_path / "run.toml")[2]
+    assert (tmp_path / "run.toml").read_text() == ""
+
+
+def test_models_without_a_family() -> None:
+    with pytest.raises(ValueError, match=r"no family computes it: the nearest is qwen3_moe, with .*shared_ffn = 0"):
+        family_for(families.tiny())
+    found = {name: family_for(getattr(families, name)()) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")}
+    assert found == {"llama3_8b": "llama", "mixtral_8x7b": "mixtral", "qwen3_30b_a3b": "qwen3_moe"}
+    assert family_for(families.moonlight_16b()) == "glm4_moe"
+    assert family_for(ModelConfig(qk_norm=True)) == "qwen3"
+    assert not FAMILIES.keys() & REFUSED.keys()

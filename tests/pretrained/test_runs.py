@@ -1,0 +1,176 @@
+"""Runs that begin with imported weights on several ranks, and what they export."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
+
+from safetensors.torch import load_file
+
+from hocket.commands.options import parse
+from hocket.commands.train import Train
+from hocket.config import BYTE_VOCAB
+from hocket.resolve import resolve
+from hocket.settings.rule import Host
+from hocket.train.corpus import open_corpus
+from hocket.train.data import make_streams
+from tests.helpers.command import environment, hocket, text_in
+from tests.pretrained.folders import made
+
+MESHES = {
+    "one rank": [],
+    "pipeline and experts": ["--mesh.pp", "2", "--mesh.dp", "2", "--mesh.ep", "2"],
+    "tensors": ["--mesh.tp", "2", "--mesh.dp", "2", "--mesh.ep", "2"],
+}
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return [
+        "run.toml", "--data.paths", text_in(folder), "--data.sequence_length", "16", "--train.eval_batches", "2",
+        "--train.device", "cpu", "--train.microbatches", "2", *more,
+    ]  # fmt: skip
+
+
+def imported(folder: Path, case: str) -> None:
+    made(case, vocab_size=BYTE_VOCAB, num_hidden_layers=4).save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer_config.json").write_text("{}")
+    done = hocket(folder, "import", "model", "run.toml")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(("case", "mesh"), [("glm4_moe", mesh) for mesh in MESHES] + [("qwen3_moe", "tensors")])
+def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> None:
+    imported(tmp_path, case)
+    still = ["--train.steps", "1", "--train.lr", "1e-30", "--train.min_lr", "0", "--train.eval_batches", "0"]
+    still += ["--model.bias_rate", "1e-30"] if case == "glm4_moe" else []
+    done = hocket(tmp_path, "train", *words(tmp_path, *still, *MESHES[mesh]))
+    assert done.code == 0, done.err
+    done = hocket(tmp_path, "export", "runs/run", "back")
+    assert done.code == 0, done.err
+    there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
+    assert there.keys() == back.keys()
+    assert all(torch.equal(there[name], back[name]) for name in there)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
+    assert after == {**before, "torch_dtype": "float32"}
+    assert (tmp_path / "back" / "tokenizer_config.json").exists()
+
+
+def test_transformers_finds_the_same_loss(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    imported(tmp_path, "qwen3_moe")
+    mine = words(tmp_path, "--train.steps", "8", "--train.warmup", "0", *MESHES["pipeline and experts"])
+    done = hocket(tmp_path, "train", *mine)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    assert hocket(tmp_path, "export", "runs/run", "back").code == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    expected = loss_of(model, tmp_path, mine)
+    assert lines[-1]["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    again = hocket(tmp_path, "export", "runs/run", "back")
+    assert again.code == 2
+    assert "back exists already" in again.err
+    assert hocket(tmp_path, "export", "runs/run", "half", "--dtype", "bf16").code == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert {value.dtype for value in half.values()} == {torch.bfloat16}
+
+
+def loss_of(model: Any, folder: Path, mine: list[str]) -> float:
+    """The validation loss, by transformers."""
+    options, origins = parse(Train, "train", [str(folder / "run.toml"), *mine[1:]])
+    settings = resolve(options.config, Host(), origins)
+    _, stream = make_streams(open_corpus(settings.data, settings.origins), settings)
+    losses = []
+    with torch.no_grad():
+        for batch in range(2):
+            for m in range(2):
+                for rank in range(2):
+                    ids, targets, _ = stream.batch(batch * settings.batch, m, rank, dp=2, sequences=1)
+                    losses.append(F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).item())
+    return sum(losses) / len(losses)
+
+
+def test_runs_of_another_model_are_refused(tmp_path: Path) -> None:
+    imported(tmp_path, "qwen3_moe")
+    for flag, said in (
+        (["--model.hidden", "32"], "its config.json says model.hidden = 24; fix: hocket import /"),
+        (
+            ["--model.weights", "nothing"],
+            r"model.weights = nothing (command line, --model.weights): nothing/config.json cannot be read",
+        ),
+    ):
+        done = hocket(tmp_path, "train", *words(tmp_path, *flag))
+        assert done.code == 2
+        assert done.err.startswith("hocket: model.weights = ")
+        assert said in done.err
+        assert done.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_no_family_is_not_exported(tmp_path: Path) -> None:
+    small = ["tiny", *words(tmp_path, "--train.steps", "1", "--model.layers", "4", "--model.dense_layers", "0")[1:]]
+    assert hocket(tmp_path, "train", *small).code == 0
+    done = hocket(tmp_path, "export", "runs/tiny", "back")
+    assert done.code == 2
+    assert "no family computes it: the nearest is qwen3_moe, with model.shared_ffn = 0" in done.err
+    assert not (tmp_path / "back").exists()
+    assert not (tmp_path / "back.tmp").exists()
+    assert "is not a checkpoint" in hocket(tmp_path, "export", "runs", "back").err
+
+
+MEMORY = """
+import threading
+from pathlib import Path
+import torch
+from hocket.commands.options import parse
+from hocket.commands.train import Train
+from hocket.engine import Engine
+from hocket.resolve import resolve
+from hocket.settings.rule import Host
+
+torch.set_num_threads(1)
+config, origins = parse(Train, "train", ["run.toml"])
+engine = Engine(resolve(config.config, Host(), origins), 0, torch.device("cpu"))
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+before, most, over = anonymous(), 0, threading.Event()
+
+def watch():
+    global most
+    while not over.wait(0.0005):
+        most = max(most, anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+engine.init_weights()
+over.set()
+watcher.join()
+weights = [weight for unit in engine.sharded.units.values() for weight in unit.weights]
+sizes = [weight.shape.numel() * 4 for weight in weights]
+print(sum(sizes), max(sizes), max(most, anonymous()) - before)
+"""
+
+
+def test_a_rank_holds_a_parameter_beside_its_shards(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_experts": 16, "moe_intermediate_size": 128, "num_hidden_layers": 16}
+    made("qwen3_moe", vocab_size=BYTE_VOCAB, **sizes).save_pretrained(tmp_path / "model")
+    assert hocket(tmp_path, "import", "model", "run.toml").code == 0
+    found = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    total, largest, taken = map(int, found.stdout.split())
+    assert taken < 4 * largest < total / 5  # shards lie there already
