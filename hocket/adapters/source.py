@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hocket.adapters.layer import ExpertLayer
 from hocket.config import Config
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.program.ops import Layout
+from hocket.program.parts import INPUT, LayerKind
 from hocket.program.stages import layout_of
 from hocket.runtime.standin import StandIn
 
@@ -26,7 +28,13 @@ class AdaptedModel:
         self.cut, self._values = cut, values
 
     def layout(self, config: Config) -> Layout:
-        return layout_of(config)
+        """That of hocket's own layers, but that weight gradients of the first part read the layer's input too.
+
+        hocket's own begin with a norm. Others may project the input itself, as OLMo 2 does, and then weight gradients
+        read what another lane has received: see Note: [Values of communication lanes live longer].
+        """
+        there = layout_of(config)
+        return replace(there, types=tuple(map(_keeps_input, there.layer_types)))
 
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         cut, ep = self.cut, place.ep
@@ -73,6 +81,11 @@ class AdaptedModel:
 
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         """Buffers have their values already."""
+
+
+def _keeps_input(kind: LayerKind) -> LayerKind:
+    first, *rest = kind.parts
+    return replace(kind, parts=(replace(first, wgrad_kept=(INPUT, *first.wgrad_kept)), *rest))
 
 
 def _remembered(ends: Ends) -> Callable[[Tensor], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
+from hocket.adapters.cut import Cut
+from hocket.adapters.source import AdaptedModel
+from hocket.adapters.transformers import Pretrained
+from hocket.program.check import check
+from hocket.program.lower import build_program
+from hocket.program.stages import layout_of, sharding_of
+from hocket.resolve import resolve
+from hocket.settings.origins import DEFAULTS
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
 from tests.adapters.runs import far, of_family, plain, planned
 from tests.helpers.parity import whole
@@ -90,3 +101,16 @@ def test_other_plans() -> None:
         last = [rank["losses"] for rank in mine if rank["losses"]]
         compare(family, [list(losses) for losses in zip(*last, strict=True)], mine, expected)
     assert "recompute experts" in ranks[0][0]["verbs"]
+
+
+@pytest.mark.parametrize("order", [{"plan.order": "zb_h1", "plan.chunks": 1}, {"plan.order": "zb_v"}])
+def test_what_was_received_lives_until_weight_gradients_have_read_it(order: dict[str, Any]) -> None:
+    """OLMo 2 projects a layer's input as it came, and hocket's own layers, for which plans would drop it, do not."""
+    settings = {**PIPELINE, "train.microbatches": 8, **order}
+    config = resolve(changed(DEFAULTS, settings), Host(workers=4, local_workers=4))
+    own, theirs = layout_of(config), AdaptedModel(Cut(Pretrained(model("olmo2")))).layout(config)
+    programs = [build_program(layout, 8, config, sharding_of(config)) for layout in (own, theirs)]
+    assert [check(program) for program in programs] == [[], []]
+    dropped = check(replace(programs[0], layout=theirs))
+    assert {violation.name for violation in dropped} == {"values outlive their readers"}
+    assert all("wgrad attn" in violation.message for violation in dropped)
