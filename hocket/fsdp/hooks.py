@@ -137,7 +137,7 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
         calls.append(call)
         call.claim = context.need_forward(unit)
         call.writes = unit.writes()
-        if not torch.is_grad_enabled() or _is_replay(unit):
+        if not torch.is_grad_enabled():
             return args, kwargs
         call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, args, kwargs)
@@ -195,12 +195,6 @@ def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
             f"with the gathered weights: write weights after backward, through module.parameters() or inside of "
             f"ctx.gathered(changed=True)"
         )
-
-
-def _is_replay(unit: Unit) -> bool:
-    """Whether this forward only makes saved tensors again, for a graph that exists: then no backward comes for it."""
-    backward = torch._C._current_graph_task_id()
-    return backward != -1 and any(made_in != backward for _, made_in in unit.open)
 
 
 def _on_gradient(unit: Unit, context: ShardContext) -> Callable[[Tensor], None]:

@@ -357,6 +357,15 @@ class Unit:
             self._reduced[group].wait()  # forgotten before anybody has waited for them
         group.grads.let_go()
 
+    def forget_graphs_since(self, backward: int) -> None:
+        """At the end of a backward: nothing runs the graphs any more that it, or one inside of it, has made.
+
+        A checkpoint that makes saved tensors again runs a forward whose graph has no backward at all.
+        """
+        for forward in [one for one in self.open if one[1] >= backward]:
+            del self.open[forward]
+            self.repeated.discard(forward)
+
     def reduce_deferred(self) -> None:
         """At the end of a step: send what was put off for microbatches that never came."""
         self.reduce()
