@@ -14,7 +14,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints
 from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
-from hocket.fsdp.checks import UNIT, is_full, refuse_newcomers, refuse_sharded, refuse_strange, refuse_types
+from hocket.fsdp.checks import (
+    UNIT,
+    is_full,
+    refuse_matrices,
+    refuse_newcomers,
+    refuse_sharded,
+    refuse_strange,
+    refuse_types,
+)
 from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.materialize import materialize
 from hocket.fsdp.members import Found, Rule, assign, found_parameters, watch_reads
@@ -44,9 +52,9 @@ def fully_shard(
 ) -> ShardContext:
     """Shard a module's parameters, their gradients and the optimizer's state over the ranks of a mesh.
 
-    Every rank keeps a part of each parameter; `module.parameters()` yields these parts from now on, 1-D, for any
-    elementwise optimizer, which must be built afterwards. Training code stays as it is: `loss.backward()`,
-    `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
+    Every rank keeps a part of each parameter; `module.parameters()` yields these parts from now on, with the shape of
+    the whole one, for any elementwise optimizer, which must be built afterwards. Training code stays as it is:
+    `loss.backward()`, `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
 
     Args:
         module: holds the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
@@ -171,7 +179,7 @@ def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
 
 
 def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Raise ValueError for an optimizer that holds parameters of before the sharding, or if a model has newcomers."""
+    """Raise ValueError for an optimizer that would update wrongly or nothing, or if a model has newcomers."""
     if optimizer in _checked:
         return
     for group in optimizer.param_groups:
@@ -181,6 +189,7 @@ def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
                     f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
                     f"build it from module.parameters() afterwards"
                 )
+            refuse_matrices(optimizer, param)
     for context in _contexts:
         refuse_newcomers(context.root)
     _checked.add(optimizer)
@@ -206,10 +215,7 @@ def context_of(module: nn.Module | ShardContext) -> ShardContext:
 
 
 def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: `rule(name, whole shape)` gives a parameter's settings, such as weight decay.
-
-    Shards are 1-D, so rules by `param.ndim` have to look at the whole parameter's shape.
-    """
+    """Parameter groups for an optimizer: `rule(name, whole shape)` gives settings, such as weight decay."""
     groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
     for unit in context_of(module).units:
         for group in unit.groups:

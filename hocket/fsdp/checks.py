@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.members import Found
@@ -106,6 +107,22 @@ def _refuse_shared_memory(params: Sequence[Found]) -> None:
                 f"parameters {one.name} and {other.name} lie in the same memory, but are two objects, which sharding "
                 f"would part: tie them as one nn.Parameter, or clone() one of them"
             )
+
+
+_OF_MATRICES = torch.optim.Adafactor, torch.optim.Muon
+"""Optimizers that take a gradient as a matrix. A shard's is 1-D, on whichever ranks it lies."""
+
+
+def refuse_matrices(optimizer: Optimizer, param: Tensor) -> None:
+    """Refuse torch's optimizers that are not elementwise, which would take a shard for a weight."""
+    group = param.group if isinstance(param, ShardedParameter) else None
+    if group is None:
+        return
+    if isinstance(optimizer, _OF_MATRICES) or (isinstance(optimizer, torch.optim.LBFGS) and not group.keeps_all):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of them: "
+            f"use an elementwise optimizer, such as torch.optim.AdamW"
+        )
 
 
 def refuse_newcomers(root: nn.Module) -> None:

@@ -17,11 +17,16 @@ What takes the place of a shard would be shown in use only, or never: so `_param
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _get_model_state_dict
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.functional import embedding_forward, linear_forward
@@ -180,6 +185,36 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
     return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
 
 
+def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
+    """Take a whole weight, or what `state_dict` has of this shard."""
+    assert shard.group is not None
+    (shape, lo), local = shard.group.place_of(shard), shard.to_local()
+    if value.shape == shape:
+        value = value.detach().reshape(-1)[lo : lo + len(local)]
+    elif value.shape != local.shape:
+        raise ValueError(
+            f"{name} is {tuple(value.shape)} in the state dict, and neither the weight, which is {shape}, nor what "
+            f"this rank keeps of it, {len(local)} elements: load a state dict of the same model, or a checkpoint with "
+            f"hocket.checkpoint.load"
+        )
+    with torch.no_grad():
+        local.copy_(value)
+
+
+def _refuse_to_collect(reader: FrameType | None) -> None:
+    """Raise ValueError if torch collects a state dict to save it: it would take this rank's elements for weights."""
+    while reader is not None and reader.f_code.co_name == "state_dict":
+        reader = reader.f_back
+    if reader is not None and reader.f_code is _COLLECTING:
+        raise ValueError(
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict takes a sharded model's parts for whole "
+            "weights: call it inside of ctx.gathered(), or use hocket.checkpoint.save or hocket.checkpoint.model_state"
+        )
+
+
+_COLLECTING = inspect.unwrap(_get_model_state_dict).__code__
+"""How torch collects a model's state."""
+
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -224,19 +259,27 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
                     )
         return cls._apply(self, fn, recurse)
 
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        cls._save_to_state_dict(self, destination, prefix, keep_vars)
+        for key, shard in self._parameters.items():
+            if isinstance(shard, ShardedParameter) and not keep_vars:
+                full = self.__dict__.get(key)
+                if full is not None:  # inside of ctx.gathered(), after which the memory goes
+                    destination[prefix + key] = full.detach().clone()
+                else:
+                    _refuse_to_collect(sys._getframe(1))
+
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        state = dict(state)
         for key, shard in self._parameters.items():
             found = state.get(prefix + key)
-            if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found.shape != shard.shape:
-                raise ValueError(
-                    f"{prefix}{key} is {tuple(found.shape)} in the state dict, and this rank keeps {shard.numel()} "
-                    f"elements of {tuple(shard.full_shape)}: load whole weights with "
-                    "hocket.checkpoint.load_model_state(ctx, state), or a checkpoint with hocket.checkpoint.load"
-                )
+            if isinstance(shard, ShardedParameter) and isinstance(found, Tensor) and found is not shard:
+                _load(shard, found, prefix + key)
+                state[prefix + key] = shard
         cls._load_from_state_dict(self, state, prefix, *rest)
 
     body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
-    body |= {"_apply": apply, "_load_from_state_dict": load}
+    body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
     if forward is not None:
         body["forward"] = forward
     return type(f"Sharded{cls.__name__}", (cls,), body)

@@ -216,8 +216,9 @@ class ShardContext:
         """A backward is over: send what is left, in the order of units. Waits for nothing."""
         for invocation in list(self.started):
             invocation.finish()
+        this = torch._C._current_graph_task_id()
         for unit in self.units:
-            unit.forget_recomputed()
+            unit.forget_graphs_since(this)
             unit.reduce()
         self.ahead.end_backward()
         self.in_backward = False

@@ -335,12 +335,6 @@ class Unit:
             self._outer_sent[group] = (sent,)
             self._reduced[group] = sent
 
-    def forget_recomputed(self) -> None:
-        """At the end of a backward: no other one comes for the forwards that ran inside of it."""
-        for forward in [one for one in self.open if one[1] != -1]:
-            del self.open[forward]
-            self.repeated.discard(forward)
-
     def wait_reduced(self) -> None:
         """Order the caller's following work behind all that was issued of the reductions of its gradients."""
         for ticket in self._reduced.values():
@@ -362,6 +356,15 @@ class Unit:
         if group in self._reduced and self.context.reductions_open:
             self._reduced[group].wait()  # forgotten before anybody has waited for them
         group.grads.let_go()
+
+    def forget_graphs_since(self, backward: int) -> None:
+        """At the end of a backward: nothing runs the graphs any more that it, or one inside of it, has made.
+
+        A checkpoint that makes saved tensors again runs a forward whose graph has no backward at all.
+        """
+        for forward in [one for one in self.open if one[1] >= backward]:
+            del self.open[forward]
+            self.repeated.discard(forward)
 
     def reduce_deferred(self) -> None:
         """At the end of a step: send what was put off for microbatches that never came."""

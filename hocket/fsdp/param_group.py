@@ -340,10 +340,10 @@ class ParamGroup:
         if not self.trainable:
             raise ValueError(f"{self.members[index].name} is frozen and has no gradient: set it to None only")
         shard = self.shards[index]
-        if value.shape != shard.shape:
+        if value.shape != (shard.hi - shard.lo,):
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)} does not fit the shard of {shard.full_name} on this rank, "
-                f"which has {tuple(shard.shape)}"
+                f"which has {(shard.hi - shard.lo,)}"
             )
         self.settle()
         self.make_grads()

@@ -12,6 +12,12 @@ share it; `data` shares it too, unlike torch's. Fused optimizers change them wit
 torch optimizer the groups of its shards count as changed. Nothing that only reads changes anything, since one rank may
 do it alone, say to log, and all ranks must gather alike.
 
+Note: [A shard has the shape of its weight]
+Rules such as "no weight decay for vectors", counts of parameters and initial values go by `shape`, `ndim`, `size()` and
+`numel()`, which are the whole weight's. They are attributes in Python: kernels of torch see a 1-D tensor of the
+elements that are here, at no cost, and `detach()` has no other shape. A kernel of somebody else's would take an address
+together with `numel()`, and write beyond the end: so there is no `data_ptr()`.
+
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. Whoever computes with a shard, say a penalty on `module.parameters()`, sees one
 rank's elements, and autograd would put the gradient where nobody looks. So a gradient that arrives here is an error,
@@ -37,13 +43,14 @@ class Group(Protocol):
     @property
     def keeps_all(self) -> bool: ...
     def grad_of(self, index: int) -> Tensor | None: ...
+    def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]: ...
     def forget(self, index: int) -> None: ...
     def set_grad(self, index: int, value: Tensor) -> None: ...
     def invalidate(self) -> None: ...
 
 
 class ShardedParameter(nn.Parameter):
-    """A 1-D parameter: elements `lo:hi` of a whole one, flattened. May be empty."""
+    """Elements `lo:hi` of a whole parameter, flattened; may be none. Note: [A shard has the shape of its weight]."""
 
     full_name: str
     """Of the whole parameter, in the root module."""
@@ -72,6 +79,55 @@ class ShardedParameter(nn.Parameter):
     def group(self) -> Group | None:
         """The group that it is a part of; None of a copy."""
         return None if self._group is None else self._group()
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
+        if self.group is None:
+            return super().__repr__()
+        return (
+            f"ShardedParameter({self.full_name}: elements {self.lo} to {self.hi} of {tuple(self.shape)}, {self.dtype})"
+        )
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole parameter."""
+        return self.detach().shape if self._group is None else self.full_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Of the whole parameter."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Of the whole parameter."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole parameter."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Of the whole parameter."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def to_local(self) -> Tensor:
+        """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""
+        return self.detach()
+
+    def data_ptr(self) -> int:
+        """Refuse an address that goes with another number of elements."""
+        if self.group is None:
+            return super().data_ptr()
+        raise ValueError(
+            f"data_ptr() of {self.full_name}, of which this rank has {self.hi - self.lo} of {self.numel()} elements: a "
+            f"kernel that goes by shape or numel() would write beyond them; use to_local(), or an optimizer of torch's"
+        )
 
     # Tensor.grad is a descriptor in C, which a property may replace.
     @property
@@ -107,16 +163,16 @@ class ShardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        group = self.group
+        group, local, value = self.group, self.detach(), value.detach()
         if group is None:
             _DATA.__set__(self, value)
-        elif value.shape != self.shape:
+        elif value.shape != local.shape:
             raise ValueError(
                 f"data of shape {tuple(value.shape)} does not fit the shard of {self.full_name} on this rank, which "
-                f"has {tuple(self.shape)}: write whole weights inside of ctx.gathered(changed=True)"
+                f"has {tuple(local.shape)}: write whole weights inside of ctx.gathered(changed=True)"
             )
-        elif value.data_ptr() != self.data_ptr() or value.dtype != self.dtype:
-            self.detach().copy_(value)  # the memory stays: it is what the group gathers
+        elif value.data_ptr() != local.data_ptr() or value.dtype != local.dtype:
+            local.copy_(value)  # the memory stays: it is what the group gathers
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

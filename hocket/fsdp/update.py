@@ -52,13 +52,13 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
             "step_and_gather starts gathers of the next step, which a CUDA graph that is recorded step by step cannot "
             "hold: call optimizer.step() there"
         )
-    refuse_optimizer(optimizer)  # all of it, before the first unit is updated
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
             f"the step of {type(optimizer).__name__} takes a closure, which computes gradients of the whole model in "
             f"its midst: call optimizer.step(closure)"
         )
+    refuse_optimizer(optimizer)  # all of it, before the first unit is updated
     order = context.ahead.order_of_use()
     ahead = context.ahead.to_gather_first(order)
     update = _updates(optimizer, order)

@@ -137,12 +137,12 @@ def parts(ctx: Any, way: Way) -> Iterator[tuple[str, tuple[int, ...], int, Tenso
 def fill(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer, way: Way) -> None:
     """Give all of the state its true values."""
     for name, shape, lo, one in parts(ctx, way):
-        one.copy_(truth(name, "main", shape).flatten()[lo : lo + one.numel()])
+        one.copy_(truth(name, "main", shape).flatten()[lo : lo + len(one.detach())])
         for key, value in optimizer.state.get(one, {}).items():
             if key == "step":
                 value.fill_(len(name))
             else:
-                value.copy_(truth(name, key, shape).flatten()[lo : lo + one.numel()])
+                value.copy_(truth(name, key, shape).flatten()[lo : lo + len(one.detach())])
     module.seen.copy_(truth("seen", "buffer", (2, 2)))
     module.scratch.fill_(dist.get_rank())
 
@@ -152,15 +152,15 @@ def check(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer | None,
     looked = 0
     for name, shape, lo, one in parts(ctx, way):
         assert one.dtype == way.main
-        assert torch.equal(one, truth(name, "main", shape).flatten()[lo : lo + one.numel()].to(way.main)), name
+        assert torch.equal(one, truth(name, "main", shape).flatten()[lo : lo + len(one.detach())].to(way.main)), name
         for key, value in optimizer.state.get(one, {}).items() if optimizer else ():
             looked += 1
             if key == "step":
                 assert value.item() == len(name), (name, value)
             else:
-                assert value.shape == one.shape
-                assert torch.equal(value, truth(name, key, shape).flatten()[lo : lo + one.numel()].to(value.dtype)), (
-                    name
-                )
+                assert value.shape == one.detach().shape
+                assert torch.equal(
+                    value, truth(name, key, shape).flatten()[lo : lo + len(one.detach())].to(value.dtype)
+                ), name
     assert torch.equal(module.seen, truth("seen", "buffer", (2, 2)))
     return looked

@@ -95,8 +95,9 @@ def pickled() -> None:
     pickle.dumps(sharded()[0])
 
 
-def loaded_whole() -> None:
-    sharded()[0].load_state_dict(plain().state_dict())
+def loaded_from_another() -> None:
+    state = {name: value[:1] for name, value in plain().state_dict().items()}
+    sharded()[0].load_state_dict(state)
 
 
 def tensor_parallel() -> None:
@@ -266,7 +267,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     unfrozen_later: "can't be set to True any more",
     copied: "can't be pickled or copied",
     pickled: "can't be pickled or copied",
-    loaded_whole: "load whole weights with hocket.checkpoint.load_model_state(ctx, state)",
+    loaded_from_another: "load a state dict of the same model, or a checkpoint with hocket.checkpoint.load",
     tensor_parallel: "parameter 0.weight is a DTensor",
     lazy: "parameter weight has no shape yet",
     updated_too_early: "changed between a forward and its backward",

@@ -74,7 +74,7 @@ def _weights(rank, case):
         assert torch.equal(params[name], (value + 2).to(group.compute_dtype)), name
     if group.whole:
         assert params["w"].data_ptr() == pointer == group.weight.data_ptr()
-    covered = sum(len(shard) for shard in group.shards)
+    covered = sum(len(shard.to_local()) for shard in group.shards)
     assert group.main.count_nonzero() <= covered
     apart = group.groups.outer_shards or (group.whole and group.compute_dtype != case.precision.main)
     assert (group.weight is group.main) != apart

@@ -140,4 +140,4 @@ def test_shards_do_not_keep_their_group_alive():
     shard = group.shards[0]
     del group
     assert shard.group is None  # at once, without a garbage collection
-    assert len(shard) == 407
+    assert len(shard.to_local()) == 407

@@ -287,7 +287,7 @@ def bound(rank: int) -> tuple[int, int]:
     peak = torch.cuda.max_memory_allocated() - resting
     unit = max(unit.full_bytes for unit in training.ctx.units)
     received = unit // 2  # what a reduction writes on 2 ranks before it is added
-    gradients = sum(4 * shard.numel() for shard in training.model.parameters())
+    gradients = sum(4 * len(shard.detach()) for shard in training.model.parameters())
     return peak, 2 * unit + 2 * unit + received + gradients
 
 

@@ -39,7 +39,7 @@ class Kept:
 
     @property
     def hi(self) -> int:
-        return self.lo + self.shard.numel()
+        return self.lo + self.shard.hi - self.shard.lo
 
     def tensor(self, flat: Tensor) -> FlatTensor:
         """`flat`, 1-D and as long as the shard, as a part of the whole parameter."""

@@ -82,14 +82,14 @@ def _wrapped(one: Kept | None, key: str, value: Any) -> Any:
     """A value of the optimizer's state as it is saved."""
     if one is None or not _has_tensors(value):
         return value
-    if isinstance(value, Tensor) and value.shape == one.shard.shape:
+    if isinstance(value, Tensor) and value.shape == one.shard.to_local().shape:
         return one.tensor(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
     raise ValueError(
         f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
-        f"{tuple(one.shard.shape)}, nor a single number: only elementwise optimizers work on shards"
+        f"{tuple(one.shard.to_local().shape)}, nor a single number: only elementwise optimizers work on shards"
     )
 
 
@@ -169,11 +169,11 @@ def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: A
     if one is None:
         fits = isinstance(present, Tensor) and present.shape == entry.size
         return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
-    if isinstance(present, Tensor) and present.shape == one.shard.shape:
+    if isinstance(present, Tensor) and present.shape == one.shard.to_local().shape:
         return one.tensor(present)
     follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
     dtype = one.shard.dtype if follows else entry.properties.dtype
-    return one.tensor(torch.zeros(one.shard.shape, dtype=dtype, device=one.shard.device))
+    return one.tensor(torch.zeros(one.shard.to_local().shape, dtype=dtype, device=one.shard.device))
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:

@@ -36,7 +36,7 @@ def model_state(context: ShardContext) -> dict[str, Any]:
 
 def entries(own: Inventory) -> dict[str, Any]:
     """`model_state` of what has been looked at already."""
-    state: dict[str, Any] = {name: one.tensor(one.shard) for name, one in own.kept.items()}
+    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.kept.items()}
     for name, original in own.plain.items():
         value = own.state[original]
         state[name] = value.detach() if isinstance(value, Tensor) else value
