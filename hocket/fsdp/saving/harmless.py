@@ -33,8 +33,17 @@ _KNOWN = {
 """Module -> names in it that metadata is made of."""
 
 
+def _member(kind: object, name: str) -> object:
+    """What `getattr` is for in metadata: some releases of Python 3.11 pickle members of an enumeration that way."""
+    if kind is not entries._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it asks for an attribute, which may run code")
+    return entries._MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which may run code")
         return super().find_class(module, name)
