@@ -56,10 +56,8 @@ class StepState:
         reader = CheckpointReader(folder)
         try:
             stored = reader.read_metadata().state_dict_metadata
-        except Exception as error:  # of pickle, which any bytes may raise; all ranks read the same file
-            raise ValueError(
-                f"checkpoint {folder}: its .metadata cannot be read ({error}); fix: another one"
-            ) from error
+        except ValueError as error:  # on all ranks alike, since they read the same file
+            raise ValueError(f"checkpoint {folder}: {error}; fix: another one") from None
         self._refuse(folder, stored, optimizer)
         averages = self._averages()
         steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
