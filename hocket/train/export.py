@@ -17,8 +17,10 @@ from torch import Tensor
 from hocket.config import BYTES, ModelConfig
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
+from hocket.model.tokenizer import tokenizer_file
 from hocket.pretrained.configuration import config_of, differences, family_for, model_of, read_config
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
@@ -55,7 +57,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     }
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        reader = dcp.FileSystemReader(checkpoint)
+        reader = HarmlessReader(checkpoint)
         for param, shape in shapes.items():
             yield from split(*rules[param], _read(reader, param, shape))
 
@@ -88,12 +90,12 @@ def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[s
     return name, config_of(name, model, type_name, settings["data"]["sequence_length"])
 
 
-def _read(reader: dcp.FileSystemReader, name: str, shape: tuple[int, ...]) -> Tensor:
+def _read(reader: HarmlessReader, name: str, shape: tuple[int, ...]) -> Tensor:
     """A whole parameter of a checkpoint, or a balance bias."""
     value = torch.empty(prod(shape))
     kind = "bias" if name.endswith("router.bias") else "weight"
     state = {f"{kind}.{name}": FlatTensor(value, shape, 0, value.numel())}
-    run_dcp(f"{reader.path} cannot be read: ", dcp.load, state, storage_reader=reader)
+    run_dcp(f"{reader.path} cannot be read: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())
     return value.view(shape)
 
 
@@ -102,5 +104,5 @@ def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:
     for pattern in BESIDE if weights else ():
         for file in Path(weights).glob(pattern):
             shutil.copy(file, folder / file.name)
-    if tokenizer != BYTES and Path(tokenizer).exists():
-        shutil.copy(tokenizer, folder / "tokenizer.json")
+    if tokenizer != BYTES and (file := tokenizer_file(tokenizer)).exists():
+        shutil.copy(file, folder / "tokenizer.json")

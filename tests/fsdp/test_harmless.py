@@ -169,3 +169,9 @@ def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"\.metadata cannot be read: "):
             HarmlessReader(file.parent).read_metadata()
+
+
+def test_nothing_reads_checkpoints_otherwise() -> None:
+    files = Path(hocket.__file__).parent.rglob("*.py")
+    readers = [file.name for file in files if "FileSystemReader" in file.read_text()]
+    assert readers == ["harmless.py"]
