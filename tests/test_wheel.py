@@ -20,7 +20,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Files of a wheel that is built from a copy of the repository."""
-    pytest.importorskip("setuptools", "77.0.3")
+    pytest.importorskip("setuptools", "77.0.3", reason="the wheel is built by setuptools 77.0.3 or newer")
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     for folder in ("hocket", "benchmarks", "tests", "scripts"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))

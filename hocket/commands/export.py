@@ -29,9 +29,13 @@ def run(words: list[str]) -> int:
     from hocket.train.export import export  # imports torch
 
     try:
-        family = export(checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype)
+        family, remark = export(
+            checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
+        )
     except (OSError, ValueError) as error:
         fix = "a run with a whole checkpoint of a model that a family computes, and a new folder"
         raise ValueError(f"export {options.run} {options.folder} (command line): {error}; fix: {fix}") from None
     print(f"wrote {options.folder}: {family}, of {checkpoint}")
+    if remark:
+        print(f"note: {remark}; so hocket wrote a config.json of its own")
     return 0

@@ -32,8 +32,10 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "ch
 TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
 
 
-def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> str:
-    """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer. Returns its family.
+def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, str]:
+    """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer.
+
+    Returns its family, and a remark: why an imported model's own config.json could not be taken; empty if it was.
 
     `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds one parameter
     at a time. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model that no
@@ -47,7 +49,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
         name: tuple(v) if isinstance(v, list) else v for name, v in settings["model"].items() if name in known
     }
     model = ModelConfig(**stored)
-    name, config = _config(model, settings, dtype or settings["precision"]["compute"])
+    name, config, remark = _config(model, settings, dtype or settings["precision"]["compute"])
     shapes, kind = whole_shapes(model), TYPES[dtype or settings["precision"]["compute"]][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
     tensors = {
@@ -73,21 +75,22 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     except BaseException:
         folder.give_up()
         raise
-    return name
+    return name, remark
 
 
-def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[str, dict[str, Any]]:
-    """Family and config.json: of an imported model its own, as long as it says the same."""
-    type_name = TYPES[dtype][0]
+def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[str, dict[str, Any], str]:
+    """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
+    type_name, remark = TYPES[dtype][0], ""
     if model.weights:
         try:
             config = read_config(Path(model.weights))
-            if not differences(model, model_of(config)):
-                return config["model_type"], {**config, "torch_dtype": type_name, "dtype": type_name}
-        except ValueError:
-            pass  # the folder is gone, or another model's now: config.json is made like that of a model of our own
+            if not (found := differences(model, model_of(config))):
+                return config["model_type"], {**config, "torch_dtype": type_name, "dtype": type_name}, ""
+            remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"
+        except ValueError as error:
+            remark = f"model.weights = {model.weights}: {error}"
     name = family_for(model)
-    return name, config_of(name, model, type_name, settings["data"]["sequence_length"])
+    return name, config_of(name, model, type_name, settings["data"]["sequence_length"]), remark
 
 
 def _read(reader: HarmlessReader, name: str, shape: tuple[int, ...]) -> Tensor:

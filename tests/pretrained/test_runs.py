@@ -62,6 +62,12 @@ def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> 
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
     assert after == {**before, "torch_dtype": "float32"}
     assert (tmp_path / "back" / "tokenizer_config.json").exists()
+    assert "note:" not in done.out
+    (tmp_path / "model").rename(tmp_path / "moved")
+    done = hocket(tmp_path, "export", "runs/run", "again")
+    assert done.code == 0, done.err
+    assert "note: model.weights = " in done.out
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == before["model_type"]
 
 
 def test_transformers_finds_the_same_loss(tmp_path: Path) -> None:
