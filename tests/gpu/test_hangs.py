@@ -29,7 +29,7 @@ COPIED = [
 ]  # fmt: skip
 """Over `SMALL`."""
 HEAD = f"hocket: no progress for {LIMIT} s: "
-ATTENTION = "hocket.engine.actions:Actions.fwd_attn"
+ATTENTION = "hocket.model.moe:MoELayer.forward_attn"
 EXCHANGE = "hocket.runtime.peer_copies:PeerCopies.exchange"
 STEP = "hocket.engine.engine:Engine.train_step"
 
