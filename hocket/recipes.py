@@ -121,7 +121,7 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         "Qwen3-235B-A22B on 128 GPUs: pipeline 8 x data 16 with experts over 8 ranks",
         families.qwen3_235b_a22b(),
         MeshConfig(pp=8, dp=16, ep=8),
-        PlanConfig(chunks=2, recompute=("experts",)),
+        PlanConfig(recompute=("experts",)),
     ),
     "glm4_5_air": (
         "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks",
