@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
@@ -28,6 +28,7 @@ VALUES: dict[str, list[Any]] = {
     "clip": [0.5, 0.0],
     "ep": [1, 2],
     "dp": [1, 2],
+    "projections": ["plain", "biased", "normed"],
     "pp": [1, 2],
     "chunks": [1, 2],
     "layers": ["even", "uneven"],
@@ -43,6 +44,16 @@ VALUES: dict[str, list[Any]] = {
 }
 """What the matrix varies. With room of 1 steps are made again. Uneven stages have odd numbers of layers: forward
 and backward meet in the middle one."""
+
+
+PROJECTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biased": dict(
+        qkv_bias=True, o_bias=True, rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4)
+    ),
+    "normed": dict(qk_norm=True, qk_norm_over="whole", rope=RopeConfig(without=(0,))),
+}
+"""What is done to queries and keys. With norms over their whole width, dense models have those of layers behind."""
 
 
 def legal(case: dict[str, Any]) -> bool:
@@ -82,9 +93,11 @@ def matrix_config(case: dict[str, Any]) -> Config:
     others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip")
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    projections = PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
     return changed(whole, {setting: case[name] for setting, name in others.items()})
 
@@ -119,9 +132,34 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     ),
     "everything on, and recomputed": (
-        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
+        dict(
+            layers=8,
+            dense_layers=(0, 4),
+            shared_ffn=16,
+            aux_loss=0.01,
+            bias_rate=0.01,
+            qk_norm=True,
+            qkv_bias=True,
+            o_bias=True,
+            rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4, without=(1, 4)),
+        ),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
+    "norms of whole queries and keys": (
+        dict(layers=4, dense_layers=(1,), shared_ffn=16, qk_norm=True, qk_norm_over="whole", qkv_bias=True),
+        dict(pp=2, dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", defer_layers=-1, recompute=("attn:1",)),
+    ),
+    "norms behind attention and MLP": (
+        dict(layers=4, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", o_bias=True),
+        dict(pp=2, dp=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1, defer_parts="all", recompute=("mlp:1",)),
+    ),
+    "norms behind, and a head behind all layers": (
+        dict(layers=3, experts=0, norms="after"),
+        dict(pp=2, dp=2),
+        dict(chunks=2, merge="off", layers_per_stage=(1, 1, 1, 0), update="next_step", strategy="optim"),
     ),
     "recomputed in some layers": (
         dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import PROJECTIONS
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -110,6 +111,8 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
+BIASES = dict(qkv_bias=True, o_bias=True)
+WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
@@ -117,7 +120,19 @@ CASES: dict[str, Config] = {
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}, pieces=2),
     "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
-        dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
+        dict(layers=4, dense_layers=(1, 2), qk_norm=True, rope=RopeConfig(width=4, without=(1,))),
+        dict(pp=2),
+        dict(chunks=2, recompute=("attn", "mlp")),
+    ),
+    "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
+    "biases, four ranks, two heads of keys, experts over all": of(
+        {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
+    ),
+    "whole norms": of({**MIXED, **WHOLE_NORMS}, dict(dp=2), dict(recompute=("attn:1",))),
+    "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
+    "biases, norms behind, documents": changed(
+        of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
+        {"data.packing": "on"},
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
@@ -151,6 +166,7 @@ VALUES: dict[str, list[Any]] = {
     "documents": ["off", "on"],
     "tied": [False, True],
     "kv_heads": [2, 1],
+    "projections": list(PROJECTIONS),
 }
 """What stands beside two tensor-parallel ranks, on four ranks at most."""
 
@@ -182,6 +198,8 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"], kv_heads=case["kv_heads"])
     others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads")
     plan = {name: value for name, value in case.items() if name not in others}
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    model |= PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
     c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
