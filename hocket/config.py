@@ -89,6 +89,13 @@ class ModelConfig:
     """Divide the chosen scores by their sum."""
     route_scale: float = 1.0
     """Factor on the routing weights."""
+    route_groups: int = 1
+    """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
+    route_top_groups: int = 1
+    """Groups in which a token chooses experts; 1 of 1 is all of them."""
+    route_group_score: Literal["best", "best_two"] = "best_two"
+    """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
+    scores (DeepSeek-V3). Where there are biases, by scores with them."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
     bias_rate: float = 0.0

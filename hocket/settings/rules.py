@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
 from hocket.program.layer import order_problem
+from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
@@ -22,10 +23,6 @@ from hocket.settings.transport_rules import TRANSPORT_RULES
 
 LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
-
-
-def has_experts(c: Config) -> bool:
-    return "moe" in c.model.kinds()
 
 
 RULES: tuple[Rule, ...] = (
@@ -48,6 +45,7 @@ RULES: tuple[Rule, ...] = (
         "a token cannot choose {model.top_k} of {model.experts} experts",
         "model.top_k at most model.experts",
     ),
+    *ARCHITECTURE_RULES,
     *(
         Rule(
             (setting, "precision.compute"),
@@ -85,6 +83,9 @@ RULES: tuple[Rule, ...] = (
             "model.routing",
             "model.normalize_top_k",
             "model.route_scale",
+            "model.route_groups",
+            "model.route_top_groups",
+            "model.route_group_score",
             "model.aux_loss",
             "model.bias_rate",
         )

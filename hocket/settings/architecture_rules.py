@@ -1,0 +1,53 @@
+"""Rules for groups of experts: part of the table in `rules.py`."""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.settings.rule import Rule
+
+
+def has_experts(c: Config) -> bool:
+    return "moe" in c.model.kinds()
+
+
+ARCHITECTURE_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("model.route_groups", "model.experts"),
+        lambda c, h: has_experts(c) and c.model.experts % c.model.route_groups != 0,
+        "{model.experts} experts cannot be spread evenly over {model.route_groups} groups",
+        "a divisor of model.experts",
+    ),
+    Rule(
+        ("model.route_top_groups", "model.route_groups"),
+        lambda c, h: c.model.route_top_groups > c.model.route_groups,
+        "a token cannot choose {model.route_top_groups} of {model.route_groups} groups",
+        "model.route_top_groups at most model.route_groups",
+    ),
+    Rule(
+        ("model.route_top_groups", "model.top_k", "model.route_groups"),
+        lambda c, h: (
+            has_experts(c)
+            and c.model.top_k <= c.model.experts
+            and c.model.top_k * c.model.route_groups > c.model.experts * c.model.route_top_groups
+        ),
+        "{model.route_top_groups} of {model.route_groups} groups have fewer than model.top_k = {model.top_k} of the "
+        "{model.experts} experts",
+        "more model.route_top_groups, or fewer model.route_groups",
+    ),
+    Rule(
+        ("model.route_group_score", "model.route_groups"),
+        lambda c, h: (
+            c.model.route_group_score == "best_two"
+            and c.model.route_top_groups < c.model.route_groups == c.model.experts
+        ),
+        "a group of one expert has no two scores",
+        "best, or fewer model.route_groups",
+    ),
+    Rule(
+        ("model.route_group_score", "model.route_groups"),
+        lambda c, h: c.model.route_groups == c.model.route_top_groups and has_experts(c),
+        "no effect: a token chooses among the experts of all groups",
+        "model.route_groups above model.route_top_groups, or leave it out",
+        only_if_set=True,
+    ),
+)
