@@ -68,6 +68,17 @@ class ModelConfig:
     """Key and value heads; divides `heads`."""
     head_dim: int = 32
     """Width of one head."""
+    kv_lora_rank: int = 0
+    """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
+    `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
+    q_lora_rank: int = 0
+    """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
+    qk_nope_head_dim: int = 128
+    """Elements of each query and key without position. Of latent attention, as the next two."""
+    qk_rope_head_dim: int = 64
+    """Elements of each query and key that rotate. Those of keys are one for all heads."""
+    v_head_dim: int = 128
+    """Width of each head's values."""
     ffn: int = 384
     """Width of a dense layer's MLP."""
     dense_layers: tuple[int, ...] = ()
@@ -114,6 +125,16 @@ class ModelConfig:
     """Standard deviation of the initial weights, where `init` gives no other."""
     weights: str = ""
     """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_rope_head_dim + self.qk_nope_head_dim if self.latent else self.head_dim
 
     def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """The kind of every layer."""

@@ -6,22 +6,17 @@ F width of an MLP.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.documents import Documents, attend
+from hocket.model.latent_attention import LatentAttention
+from hocket.model.parameters import new_weight
+from hocket.model.rotary import rotary_table
 from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
-
-
-def new_weight(*shape: int) -> nn.Parameter:
-    """A parameter without a value, on the meta device; `model/init.py` says what to put in it."""
-    return nn.Parameter(torch.empty(shape, device="meta"))
 
 
 class Attention(nn.Module):
@@ -73,14 +68,9 @@ class Attention(nn.Module):
         return self.linears.row("proj", o_BHSN.transpose(1, 2).flatten(2), self.wo)
 
 
-@lru_cache(maxsize=16)
-def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Tensor:
-    """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, N / 2]."""
-    # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
-    with torch.inference_mode(False), torch.no_grad():
-        frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-        angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
-        return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
+def attention_of(config: ModelConfig, linears: Linears = WHOLE) -> Attention | LatentAttention:
+    """The attention that a model's layers have."""
+    return LatentAttention(config, linears) if config.latent else Attention(config, linears)
 
 
 class Mlp(nn.Module):
@@ -119,7 +109,7 @@ class DenseLayer(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.attn_norm = new_weight(config.hidden)
-        self.attn = Attention(config, linears)
+        self.attn = attention_of(config, linears)
         self.ffn_norm = new_weight(config.hidden)
         self.mlp = Mlp(config.hidden, config.ffn, linears)
 

@@ -1,4 +1,4 @@
-"""Rules for groups of experts: part of the table in `rules.py`."""
+"""Rules for latent attention and groups of experts: part of the table in `rules.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,38 @@ def has_experts(c: Config) -> bool:
 
 
 ARCHITECTURE_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("model.qk_rope_head_dim",),
+        lambda c, h: c.model.latent and c.model.qk_rope_head_dim % 2 != 0,
+        "the rotary embedding turns pairs of elements",
+        "make it even",
+    ),
+    Rule(
+        ("model.qk_norm", "model.kv_lora_rank"),
+        lambda c, h: c.model.latent and c.model.qk_norm,
+        "latent attention norms its latents, not its heads",
+        "model.qk_norm = False, or model.kv_lora_rank = 0",
+    ),
+    *(
+        Rule(
+            (f"model.{name}", "model.kv_lora_rank"),
+            lambda c, h: not c.model.latent,
+            "no effect: model.kv_lora_rank = 0, so attention is no latent one",
+            "model.kv_lora_rank above 0, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
+    *(
+        Rule(
+            (f"model.{name}", "model.kv_lora_rank"),
+            lambda c, h: c.model.latent,
+            "no effect: latent attention has keys of its own for every head",
+            f"model.{instead}, or model.kv_lora_rank = 0",
+            only_if_set=True,
+        )
+        for name, instead in (("kv_heads", "heads"), ("head_dim", "qk_nope_head_dim"))
+    ),
     Rule(
         ("model.route_groups", "model.experts"),
         lambda c, h: has_experts(c) and c.model.experts % c.model.route_groups != 0,

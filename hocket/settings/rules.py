@@ -29,13 +29,13 @@ RULES: tuple[Rule, ...] = (
     # Model
     Rule(
         ("model.heads", "model.kv_heads"),
-        lambda c, h: c.model.heads % c.model.kv_heads != 0,
+        lambda c, h: not c.model.latent and c.model.heads % c.model.kv_heads != 0,
         "{model.heads} query heads cannot share {model.kv_heads} key and value heads evenly",
         "make model.heads a multiple of model.kv_heads",
     ),
     Rule(
         ("model.head_dim",),
-        lambda c, h: c.model.head_dim % 2 != 0,
+        lambda c, h: not c.model.latent and c.model.head_dim % 2 != 0,
         "the rotary embedding turns pairs of elements",
         "make it even",
     ),
