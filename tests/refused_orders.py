@@ -1,4 +1,4 @@
-"""What is refused of stages, orders, shards, and of the model's architecture, for `test_config.py`.
+"""What is refused of stages, of orders with steps of weight gradients alone, and of shards, for `test_config.py`.
 
 Each row: what differs from the recipe `tiny`, what a user asks for on the command line, the setting that the message
 names, and words of its reason. Names are those of `test_config.changed`.
@@ -11,7 +11,6 @@ from typing import Any
 ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
 V: dict[str, Any] = {"plan__order": "merged_v"}
 
-DENSE: dict[str, Any] = {"model__experts": 0, "model__dense_layers": ()}
 FOUR: dict[str, Any] = {"mesh__dp": 4}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
@@ -46,12 +45,4 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (V, {"merge_ends": "on"}, "overlap.ep.merge_ends", "in the order merged_v no two microbatches"),
     (V, {"plan__stride": 3}, "plan.stride", "two forwards apart"),
     (V, {"train__microbatches": 3}, "train.microbatches", "what it merges does not meet"),
-    ({}, {"model__route_groups": 3}, "model.route_groups", "8 experts cannot be spread evenly over 3 groups"),
-    ({}, {"model__route_top_groups": 2}, "model.route_top_groups", "cannot choose 2 of 1 groups"),
-    ({"model__top_k": 5}, {"model__route_groups": 2}, "model.route_groups", "have fewer than model.top_k = 5 of the 8"),
-    ({"model__top_k": 1}, {"model__route_groups": 8}, "model.route_groups", "a group of one expert has no two scores"),
-    ({}, {"model__route_group_score": "best"}, "model.route_group_score", "a token chooses among the experts of all"),
-    (DENSE, {"model__route_groups": 2}, "model.route_groups", "no effect: the model has no MoE layer"),
-    (DENSE, {"model__route_top_groups": 1}, "model.route_top_groups", "no effect: the model has no MoE layer"),
-    (DENSE, {"model__route_group_score": "best"}, "model.route_group_score", "no effect: the model has no MoE layer"),
 )

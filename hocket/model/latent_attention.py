@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents, attend
 from hocket.model.parameters import new_weight
-from hocket.model.rotary import rotary_table
+from hocket.model.rotary import mscale, rope_of, rotary_table
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.runtime.functional import linear, linears
 from hocket.runtime.norms import rms_norm, rotate
@@ -36,9 +36,11 @@ EPS = 1e-6
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, without norm and residual."""
 
-    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
+        """`number` is that of the layer."""
         super().__init__()
         c = self.config = config
+        self.rope = rope_of(config, number)
         self.linears, self.heads = linears, config.heads // linears.size
         queries, latent = self.heads * c.key_width, c.kv_lora_rank
         if c.q_lora_rank:
@@ -61,11 +63,12 @@ class LatentAttention(nn.Module):
         q, kv, turning = self._projected(h_BSD)
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
-        table = rotary_table(seq, c.qk_rope_head_dim, c.rope_theta, h_BSD.device)
-        if documents is not None:
-            table = table.index_select(1, documents.position_T)
-        q_BSHX = _rotate_first(q.view(*sizes, self.heads, c.key_width), table)
-        k_BS1R = rotate(turning.reshape(*sizes, 1, c.qk_rope_head_dim), table)
+        q_BSHX, k_BS1R = q.view(*sizes, self.heads, -1), turning.reshape(*sizes, 1, -1)
+        if self.rope is not None:
+            table = rotary_table(seq, self.rope.width, self.rope.theta, h_BSD.device, self.rope.settings)
+            if documents is not None:
+                table = table.index_select(1, documents.position_T)
+            q_BSHX, k_BS1R = rotate(q_BSHX, table), rotate(k_BS1R, table)
         k_BSHN, v_BSHV = kv.view(*sizes, self.heads, -1).split([c.qk_nope_head_dim, c.v_head_dim], -1)
         k_BSHX = torch.cat([k_BS1R.expand(-1, -1, self.heads, -1), k_BSHN], -1)
         o_BSHV = attention(q_BSHX, k_BSHX, v_BSHV, softmax_scale(c), documents)
@@ -86,8 +89,13 @@ class LatentAttention(nn.Module):
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What products of queries and keys are multiplied by."""
-    return config.key_width**-0.5
+    """What products of queries and keys are multiplied by: with yarn more, as `mscale_all_dim` says.
+
+    The square of that factor is on queries and keys alike, as DeepSeek's models have it.
+    """
+    rope = config.rope
+    grown = mscale(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0
+    return config.key_width**-0.5 * grown**2
 
 
 def attention(
@@ -105,8 +113,3 @@ def attention(
         return attend(q_BSHX[0], k_BSHX[0], v_BSHV[0], documents, scale)[None, ..., :values]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHX, k_BSHX, v_BSHV))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)[..., :values]
-
-
-def _rotate_first(x_BSHX: Tensor, table: Tensor) -> Tensor:
-    turning, rest = x_BSHX.tensor_split([2 * table.shape[-1]], -1)
-    return torch.cat([rotate(turning, table), rest], -1)

@@ -14,17 +14,18 @@ from hocket.kernels.usable import usable
 from hocket.model.documents import Documents, attend
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
-from hocket.model.rotary import rotary_table
+from hocket.model.rotary import rope_of, rotary_table
 from hocket.parallel.linears import WHOLE, Linears, Role
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
+from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, without norm and residual."""
 
-    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
+        """`number` is that of the layer."""
         super().__init__()
-        self.config, self.linears = config, linears
+        self.config, self.linears, self.rope = config, linears, rope_of(config, number)
         self.heads = config.heads // linears.size
         self.kv_heads = max(1, config.kv_heads // linears.size)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
@@ -47,14 +48,7 @@ class Attention(nn.Module):
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
-        table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
-        if documents is not None:
-            table = table.index_select(1, documents.position_T)
-        if c.qk_norm:
-            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
-            k_BSKN = norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
-        else:
-            q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
+        q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
         if documents is not None:
             o_THN = attend(q_BSHN[0], k_BSKN[0], v_BSKN[0], documents)
             return self.linears.row("proj", o_THN.reshape(batch, seq, -1), self.wo)
@@ -67,10 +61,25 @@ class Attention(nn.Module):
         )
         return self.linears.row("proj", o_BHSN.transpose(1, 2).flatten(2), self.wo)
 
+    def _placed(self, q_BSHN: Tensor, k_BSKN: Tensor, seq: int, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their norms and positions."""
+        c, rope = self.config, self.rope
+        if rope is None:
+            if c.qk_norm:
+                return rms_norm(q_BSHN, self.q_norm, c.norm_eps), rms_norm(k_BSKN, self.k_norm, c.norm_eps)
+            return q_BSHN, k_BSKN
+        table = rotary_table(seq, rope.width, rope.theta, q_BSHN.device, rope.settings)
+        if documents is not None:
+            table = table.index_select(1, documents.position_T)
+        if c.qk_norm:
+            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
+            return q_BSHN, norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
+        return rotate(q_BSHN, table), rotate(k_BSKN, table)
 
-def attention_of(config: ModelConfig, linears: Linears = WHOLE) -> Attention | LatentAttention:
-    """The attention that a model's layers have."""
-    return LatentAttention(config, linears) if config.latent else Attention(config, linears)
+
+def attention_of(config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> Attention | LatentAttention:
+    """The attention of a model's layer."""
+    return (LatentAttention if config.latent else Attention)(config, linears, number)
 
 
 class Mlp(nn.Module):
@@ -105,11 +114,11 @@ def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
 class DenseLayer(nn.Module):
     """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
 
-    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.attn_norm = new_weight(config.hidden)
-        self.attn = attention_of(config, linears)
+        self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
         self.mlp = Mlp(config.hidden, config.ffn, linears)
 

@@ -78,13 +78,15 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    def __init__(self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE) -> None:
+    def __init__(
+        self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE, number: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         self.ep = ep
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
-        self.attn = attention_of(config, linears)
+        self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
         self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)

@@ -23,6 +23,12 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         "latent attention norms its latents, not its heads",
         "model.qk_norm = False, or model.kv_lora_rank = 0",
     ),
+    Rule(
+        ("model.rope.width", "model.kv_lora_rank"),
+        lambda c, h: c.model.latent and c.model.rope.width > 0,
+        "of latent attention model.qk_rope_head_dim = {model.qk_rope_head_dim} elements of each head rotate",
+        "leave it out, or model.kv_lora_rank = 0",
+    ),
     *(
         Rule(
             (f"model.{name}", "model.kv_lora_rank"),

@@ -16,6 +16,7 @@ from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, stages
+from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
         "the rotary embedding turns pairs of elements",
         "make it even",
     ),
+    *ROPE_RULES,
     Rule(
         ("model.top_k", "model.experts"),
         lambda c, h: 0 < c.model.experts < c.model.top_k,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
@@ -119,7 +119,15 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     ),
     "everything on, and recomputed": (
-        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
+        dict(
+            layers=8,
+            dense_layers=(0, 4),
+            shared_ffn=16,
+            aux_loss=0.01,
+            bias_rate=0.01,
+            qk_norm=True,
+            rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4, without=(1, 4)),
+        ),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
     ),

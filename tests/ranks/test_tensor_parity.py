@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
@@ -117,7 +117,9 @@ CASES: dict[str, Config] = {
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}, pieces=2),
     "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
-        dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
+        dict(layers=4, dense_layers=(1, 2), qk_norm=True, rope=RopeConfig(width=4, without=(1,))),
+        dict(pp=2),
+        dict(chunks=2, recompute=("attn", "mlp")),
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),

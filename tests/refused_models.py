@@ -1,0 +1,55 @@
+"""What is refused of a model's sizes and positions, for `test_config.py`: rows as in `refused_orders.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+YARN: dict[str, Any] = {"model__rope__kind": "yarn", "model__rope__original_positions": 64}
+LATENT: dict[str, Any] = {"model__kv_lora_rank": 16}
+DENSE: dict[str, Any] = {"model__experts": 0, "model__dense_layers": ()}
+LLAMA: dict[str, Any] = {"model__rope__kind": "llama3", "model__rope__original_positions": 64}
+
+REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({}, {"model__head_dim": 31}, "model.head_dim", "rotary"),
+    ({}, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),
+    ({}, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
+    ({}, {"model__rope__width": 5}, "model.rope.width", "pairs of elements rotate"),
+    ({}, {"model__rope__width": 34}, "model.rope.width", "a head has 32; fix: an even number up to model.head_dim"),
+    ({}, {"model__rope__without": (8,)}, "model.rope.without", "numbered 0 to 7"),
+    ({}, {"model__rope__kind": "yarn"}, "model.rope.kind", "yarn goes by how often a pair turns"),
+    (YARN, {"model__rope__original_positions": 0}, "model.rope.original_positions", "such as 8192"),
+    (LLAMA, {"model__rope__high_frequency": 1.0}, "model.rope.high_frequency", "model.rope.low_frequency is 1.0"),
+    (LLAMA, {"model__rope__low_frequency": 4.0}, "model.rope.low_frequency", "more than model.rope.low_frequency"),
+    (YARN, {"model__rope__beta_slow": 33.0}, "model.rope.beta_slow", "model.rope.beta_slow is 33.0"),
+    (YARN, {"model__rope_theta": 1.0}, "model.rope_theta", "another model.rope_theta than 1"),
+    ({}, {"model__rope__factor": 2.0}, "model.rope.factor", "only linear, llama3, yarn reads it"),
+    *(
+        (LLAMA, {f"model__rope__{name}": value}, f"model.rope.{name}", "model.rope.kind = llama3, and only yarn reads")
+        for name, value in {
+            "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 2.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }.items()
+    ),
+    *(
+        (YARN, {f"model__rope__{name}_frequency": 2.0}, f"model.rope.{name}_frequency", "and only llama3 reads it")
+        for name in ("low", "high")
+    ),
+    ({}, {"model__rope__original_positions": 64}, "model.rope.original_positions", "and only llama3, yarn reads it"),
+    ({}, {"model__route_groups": 3}, "model.route_groups", "8 experts cannot be spread evenly over 3 groups"),
+    ({}, {"model__route_top_groups": 2}, "model.route_top_groups", "cannot choose 2 of 1 groups"),
+    ({"model__top_k": 5}, {"model__route_groups": 2}, "model.route_groups", "have fewer than model.top_k = 5 of the 8"),
+    ({"model__top_k": 1}, {"model__route_groups": 8}, "model.route_groups", "a group of one expert has no two scores"),
+    ({}, {"model__route_group_score": "best"}, "model.route_group_score", "a token chooses among the experts of all"),
+    (DENSE, {"model__route_groups": 2}, "model.route_groups", "no effect: the model has no MoE layer"),
+    (DENSE, {"model__route_top_groups": 1}, "model.route_top_groups", "no effect: the model has no MoE layer"),
+    (DENSE, {"model__route_group_score": "best"}, "model.route_group_score", "no effect: the model has no MoE layer"),
+    (LATENT, {"model__qk_rope_head_dim": 5}, "model.qk_rope_head_dim", "rotary"),
+    (LATENT, {"model__qk_norm": True}, "model.qk_norm", "latent attention norms its latents"),
+    (LATENT, {"model__rope__width": 8}, "model.rope.width", "model.qk_rope_head_dim = 64 elements of each head"),
+    (LATENT, {"model__kv_heads": 2}, "model.kv_heads", "no effect: latent attention has keys of its own"),
+    (LATENT, {"model__head_dim": 32}, "model.head_dim", "no effect: latent attention has keys of its own"),
+    *(
+        ({}, {f"model__{name}": 8}, f"model.{name}", "no effect: model.kv_lora_rank = 0")
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
+)  # fmt: skip
