@@ -16,6 +16,7 @@ from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import LATENT
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -120,6 +121,10 @@ CASES: dict[str, Config] = {
         dict(layers=4, dense_layers=(1, 2), qk_norm=True, rope=RopeConfig(width=4, without=(1,))),
         dict(pp=2),
         dict(chunks=2, recompute=("attn", "mlp")),
+    ),
+    "latent attention": of({**MIXED, **LATENT, "q_lora_rank": 20}, {}, dict(defer_wgrad="on")),
+    "latent attention, one after the other, documents": changed(
+        of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
