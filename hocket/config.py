@@ -115,7 +115,15 @@ class ModelConfig:
     tied: bool = False
     """The head uses the embedding's weights. Needs pp = 1."""
     qk_norm: bool = False
-    """RMSNorm on each head's queries and keys."""
+    """RMSNorm on queries and keys."""
+    qk_norm_over: Literal["head", "whole"] = "head"
+    """What has one norm: each head, with weights that all heads share, or all heads together."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    o_bias: bool = False
+    """Bias of what attention adds to the residual stream."""
+    norms: Literal["before", "after"] = "before"
+    """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)

@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values made of a narrow latent.
 
     queries    wq_b(norm(wq_a(h))), or wq(h) where they have no latent
-    latent     wkv_a(h) = [latent C, rotating key R]: the rotating part of a key is one for all heads
+    latent     wkv_a(h) = [rotating key R, latent C]: the rotating part of a key is one for all heads
     keys       [rotating key R, N], with [N, V] of every head = wkv_b(norm(latent))
     output     wo(softmax(q . k * scale) v)
 
-Rotating elements stand first in every head, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and
-a pair is (2i, 2i + 1): `pretrained/convert.py` permutes rows.
+Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and a pair is
+(2i, 2i + 1): `pretrained/convert.py` permutes rows.
 
 Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
 whole on every rank, and works on the rank's own tokens; tokens are gathered behind the norms, where they are narrow.
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
             self.wq_b = new_weight(queries, c.q_lora_rank)
         else:
             self.wq = new_weight(queries, c.hidden)
-        self.wkv_a = new_weight(latent + c.qk_rope_head_dim, c.hidden)
+        self.wkv_a = new_weight(c.qk_rope_head_dim + latent, c.hidden)
         self.kv_a_norm = new_weight(latent)
         self.wkv_b = new_weight(self.heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
         self.wo = new_weight(c.hidden, self.heads * c.v_head_dim)
@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
         else:
             (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
             both = linear(h_BSD, self.wkv_a)
-        latent_BSC, turning_BSR = both.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        turning_BSR, latent_BSC = both.split([c.qk_rope_head_dim, c.kv_lora_rank], -1)
         (kv,) = self.linears.columns("qkv", rms_norm(latent_BSC, self.kv_a_norm, EPS), (self.wkv_b,))
         return q, kv, self.linears.gathered(turning_BSR)
 

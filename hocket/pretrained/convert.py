@@ -37,11 +37,14 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
                 yield name.format(i=number, e=first + e), (shape[2] // len(rule.theirs), shape[1])
 
 
-def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor]) -> Tensor:
+def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor], model: ModelConfig) -> Tensor:
     """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
     if rule.way == "fused":
         return read(rule.theirs[0].format(i=number), first, shape[0]).transpose(1, 2)
     names = [name for name, _ in tensors_of(rule, number, shape, first)]
+    if rule.pairs:
+        rest, pairs = _blocks(read(names[0]), getattr(model, rule.pairs), model.qk_rope_head_dim)
+        return torch.cat([pairs[:, 0::2], pairs[:, 1::2], rest], 1).flatten(0, 1)
     if rule.way == "rows":
         return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])
     value, count = torch.empty(shape), len(rule.theirs)
@@ -50,16 +53,26 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
     return value
 
 
-def split(rule: Rule, number: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parameter: what `join` was given."""
     names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
     if rule.way == "fused":
         parts = [value.transpose(1, 2)]
+    elif rule.pairs:
+        halves, rest = _blocks(value, model.qk_rope_head_dim, getattr(model, rule.pairs))
+        pairs = torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)
+        parts = [torch.cat([rest, pairs], 1).flatten(0, 1)]
     elif rule.way == "rows":
         parts = list(value.chunk(count))
     else:
         parts = [part for expert in value for part in expert.T.chunk(count)]
     yield from zip(names, parts, strict=True)
+
+
+def _blocks(value: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+    """Blocks of rows, such as heads, and in each the first rows and the second."""
+    begin, end = value.unflatten(0, (-1, first + second)).split([first, second], 1)
+    return begin, end
 
 
 class PretrainedFolder:
@@ -114,7 +127,7 @@ class PretrainedFolder:
     def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
         """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts."""
         rule, number = self._rule(name)
-        return join(rule, number, shape, first_expert, self.folder.read).float()
+        return join(rule, number, shape, first_expert, self.folder.read, self.model).float()
 
 
 def _listed(names: list[str]) -> str:

@@ -7,7 +7,7 @@ which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 REQUIRED = object()
@@ -25,6 +25,8 @@ class Key:
     """Another name that some versions give it."""
     times: str = ""
     """Key of a number by which this one is multiplied."""
+    null: bool = False
+    """Whether its value where the key is missing is written as null."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Rule:
     way: Literal["rows", "experts", "fused"] = "rows"
     """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
     fused: one tensor for all experts, [E, rows, columns] turned over."""
+    pairs: str = ""
+    """Setting that counts the rows before those of rotary positions, `qk_rope_head_dim` of them: in each head, or in
+    all. On disk these stand last, and neighbours are a pair. Here they stand first, and the halves are pairs."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,15 @@ class Family:
     only: Mapping[str, Only] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
-    dense: Literal["all", "none", "steps", "first"] = "all"
-    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, or the first
-    `first_k_dense_replace`."""
+    dense: Literal["all", "none", "steps", "first", "types"] = "all"
+    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
+    `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Keys that say again what a setting says."""
 
 
-def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows") -> Rule:
-    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way)
+def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows", pairs: str = "") -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs)
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -82,13 +89,24 @@ def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-_ATTENTION = (
+_COMMON = (
     Rule("embed.weight", ("model.embed_tokens.weight",)),
     Rule("head.norm", ("model.norm.weight",)),
     Rule("head.weight", ("lm_head.weight",)),
     _layer("attn_norm", "input_layernorm.weight"),
     _layer("ffn_norm", "post_attention_layernorm.weight"),
-    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+    _layer("attn.wo", "self_attn.o_proj.weight"),
+)
+_ATTENTION = (*_COMMON, *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkv"))
+_LATENT = (
+    *_COMMON,
+    _layer("attn.wq", "self_attn.q_proj.weight", pairs="qk_nope_head_dim"),
+    _layer("attn.wq_a", "self_attn.q_a_proj.weight"),
+    _layer("attn.q_a_norm", "self_attn.q_a_layernorm.weight"),
+    _layer("attn.wq_b", "self_attn.q_b_proj.weight", pairs="qk_nope_head_dim"),
+    _layer("attn.wkv_a", "self_attn.kv_a_proj_with_mqa.weight", pairs="kv_lora_rank"),
+    _layer("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight"),
+    _layer("attn.wkv_b", "self_attn.kv_b_proj.weight"),
 )
 _HEAD_NORMS = tuple(_layer(f"attn.{x}_norm", f"self_attn.{x}_norm.weight") for x in "qk")
 _MLP = (
@@ -96,6 +114,11 @@ _MLP = (
     _layer("mlp.w_down", "mlp.down_proj.weight"),
 )
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = (
+    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
+)
+_BIAS = _layer("router.bias", "mlp.gate.e_score_correction_bias")
 
 _SIZES = {
     "vocab": Key("vocab_size"),
@@ -111,6 +134,40 @@ _DENSE = {**_SIZES, "ffn": Key("intermediate_size")}
 _ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_topk_prob")}
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
 _SILU, _NO_BIAS, _WHOLE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+
+_DEEPSEEK = {
+    **{setting: key for setting, key in _DENSE.items() if setting not in ("kv_heads", "head_dim")},
+    "top_k": Key("num_experts_per_tok"),
+    "experts": Key("n_routed_experts", other="num_local_experts"),
+    "expert_ffn": Key("moe_intermediate_size"),
+    "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
+    "route_scale": Key("routed_scaling_factor"),
+    "route_groups": Key("n_group", 1),
+    "route_top_groups": Key("topk_group", 1),
+    "q_lora_rank": Key("q_lora_rank", 0, null=True),
+    **{name: Key(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+}
+_ONE_BY_ONE = {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "moe_layer_freq": Only((1,), 1)}
+_SAME = {"num_key_value_heads": "heads", "head_dim": "qk_rope_head_dim", "qk_head_dim": "key_width"}
+_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    {
+        **_DEEPSEEK,
+        "normalize_top_k": Key("norm_topk_prob"),
+        "route_groups": Key("n_group"),
+        "route_top_groups": Key("topk_group"),
+    },
+    (*_LATENT, *_MLP, *_EXPERTS, _BIAS, *_SHARED),
+    {
+        **_ONE_BY_ONE,
+        "scoring_func": Only(("sigmoid",), "sigmoid"),
+        "topk_method": Only(("noaux_tc",), "noaux_tc"),
+        "rope_interleave": Only((True,), True),
+    },
+    {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
+    "first",
+    _SAME,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -177,9 +234,8 @@ FAMILIES: dict[str, Family] = {
             *_HEAD_NORMS,
             *_MLP,
             *_EXPERTS,
-            _layer("router.bias", "mlp.gate.e_score_correction_bias"),
-            _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-            _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
+            _BIAS,
+            *_SHARED,
         ),
         {
             "hidden_act": _SILU,
@@ -191,6 +247,29 @@ FAMILIES: dict[str, Family] = {
         {"router": "sigmoid", "bias_rate": 0.001},
         "first",
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK,
+        (*_LATENT, *_MLP, *_EXPERTS, *_SHARED),
+        {
+            **_ONE_BY_ONE,
+            "mlp_bias": _NO_BIAS,
+            "scoring_func": Only(("softmax",), "softmax"),
+            "topk_method": Only(("group_limited_greedy", "greedy")),
+            "norm_topk_prob": Only((False,), False),
+        },
+        {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
+        "first",
+        _SAME,
+    ),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+    "glm4_moe_lite": replace(
+        _V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys={**_V3.keys, "route_groups": Key("n_group", 1), "route_top_groups": Key("topk_group", 1)},
+        dense="types",
+    ),
 }
 """By `model_type`."""
 
@@ -200,9 +279,6 @@ REFUSED: dict[str, str] = {
     "olmo2": "norms behind the sublayers, and of queries and keys over their whole width",
     "olmo3": "norms behind the sublayers, and windows",
     "olmoe": "norms of queries and keys over their whole width",
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
-    "kimi_k2": "latent attention",
     "glm4": "rotary positions over a part of the head, in pairs",
     "gpt_oss": "sinks, windows, and biases of experts",
     "minimax_m2": "norms of queries and keys over their whole width",
@@ -224,7 +300,7 @@ IGNORED_KEYS = frozenset(
         "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
         "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
-        "is_encoder_decoder",
+        "is_encoder_decoder", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""

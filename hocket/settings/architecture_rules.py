@@ -17,11 +17,18 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         "the rotary embedding turns pairs of elements",
         "make it even",
     ),
-    Rule(
-        ("model.qk_norm", "model.kv_lora_rank"),
-        lambda c, h: c.model.latent and c.model.qk_norm,
-        "latent attention norms its latents, not its heads",
-        "model.qk_norm = False, or model.kv_lora_rank = 0",
+    *(
+        Rule(
+            (f"model.{name}", "model.kv_lora_rank"),
+            lambda c, h, name=name: c.model.latent and getattr(c.model, name),
+            f"latent attention has no {what}",
+            f"model.{name} = False, or model.kv_lora_rank = 0",
+        )
+        for name, what in (
+            ("qk_norm", "norms of its heads, but of its latents"),
+            ("qkv_bias", "biases"),
+            ("o_bias", "biases"),
+        )
     ),
     Rule(
         ("model.rope.width", "model.kv_lora_rank"),

@@ -42,6 +42,19 @@ RULES: tuple[Rule, ...] = (
     ),
     *ROPE_RULES,
     Rule(
+        ("model.qk_norm_over", "model.qk_norm"),
+        lambda c, h: not c.model.qk_norm,
+        "no effect: queries and keys have no norm",
+        "model.qk_norm = True, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.norms", "model.experts"),
+        lambda c, h: c.model.norms == "after" and has_experts(c),
+        "layers with experts have their norms before attention and experts",
+        "model.norms = before, or model.experts = 0",
+    ),
+    Rule(
         ("model.top_k", "model.experts"),
         lambda c, h: 0 < c.model.experts < c.model.top_k,
         "a token cannot choose {model.top_k} of {model.experts} experts",

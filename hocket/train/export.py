@@ -59,7 +59,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     def values() -> Iterator[tuple[str, Tensor]]:
         reader = HarmlessReader(checkpoint)
         for param, shape in shapes.items():
-            yield from split(*rules[param], _read(reader, param, shape))
+            yield from split(*rules[param], _read(reader, param, shape), model)
 
     folder = WholeFolder(target)
     folder.begin()

@@ -25,6 +25,14 @@ _GLM = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, n_group=1, topk_group=1,
     first_k_dense_replace=1, routed_scaling_factor=2.5, partial_rotary_factor=1.0, norm_topk_prob=True,
 )  # fmt: skip
+_LATENT = dict(
+    kv_lora_rank=14, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, num_key_value_heads=6,
+)  # fmt: skip
+_DEEPSEEK = {
+    **_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_ALONE = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -39,6 +47,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=3)),
     "glm4_moe": ("glm4_moe", dict(**_GLM, use_qk_norm=True)),
+    "deepseek_v2": ("deepseek_v2", dict(**_DEEPSEEK, q_lora_rank=16, topk_method="group_limited_greedy")),
+    "deepseek_v2_lite": ("deepseek_v2", {**_DEEPSEEK, **_ALONE, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", dict(**_DEEPSEEK, q_lora_rank=16, norm_topk_prob=True)),
+    "moonlight": ("deepseek_v3", {**_DEEPSEEK, **_ALONE, "norm_topk_prob": True}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**_DEEPSEEK, **_ALONE, "q_lora_rank": 16, "norm_topk_prob": True, "v_head_dim": 17},
+    ),
     "glm4_moe_without_norms": ("glm4_moe", dict(**_GLM, use_qk_norm=False)),
 }
 """Family and changes, by name."""
@@ -49,7 +65,10 @@ def made(case: str, **sizes: Any) -> Any:
     family, changes = CASES[case]
     known = importlib.import_module(f"transformers.models.{family}")
     find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
-    model = find("ForCausalLM")(find("Config")(**{**_SIZES, **changes, **sizes}))
+    keys = {**_SIZES, **changes, **sizes}
+    if "kv_lora_rank" in keys:
+        del keys["head_dim"]  # follows from the others
+    model = find("ForCausalLM")(find("Config")(**keys))
     randomize(model)
     return model
 

@@ -107,6 +107,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
             dense_layers=(1,),
             shared_ffn=16,
             qk_norm=True,
+            qkv_bias=True,
+            o_bias=True,
             **BALANCED,
             rope=RopeConfig(kind="llama3", factor=2.0, original_positions=8, width=6, without=(2,)),
         ),
@@ -122,6 +124,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=2, dense_layers=(0,), **LATENT, **BALANCED, route_groups=2),
         dict(dp=2, ep=2),
         dict(merge="on", defer_wgrad="on", recompute=("attn",)),
+    ),
+    "norms behind": (
+        dict(layers=3, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", qkv_bias=True),
+        dict(pp=2, dp=2),
+        dict(merge="off", recompute=("attn",)),
     ),
     "sharded": (dict(layers=2), dict(dp=2), dict(merge="off", strategy="no_shard", recompute=("attn",))),
 }

@@ -111,6 +111,7 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
+BIASES = dict(qkv_bias=True, o_bias=True)
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
@@ -125,6 +126,14 @@ CASES: dict[str, Config] = {
     "latent attention": of({**MIXED, **LATENT, "q_lora_rank": 20}, {}, dict(defer_wgrad="on")),
     "latent attention, one after the other, documents": changed(
         of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
+    ),
+    "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
+    "biases, four ranks, two heads of keys, experts over all": of(
+        {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
+    ),
+    "biases, norms behind, documents": changed(
+        of(dict(layers=2, experts=0, norms="after", **BIASES), dict(pp=2), dict(recompute=("attn",))),
+        {"data.packing": "on"},
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
