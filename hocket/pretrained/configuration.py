@@ -159,7 +159,14 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
-    known |= {*family.only, *family.same, *_ROPE, *IGNORED_KEYS, "layer_types", "attention_dropout"}
+    known |= {
+        *family.only,
+        *family.same,
+        *_ROPE,
+        *IGNORED_KEYS,
+        "layer_types",
+        "attention_dropout",
+    }
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
-from hocket.pretrained.folder import READ, TensorFolder
-from hocket.pretrained.tables import IGNORED_TENSORS, Family, Rule
+from hocket.pretrained.folder import TensorFolder
+from hocket.pretrained.quantised import FP8, blocks_of, scale_name
+from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 
 Shape = tuple[int, ...]
 
@@ -69,6 +71,13 @@ def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterato
     yield from zip(names, parts, strict=True)
 
 
+def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
+    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts."""
+    count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
+    prefixes = tuple(f"model.layers.{i}." for i in range(layers, layers + count))
+    return [name for name in names if name.startswith(prefixes)]
+
+
 def _blocks(value: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """Blocks of rows, such as heads, and in each the first rows and the second."""
     begin, end = value.unflatten(0, (-1, first + second)).split([first, second], 1)
@@ -85,9 +94,9 @@ class PretrainedFolder:
         self.path = Path(path)
         config = read_config(self.path)
         self.family, self.model = family_of(config), model_of(config)
-        if "quantization_config" in config:
-            raise ValueError("quantization_config: quantised weights are not read")
-        self.folder = TensorFolder(self.path)
+        self.folder = TensorFolder(self.path, blocks_of(config))
+        self.further = _further(config, self.model.layers, self.folder.entries)
+        """Tensors of layers that predict further tokens, which no parameter takes."""
 
     def require(self, model: ModelConfig) -> None:
         """Raise ValueError unless this folder has a model of such settings."""
@@ -106,10 +115,13 @@ class PretrainedFolder:
                     lacks.append(tensor)
                 elif entry.shape != expected:
                     raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
-                elif entry.dtype not in READ:
-                    raise ValueError(f"{tensor} has elements of {entry.dtype}; {', '.join(READ)} are read")
+                elif reason := self.folder.unreadable(tensor):
+                    raise ValueError(reason)
+                elif entry.dtype == FP8:
+                    used.add(scale_name(tensor))
         if lacks:
             raise ValueError(f"{self.path} lacks {_listed(lacks)}")
+        used.update(self.further)
         more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if self.model.tied and head in more and self.folder.same(head, embedding):

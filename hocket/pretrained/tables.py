@@ -300,10 +300,13 @@ IGNORED_KEYS = frozenset(
         "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
         "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
-        "is_encoder_decoder", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size",
+        "is_encoder_decoder", "quantization_config", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
+
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys that count layers behind the last one, which predict tokens further on. hocket trains none."""
 
 IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
 """Tensors that files have and no model needs: they follow from config.json."""

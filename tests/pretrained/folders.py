@@ -73,9 +73,9 @@ def made(case: str, **sizes: Any) -> Any:
     return model
 
 
-def saved(case: str, folder: Path, **options: Any) -> Path:
+def saved(case: str, folder: Path, vocab_size: int = VOCAB, **options: Any) -> Path:
     """A folder with such a model."""
-    made(case).save_pretrained(folder, **options)
+    made(case, vocab_size=vocab_size).save_pretrained(folder, **options)
     return folder
 
 

@@ -40,7 +40,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": True}, "attention_bias = True: only False is there"),
     ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5: config.json of llama has no such key"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout"),
-    ("llama", {"quantization_config": {}}, "quantization_config = {}: config.json of llama has no such key"),
+    ("llama", {"quantization_config": {}}, "quantization_config has quant_method = None: only fp8 blocks"),
     ("mistral", {"sliding_window": 8}, "sliding_window = 8: only None is there"),
     ("mistral", {"sliding_window": None}, "sliding_window = 4096, where the key is missing: only None is there"),
     (
