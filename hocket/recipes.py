@@ -83,9 +83,30 @@ def qwen3_30b_a3b() -> Config:
     return large("qwen3_30b_a3b", families.qwen3_30b_a3b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
 
 
+def deepseek_v2_lite() -> Config:
+    """DeepSeek-V2-Lite (16B, 3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    return large("deepseek_v2_lite", families.deepseek_v2_lite(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
+
+
 def moonlight_16b() -> Config:
-    """Moonlight's sizes (16B, 3B active), plain attention, on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    """Moonlight-16B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
     return large("moonlight_16b", families.moonlight_16b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
+
+
+def deepseek_v3() -> Config:
+    """DeepSeek-V3 (671B, 37B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks."""
+    return many("deepseek_v3", families.deepseek_v3())
+
+
+def kimi_k2() -> Config:
+    """Kimi-K2 (1T, 33B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks."""
+    return many("kimi_k2", families.kimi_k2())
+
+
+def many(name: str, model: ModelConfig) -> Config:
+    """What the recipes of models for many hosts have in common: twice as many microbatches as pipeline ranks."""
+    config = large(name, model, MeshConfig(pp=8, dp=32, ep=32), PlanConfig(chunks=2, recompute=("auto",)))
+    return replace(config, train=replace(config.train, microbatches=16))
 
 
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
@@ -102,7 +123,11 @@ def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, len
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b)
+    recipe.__name__: recipe
+    for recipe in (
+        *(tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b),
+        *(deepseek_v2_lite, moonlight_16b, deepseek_v3, kimi_k2),
+    )
 }
 """All recipes by name."""
 
