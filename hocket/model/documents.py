@@ -116,12 +116,10 @@ def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, sc
     """Flash attention over documents one after the other: never computes what the mask would throw away."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options, repeats = dict(_options()), q_THN.shape[1] // k_TKN.shape[1]
+    options, repeats = _options(scale), q_THN.shape[1] // k_TKN.shape[1]
     if repeats > 1 and "enable_gqa" not in options:
         k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
-    if scale is not None and "scale" in inspect.signature(varlen_attn).parameters:
-        options["scale"] = scale
-    elif scale is not None:  # as old ones have it, with 1 / sqrt(N) alone
+    if scale is not None and "scale" not in options:  # 1 / sqrt(N) alone
         q_THN = q_THN * (scale * q_THN.shape[-1] ** 0.5)
     ends, longest = documents.ends, documents.longest
     return varlen_attn(  # pyrefly: ignore[bad-return]
@@ -130,10 +128,11 @@ def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, sc
 
 
 @cache
-def _options() -> dict[str, Any]:
-    """How this torch's `varlen_attn` is asked for causal attention of grouped queries."""
+def _options(scale: float | None) -> dict[str, Any]:
+    """How this torch's `varlen_attn` is asked for causal attention of grouped queries, scaled if it can be."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    scaled = {"scale": scale} if scale is not None and "scale" in known else {}
+    return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})
