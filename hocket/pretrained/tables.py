@@ -371,9 +371,9 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 REFUSED: dict[str, str] = {
-    "qwen2_moe": "biases of queries, keys and values, and a gate on the shared expert",
-    "olmo3": "norms behind the sublayers, and windows",
-    "glm4": "rotary positions over a part of the head, in pairs",
+    "qwen2_moe": "a gate on the shared expert",
+    "olmo3": "windows",
+    "glm4": "four norms of a layer, and rotary positions of neighbouring elements",
     "gpt_oss": "sinks, windows, and biases of experts",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
