@@ -60,6 +60,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     values["rope_theta"], values["rope"] = read_rope(config, family, turning, values["layers"])
     values["dense_layers"] = _dense_layers(config, family, values)
     model = replace(ModelConfig(), **values)
+    if "kv_lora_rank" in family.keys and not model.latent:
+        raise ValueError("kv_lora_rank = 0: only latent attention is there")
     if config.get("topk_method") == "greedy" and model.route_groups > 1:
         raise ValueError(f"n_group = {model.route_groups}: topk_method = greedy asks for no groups")
     for key, setting in family.same.items():
@@ -96,7 +98,8 @@ def family_for(model: ModelConfig) -> str:
 
     Raises ValueError naming what no family has.
     """
-    wrong = {name: _as_one_of(name, model) for name in FAMILIES}
+    names = [name for name, family in FAMILIES.items() if ("kv_lora_rank" in family.keys) == model.latent]
+    wrong = {name: _as_one_of(name, model) for name in names}
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
