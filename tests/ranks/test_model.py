@@ -158,6 +158,7 @@ def exact_attention(attention: Attention, h_BSD: Tensor) -> Tensor:
 
 def test_attention_against_float64() -> None:
     attention = whole(CONFIG).layer(0).attn
+    assert isinstance(attention, Attention)
     h = torch.randn(2, 11, 32)
     torch.testing.assert_close(attention(h).double(), exact_attention(attention, h), rtol=1e-4, atol=1e-5)
 

@@ -28,12 +28,12 @@ VALUES: dict[str, list[Any]] = {
     "clip": [0.5, 0.0],
     "ep": [1, 2],
     "dp": [1, 2],
+    "projections": ["plain", "biased", "latent", "latent queries", "normed"],
     "pp": [1, 2],
     "chunks": [1, 2],
     "layers": ["even", "uneven"],
     "kinds": ["dense", "moe", "mixed"],
     "shared_ffn": [0, 16],
-    "attention": ["grouped", "latent", "latent queries"],
     "groups": [1, 2],
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
@@ -48,11 +48,16 @@ and backward meet in the middle one."""
 
 
 LATENT: dict[str, Any] = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    "grouped": {},
+PROJECTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biased": dict(
+        qkv_bias=True, o_bias=True, rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4)
+    ),
     "latent": LATENT,
     "latent queries": {**LATENT, "q_lora_rank": 20},
+    "normed": dict(qk_norm=True, qk_norm_over="whole", rope=RopeConfig(without=(0,))),
 }
+"""What is done to queries and keys. With norms over their whole width, dense models have those of layers behind."""
 
 
 def legal(case: dict[str, Any]) -> bool:
@@ -92,13 +97,14 @@ def matrix_config(case: dict[str, Any]) -> Config:
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
     others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip")
-    others += ("attention", "groups")
+    others += ("groups",)
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    projections = PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"], route_groups=case["groups"])
-    model |= ATTENTIONS[case["attention"]]
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
     return changed(whole, {setting: case[name] for setting, name in others.items()})
 

@@ -16,7 +16,7 @@ from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import LATENT
+from tests.ranks.test_parity import LATENT, PROJECTIONS
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -112,6 +112,7 @@ OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
 BIASES = dict(qkv_bias=True, o_bias=True)
+WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
@@ -131,8 +132,10 @@ CASES: dict[str, Config] = {
     "biases, four ranks, two heads of keys, experts over all": of(
         {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
     ),
+    "whole norms": of({**MIXED, **WHOLE_NORMS}, dict(dp=2), dict(recompute=("attn:1",))),
+    "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
     "biases, norms behind, documents": changed(
-        of(dict(layers=2, experts=0, norms="after", **BIASES), dict(pp=2), dict(recompute=("attn",))),
+        of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
         {"data.packing": "on"},
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
@@ -167,6 +170,7 @@ VALUES: dict[str, list[Any]] = {
     "documents": ["off", "on"],
     "tied": [False, True],
     "kv_heads": [2, 1],
+    "projections": list(PROJECTIONS),
 }
 """What stands beside two tensor-parallel ranks, on four ranks at most."""
 
@@ -198,6 +202,8 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"], kv_heads=case["kv_heads"])
     others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads")
     plan = {name: value for name, value in case.items() if name not in others}
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    model |= PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
     c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
