@@ -34,11 +34,11 @@ EXPERT_STEPS = (
 )
 """What each step from a sequential plan to replayed, merged steps on copy engines buys."""
 SHARED_EXPERT = (
-    "moonlight_16b --model.layers 8 --model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 4 --against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph_ce "
-    "--blocks 4 --steps 2"
+    "moonlight_16b --model.kv_lora_rank 0 --model.kv_heads 16 --model.head_dim 128 --model.layers 8 "
+    "--model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 "
+    "--against bound_graph,bound,fsdp2_tuned,hocket_ce,hocket_graph_ce --blocks 4 --steps 2"
 )
-"""Layers of a 16B model with 3B active, with a shared expert and a dense first layer."""
+"""Layers of a 16B model with 3B active, with a shared expert, a dense first layer and plain attention."""
 SKINNY = (
     "qwen3_30b_a3b --model.hidden 1024 --model.heads 16 --model.expert_ffn 384 --model.vocab 32768 --model.layers 8 "
     "--mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 --train.sequences 4 "

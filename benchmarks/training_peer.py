@@ -60,7 +60,7 @@ def fill(model: Any, settings: Settings, device: torch.device) -> None:
         rules = rules_of(FAMILIES[family_for(config)], name)
         rule, number = next(r for r in rules if next(tensors_of(*r, (1, 1, 1)))[0] in params)
         value = init_tensor(name, shape, config, settings.train.seed, device=str(device))
-        for theirs, whole in split(rule, number, value):
+        for theirs, whole in split(rule, number, value, config):
             param = params[theirs]
             assert isinstance(param, DTensor)
             assert param.shape == whole.shape

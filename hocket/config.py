@@ -69,6 +69,17 @@ class ModelConfig:
     """Key and value heads; divides `heads`."""
     head_dim: int = 32
     """Width of one head."""
+    kv_lora_rank: int = 0
+    """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
+    `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
+    q_lora_rank: int = 0
+    """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
+    qk_nope_head_dim: int = 128
+    """Elements of each query and key without position. Of latent attention, as the next two."""
+    qk_rope_head_dim: int = 64
+    """Elements of each query and key that rotate. Those of keys are one for all heads."""
+    v_head_dim: int = 128
+    """Width of each head's values."""
     ffn: int = 384
     """Width of a dense layer's MLP."""
     dense_layers: tuple[int, ...] = ()
@@ -90,6 +101,13 @@ class ModelConfig:
     """Divide the chosen scores by their sum."""
     route_scale: float = 1.0
     """Factor on the routing weights."""
+    route_groups: int = 1
+    """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
+    route_top_groups: int = 1
+    """Groups in which a token chooses experts; 1 of 1 is all of them."""
+    route_group_score: Literal["best", "best_two"] = "best_two"
+    """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
+    scores (DeepSeek-V3). Where there are biases, by scores with them."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
     bias_rate: float = 0.0
@@ -118,6 +136,16 @@ class ModelConfig:
     """Standard deviation of the initial weights, where `init` gives no other."""
     weights: str = ""
     """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_rope_head_dim + self.qk_nope_head_dim if self.latent else self.head_dim
 
     def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
         """The kind of every layer."""

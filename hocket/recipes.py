@@ -84,25 +84,26 @@ def qwen3_30b_a3b() -> Config:
     return large("qwen3_30b_a3b", families.qwen3_30b_a3b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
 
 
-def moonlight_16b() -> Config:
-    """Moonlight's sizes (16B, 3B active), plain attention, on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    return large("moonlight_16b", families.moonlight_16b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
-
-
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
-    """What the recipes of published models have in common: bf16, 8 microbatches of one sequence of `length` tokens."""
+    """What the recipes of published models have in common: bf16, and microbatches of one sequence of `length` tokens.
+
+    There are 8 of them, or twice as many as pipeline ranks if that is more.
+    """
     return Config(
         model=model,
         mesh=mesh,
         plan=plan,
         data=DataConfig(sequence_length=length),
         precision=PrecisionConfig(compute="bf16"),
-        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, save_every=500),
+        train=TrainConfig(
+            steps=1000, microbatches=max(8, 2 * mesh.pp), lr=3e-4, min_lr=3e-5, warmup=100, save_every=500
+        ),
         run=RunConfig(name=name),
     )
 
 
 _DP8, _ONE = MeshConfig(dp=8), PlanConfig()
+_MANY = MeshConfig(pp=8, dp=32, ep=32), PlanConfig(chunks=2, recompute=("auto",))
 PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
     "llama3_1_8b": ("Llama 3.1 8B on 8 GPUs.", families.llama3_1(4096, 32, 32, 14336), _DP8, _ONE),
     "llama3_1_70b": (
@@ -121,7 +122,7 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         "Qwen3-235B-A22B on 128 GPUs: pipeline 8 x data 16 with experts over 8 ranks.",
         families.qwen3_235b_a22b(),
         MeshConfig(pp=8, dp=16, ep=8),
-        PlanConfig(recompute=("experts",)),
+        PlanConfig(recompute=("auto",)),
     ),
     "glm4_5_air": (
         "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
@@ -136,12 +137,34 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         MeshConfig(dp=8, ep=8),
         _ONE,
     ),
+    "deepseek_v2_lite": (
+        "DeepSeek-V2-Lite (16B, 3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
+        families.deepseek_v2_lite(),
+        MeshConfig(pp=2, dp=4, ep=4),
+        PlanConfig(chunks=2),
+    ),
+    "moonlight_16b": (
+        "Moonlight-16B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
+        families.moonlight_16b(),
+        MeshConfig(pp=2, dp=4, ep=4),
+        PlanConfig(chunks=2),
+    ),
+    "deepseek_v3": (
+        "DeepSeek-V3 (671B, 37B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks.",
+        families.deepseek_v3(),
+        *_MANY,
+    ),
+    "kimi_k2": (
+        "Kimi-K2 (1T, 33B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks.",
+        families.kimi_k2(),
+        *_MANY,
+    ),
 }
 """Recipes that are no more than a published model on a mesh: a line about each, the model, the mesh, and the plan."""
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    **{recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b)},
+    **{recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b)},
     **{name: partial(large, name, model, mesh, plan) for name, (_, model, mesh, plan) in PUBLISHED.items()},
 }
 """All recipes by name."""

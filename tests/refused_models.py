@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 YARN: dict[str, Any] = {"model__rope__kind": "yarn", "model__rope__original_positions": 64}
+LATENT: dict[str, Any] = {"model__kv_lora_rank": 16}
+DENSE: dict[str, Any] = {"model__experts": 0, "model__dense_layers": ()}
 LLAMA: dict[str, Any] = {"model__rope__kind": "llama3", "model__rope__original_positions": 64}
 
 REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
@@ -35,4 +37,23 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
         for name in ("low", "high")
     ),
     ({}, {"model__rope__original_positions": 64}, "model.rope.original_positions", "and only llama3, yarn reads it"),
+    ({}, {"model__route_groups": 3}, "model.route_groups", "8 experts cannot be spread evenly over 3 groups"),
+    ({}, {"model__route_top_groups": 2}, "model.route_top_groups", "cannot choose 2 of 1 groups"),
+    ({"model__top_k": 5}, {"model__route_groups": 2}, "model.route_groups", "have fewer than model.top_k = 5 of the 8"),
+    ({"model__top_k": 1}, {"model__route_groups": 8}, "model.route_groups", "a group of one expert has no two scores"),
+    ({}, {"model__route_group_score": "best"}, "model.route_group_score", "a token chooses among the experts of all"),
+    (DENSE, {"model__route_groups": 2}, "model.route_groups", "no effect: the model has no MoE layer"),
+    (DENSE, {"model__route_top_groups": 1}, "model.route_top_groups", "no effect: the model has no MoE layer"),
+    (DENSE, {"model__route_group_score": "best"}, "model.route_group_score", "no effect: the model has no MoE layer"),
+    (LATENT, {"model__qk_rope_head_dim": 5}, "model.qk_rope_head_dim", "rotary"),
+    (LATENT, {"model__qk_norm": True}, "model.qk_norm", "no norms of its heads, but of its latents"),
+    (LATENT, {"model__qkv_bias": True}, "model.qkv_bias", "latent attention has no biases"),
+    (LATENT, {"model__o_bias": True}, "model.o_bias", "latent attention has no biases"),
+    (LATENT, {"model__rope__width": 8}, "model.rope.width", "model.qk_rope_head_dim = 64 elements of each head"),
+    (LATENT, {"model__kv_heads": 2}, "model.kv_heads", "no effect: latent attention has keys of its own"),
+    (LATENT, {"model__head_dim": 32}, "model.head_dim", "no effect: latent attention has keys of its own"),
+    *(
+        ({}, {f"model__{name}": 8}, f"model.{name}", "no effect: model.kv_lora_rank = 0")
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
 )  # fmt: skip

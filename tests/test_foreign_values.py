@@ -36,6 +36,17 @@ def test_a_model_is_what_it_is_without_the_flags_that_were_left_out() -> None:
     assert not {"model.ffn", "model.norm_eps"} & model.keys()
 
 
+def test_latent_attention_and_groups_of_experts() -> None:
+    sizes = "--num-attention-heads 16 --hidden-size 2048 --multi-latent-attention --qk-layernorm --moe-router-topk 8"
+    found = settings(f"{sizes} --kv-lora-rank 512 --q-lora-rank 1536 --v-head-dim 128 --moe-router-group-topk 4")
+    wanted = {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "route_top_groups": 4}
+    assert {name: found[f"model.{name}"] for name in wanted} == wanted
+    assert found["model.route_group_score"] == "best_two"
+    assert not {"model.kv_heads", "model.head_dim", "model.qk_norm"} & found.keys()
+    (row,) = (row for row in translate(MEGATRON, read.flags(sizes)).of("not there") if "latent" in row.name)
+    assert row.answer.words == "it needs --kv-lora-rank"
+
+
 def test_tensor_ranks_of_deepspeed_are_no_data_ranks() -> None:
     pairs = [("tensor_parallel.autotp_size", 2), ("train_batch_size", 64), ("train_micro_batch_size_per_gpu", 1)]
     found = translate(DEEPSPEED, pairs, 8).settings

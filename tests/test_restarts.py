@@ -98,3 +98,12 @@ def test_restarts_that_make_no_sense_are_refused(tmp_path: Path, words: list[str
     ended = hocket(tmp_path, "train", *SMALL, *ALONE, "--data.paths", text_in(tmp_path), *words)
     assert ended.code == 2
     assert fix in ended.err
+
+
+def test_a_run_that_keeps_no_checkpoint_writes_none(tmp_path):
+    words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.keep", "0"]
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "2")
+    assert (ended.code, len(steps(tmp_path))) == (0, 2), ended
+    assert not (tmp_path / "runs/tiny/checkpoints").exists()
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "2", "--restarts", "1")
+    assert (ended.code, "train.keep = 0, so that no start would find" in ended.err) == (2, True), ended

@@ -33,10 +33,13 @@ def run(words: list[str]) -> int:
     try:
         config = read_config(Path(folder))
         model = model_of(config)
-        open_weights(replace(model, weights=folder))
+        opened = open_weights(replace(model, weights=folder))
     except ValueError as error:
         raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
     write(target, _toml(folder, config["model_type"], model))
+    if opened.further:
+        some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
+        print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")
     return 0
 
 

@@ -16,6 +16,7 @@ from hocket.program.network import on_one_host
 from hocket.program.ops import Layout
 from hocket.program.schedule import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
+from hocket.program.transformer import into_heads
 from hocket.resolve import Settings
 from hocket_trace.columns import duration, listed, several
 
@@ -107,8 +108,7 @@ def hardware_for(request: Request, settings: Settings, gpu: str) -> Hardware:
 def _products(s: Settings) -> tuple[Product, ...]:
     """The products with a layer's widest and narrowest weights, of one microbatch."""
     tokens, model = s.train.sequences * s.data.sequence_length, s.model
-    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-    found = [(tokens, model.hidden, qkv)]
+    found = [(tokens, *into_heads(model))]
     if "dense" in model.kinds():
         found += [(tokens, model.hidden, 2 * model.ffn), (tokens, model.ffn, model.hidden)]
     return tuple(found)

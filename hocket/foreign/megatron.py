@@ -19,6 +19,7 @@ AXES = (TENSOR_RANKS, PIPELINE, "--context-parallel-size")
 """What data ranks are multiplied by."""
 DATA_RANKS, EXPERT_RANKS = "data_parallel_size", "--expert-model-parallel-size"
 VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+LATENTS, LATENT = "--multi-latent-attention", "--kv-lora-rank"
 _MOST = 10**6
 """Largest product of the multiples in a text of stages."""
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -129,12 +130,35 @@ def modules(value: Any, given: Given) -> Answer:
         "moe_act": "only with the whole of experts",
         "layernorm": "norms keep one number per token and their input",
         "shared_experts": "only with the whole of attn",
-        "mla_up_proj": "no latent attention",
+        "mla_up_proj": "only with the whole of attn",
     }
     words = "; ".join(f"{module}: {why.get(module, 'no such part')}" for module in rest)
     if parts:
         return Answer("becomes", {"plan.recompute": parts}, words)
     return Answer("not needed" if rest == ["core_attn"] else "not there", words=words or "it names no module")
+
+
+def latent(value: Any, given: Given) -> Answer:
+    """Latent attention: it is there as soon as its latent has a width."""
+    if value and LATENT not in given.values:
+        return Answer("not there", words=f"it needs {LATENT}")
+    return Answer("not needed", words=f"{LATENT} says how wide its latent is, which always has a norm")
+
+
+def head_norms(value: Any, given: Given) -> Answer:
+    """Norms of queries and keys, which latent attention does not have."""
+    if given.values.get(LATENTS):
+        return Answer("not needed", words="latents always have norms")
+    return when({"model.qk_norm": True})(value, given)
+
+
+def top_groups(value: int, given: Given) -> Answer:
+    """Groups are rated by as many scores as a token has experts in each."""
+    count = given.number("--moe-router-topk", default=0) // max(1, value)
+    if count not in (1, 2):
+        return Answer("not there", words="groups are rated by their best score or best two: it needs --moe-router-topk")
+    score = "best" if count == 1 else "best_two"
+    return Answer("becomes", {"model.route_top_groups": value, "model.route_group_score": score})
 
 
 def dense_layers(value: Any, given: Given) -> Answer:
@@ -256,12 +280,14 @@ def _wire(given: Given) -> Answer | None:
 
 def _kv_heads(given: Given) -> Answer | None:
     heads = given.number("--num-attention-heads", default=0)
-    return Answer("becomes", {"model.kv_heads": heads}) if heads and "--num-query-groups" not in given.values else None
+    said = "--num-query-groups" in given.values or given.values.get(LATENTS)
+    return None if said or not heads else Answer("becomes", {"model.kv_heads": heads})
 
 
 def _head_dim(given: Given) -> Answer | None:
     heads, hidden = given.number("--num-attention-heads", default=0), given.number("--hidden-size", default=0)
-    if not heads or not hidden or hidden % heads or "--kv-channels" in given.values:
+    said = "--kv-channels" in given.values or given.values.get(LATENTS)
+    if not heads or not hidden or hidden % heads or said:
         return None
     return Answer("becomes", {"model.head_dim": hidden // heads})
 
@@ -362,7 +388,8 @@ _RULES: Mapping[str, Rule] = {
         rule.__name__: rule
         for rule in (
             chunks_of, uneven, counted, stages_of, torch_fsdp2, granularity, modules, dense_layers, microbatches,
-            bias_rate, late_head, data_parallel, rotary_part, interpolated, rope_scaling,
+            latent, head_norms, top_groups, bias_rate, late_head, data_parallel, rotary_part, interpolated,
+            rope_scaling,
         )
     },
 }  # fmt: skip

@@ -42,6 +42,30 @@ def _scores(logits, token, column, tokens, experts: tl.constexpr, sigmoid: tl.co
     return tl.where(inside, score, 0.0), inside
 
 
+@triton.jit
+def _within_groups(
+    rank, column, experts: tl.constexpr, groups: tl.constexpr, top_groups: tl.constexpr, two: tl.constexpr,
+    block: tl.constexpr, block_g: tl.constexpr,
+):  # fmt: skip
+    """`rank`, with -inf for experts outside of a token's best groups: those of the best expert, or of the best two."""
+    size: tl.constexpr = experts // groups
+    g = tl.arange(0, block_g)[None, :]
+    rating = tl.full([block, block_g], float("-inf"), tl.float32)
+    for group in tl.static_range(groups):
+        here = tl.where((column // size == group)[None, :], rank, float("-inf"))
+        best = tl.max(here, axis=1)
+        if two:
+            others = tl.where(column[None, :] == tl.argmax(here, axis=1)[:, None], float("-inf"), here)
+            best += tl.max(others, axis=1)
+        rating = tl.where(g == group, tl.where(best > LOWEST, best, LOWEST)[:, None], rating)
+    kept = tl.zeros(rank.shape, tl.int32)
+    for _ in tl.static_range(top_groups):
+        group = tl.argmax(rating, axis=1)[:, None]
+        kept += (column[None, :] // size == group).to(tl.int32)
+        rating = tl.where(g == group, float("-inf"), rating)
+    return tl.where(kept > 0, rank, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route_topk(
     logits,
@@ -58,10 +82,11 @@ def _route_topk(
     sigmoid: tl.constexpr,
     biased: tl.constexpr,
     given: tl.constexpr,
+    groups: tl.constexpr, top_groups: tl.constexpr, two: tl.constexpr, block_g: tl.constexpr,
     normalize: tl.constexpr,
     block: tl.constexpr,
     block_e: tl.constexpr,
-):
+):  # fmt: skip
     """With `given`, the choices are known: only their weights are written."""
     token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
     score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
@@ -70,6 +95,8 @@ def _route_topk(
         rank += tl.load(bias + column, mask=column < experts, other=0.0)[None, :]
     rank = tl.where(rank > LOWEST, rank, LOWEST)
     rank = tl.where((column < experts)[None, :], rank, float("-inf"))
+    if groups > top_groups and not given:
+        rank = _within_groups(rank, column, experts, groups, top_groups, two, block, block_g)
 
     k = tl.arange(0, choices)
     mine = tl.zeros([block, block_e], tl.int32)
@@ -291,7 +318,8 @@ class _Choose(torch.autograd.Function):
         bias = logits_TE if bias_E is None else bias_E
         given = (logits_TE, bias, probs_TK, chosen_TK, counts_NE, scores_NE, tokens, config.route_scale)
         choices = triton.next_power_of_2(top_k)
-        _route_topk[blocks,](*given, **sizes, **flags, choices=choices, biased=bias_E is not None, given=False)
+        flags |= {"biased": bias_E is not None, "given": False}
+        _route_topk[blocks,](*given, **sizes, **flags, **_groups(config), choices=choices)
         summed = (counts_NE, scores_NE, counts_E, scores_E, blocks, experts)
         _route_scan[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
         total = begin(counts_E)  # on its way beside what follows
@@ -319,7 +347,8 @@ class _Weigh(torch.autograd.Function):
         probs_TK = logits_TE.new_empty(tokens, top_k)
         given = (logits_TE, logits_TE, probs_TK, chosen_TK, chosen_TK, probs_TK, tokens, config.route_scale)
         flags |= {"biased": False, "given": True}
-        _route_topk[triton.cdiv(tokens, block),](*given, **sizes, **flags, choices=triton.next_power_of_2(top_k))
+        sizes |= {**_groups(config), "choices": triton.next_power_of_2(top_k)}
+        _route_topk[triton.cdiv(tokens, block),](*given, **sizes, **flags)
         _keep(ctx, logits_TE, chosen_TK, total, config, aux, ranks)
         return probs_TK
 
@@ -351,6 +380,13 @@ def _shape(config: ModelConfig) -> tuple[int, dict[str, int], dict[str, bool]]:
     block = min(max(TILE // block_e, 1), 64)
     sizes = {"experts": config.experts, "top_k": config.top_k, "block": block, "block_e": block_e}
     return block, sizes, {"sigmoid": config.router == "sigmoid", "normalize": config.normalize_top_k}
+
+
+def _groups(config: ModelConfig) -> dict[str, int]:
+    """How experts are chosen by groups."""
+    groups, two = config.route_groups, config.route_group_score == "best_two"
+    block_g = triton.next_power_of_2(groups)
+    return {"groups": groups, "top_groups": config.route_top_groups, "two": two, "block_g": block_g}
 
 
 def regroup(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -98,24 +98,29 @@ def documents_of(ids_BS: Tensor) -> Documents:
     return Documents(ids_BS, position_T, ends.to(torch.int32), longest, None if bool(real_T.all()) else real_T)
 
 
-def attend(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents) -> Tensor:
-    """Causal attention inside of each document: [T, H, N]."""
+def attend(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
+    """Causal attention inside of each document: [T, H, N]. `scale` is 1 / sqrt(N) if it is not given.
+
+    On a CPU values may be of another width than keys.
+    """
     if q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16):
-        return _flash(q_THN, k_TKN, v_TKN, documents)
+        return _flash(q_THN, k_TKN, v_TKN, documents, scale)
     batch, seq = documents.ids_BS.shape
     q, k, v = (x.view(batch, seq, *x.shape[1:]).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
     grouped = k.shape[1] != q.shape[1]
-    o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask_B1SS, enable_gqa=grouped)
+    o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask_B1SS, enable_gqa=grouped, scale=scale)
     return o_BHSN.transpose(1, 2).flatten(0, 1)
 
 
-def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents) -> Tensor:
+def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """Flash attention over documents one after the other: never computes what the mask would throw away."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options, repeats = _options(), q_THN.shape[1] // k_TKN.shape[1]
+    options, repeats = _options(scale), q_THN.shape[1] // k_TKN.shape[1]
     if repeats > 1 and "enable_gqa" not in options:
         k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
+    if scale is not None and "scale" not in options:  # 1 / sqrt(N) alone
+        q_THN = q_THN * (scale * q_THN.shape[-1] ** 0.5)
     ends, longest = documents.ends, documents.longest
     return varlen_attn(  # pyrefly: ignore[bad-return]
         q_THN, k_TKN, v_TKN, ends, ends, longest, longest, **options
@@ -123,10 +128,11 @@ def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents) ->
 
 
 @cache
-def _options() -> dict[str, Any]:
-    """How this torch's `varlen_attn` is asked for causal attention of grouped queries."""
+def _options(scale: float | None) -> dict[str, Any]:
+    """How this torch's `varlen_attn` is asked for causal attention of grouped queries, scaled if it can be."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    scaled = {"scale": scale} if scale is not None and "scale" in known else {}
+    return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -6,22 +6,18 @@ F width of an MLP.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.documents import Documents, attend
+from hocket.model.latent_attention import LatentAttention
+from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
 from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.functional import shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
-
-
-def new_weight(*shape: int) -> nn.Parameter:
-    """A parameter without a value, on the meta device; `model/init.py` says what to put in it."""
-    return nn.Parameter(torch.empty(shape, device="meta"))
 
 
 class Attention(nn.Module):
@@ -98,6 +94,11 @@ class Attention(nn.Module):
         return rotate(q_BSHN, table), rotate(k_BSKN, table)
 
 
+def attention_of(config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> Attention | LatentAttention:
+    """The attention of a model's layer."""
+    return (LatentAttention if config.latent else Attention)(config, linears, number)
+
+
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(h)) * up(h))`, gate and up stacked in one weight."""
 
@@ -134,7 +135,7 @@ class DenseLayer(nn.Module):
         super().__init__()
         self.eps, self.after = config.norm_eps, config.norms == "after"
         self.attn_norm = new_weight(config.hidden)
-        self.attn = Attention(config, linears, number)
+        self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
         self.mlp = Mlp(config.hidden, config.ffn, linears)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents
-from hocket.model.layers import Attention, Mlp, new_weight, swiglu
+from hocket.model.layers import Mlp, attention_of, swiglu
+from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
@@ -85,7 +86,7 @@ class MoELayer(nn.Module):
         self.ep = ep
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
-        self.attn = Attention(config, linears, number)
+        self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
         self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)

@@ -28,8 +28,8 @@ class Rope(NamedTuple):
 
 def rope_of(config: ModelConfig, layer: int) -> Rope | None:
     """The rotary positions of a layer, by its number; None if it has none."""
-    rope = config.rope
-    return None if layer in rope.without else Rope(rope.width or config.head_dim, config.rope_theta, rope)
+    rope, width = config.rope, config.qk_rope_head_dim if config.latent else config.head_dim
+    return None if layer in rope.without else Rope(rope.width or width, config.rope_theta, rope)
 
 
 @lru_cache(maxsize=16)

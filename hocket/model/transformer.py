@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents
-from hocket.model.layers import DenseLayer, new_weight
+from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
+from hocket.model.parameters import new_weight
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.runtime.norms import rms_norm
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
 from hocket.parallel.split_norms import split_norms
-from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
+from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, gathered_tokens, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
 from hocket.runtime.functional import embedding, linear, linears, scale
 from hocket.runtime.norms import rms_norm
@@ -40,6 +40,10 @@ class Linears:
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         """`x @ p.T` over the features of all ranks: this rank's tokens."""
         return linear(x_BSF, param)
+
+    def gathered(self, x_BSF: Tensor) -> Tensor:
+        """All tokens of the microbatch, where every rank reads all features: [B, S, F]."""
+        return x_BSF
 
     def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
         """RMSNorm of each over the features of all ranks."""
@@ -95,6 +99,9 @@ class SplitLinears(Linears):
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         outs = column_linear(x_BSD.flatten(0, 1), params, self.tensors, self._way(role))
         return tuple(out.view(self.sequences, -1, out.shape[1]) for out in outs)
+
+    def gathered(self, x_BSF: Tensor) -> Tensor:
+        return gathered_tokens(x_BSF.flatten(0, 1), self.tensors).view(self.sequences, -1, x_BSF.shape[-1])
 
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         return row_linear(x_BSF.flatten(0, 1), param, self.tensors, self._way(role)).unsqueeze(0)

@@ -103,7 +103,7 @@ def route(
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
-    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only
+    Scores are a softmax or sigmoid of fp32 logits. `bias_E` is added to the scores for the choice only, of groups too
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
     `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. It is a loss of all
@@ -122,6 +122,7 @@ def route(
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+        choice_TE = _within_groups(choice_TE, config)
         kept = placed(choice_TE.topk(config.top_k, dim=-1).indices, config.experts, real_T)
     total_E = linears.total(kept.load_E) if balanced else None
     assert kept.chosen_TK is not None
@@ -136,6 +137,22 @@ def route(
         counted_TE = shares_TE.detach() if real_T is None else shares_TE.detach() * real_T.unsqueeze(1)
         kept = replace(kept, total_E=total_E, scores_E=counted_TE.sum(0))
     return probs_TK, kept
+
+
+def _within_groups(choice_TE: Tensor, config: ModelConfig) -> Tensor:
+    """Scores by which experts are chosen: those outside of a token's best groups become -inf.
+
+    Groups are rated by their best score (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2), or by the sum of their best
+    two (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    """
+    if config.route_groups == config.route_top_groups:
+        return choice_TE
+    grouped_TGE = choice_TE.unflatten(1, (config.route_groups, -1))
+    best = 2 if config.route_group_score == "best_two" else 1
+    rating_TG = grouped_TGE.topk(best, dim=-1).values.sum(-1)
+    chosen_TG = rating_TG.topk(config.route_top_groups, dim=-1).indices
+    out_TG = torch.ones_like(rating_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
+    return grouped_TGE.masked_fill(out_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def _by_kernels(

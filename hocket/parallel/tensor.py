@@ -176,6 +176,11 @@ def row_linear(x_TF: Tensor, param_DF: Tensor, tensors: Tensors, way: Way) -> Te
     return _Row.apply(x_TF, where.given, tensors, way, where)
 
 
+def gathered_tokens(x_SD: Tensor, tensors: Tensors) -> Tensor:
+    """All ranks' x, [T, D], of which each rank reads all features; the gradient is the sum over ranks."""
+    return _Gathered.apply(x_SD, tensors)
+
+
 def _destination(param: Tensor) -> Destination:
     weight = weight_of(param)
     return Ordinary(param) if weight is None else Queued(weight, current_queue())
@@ -293,3 +298,14 @@ class _Row(torch.autograd.Function):
             dx, g_TD = whole_TD @ value_DF, Arriving(whole_TD)
         found = _contribute(ctx, 1, ctx.where, Arriving(x.detach().reshape(-1, x.shape[-1])), g_TD)
         return dx.view(x.shape), found, None, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensors: Tensors) -> Tensor:
+        ctx.tensors = tensors
+        return tensors.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return ctx.tensors.sum(g.contiguous()), None

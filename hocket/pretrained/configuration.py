@@ -16,7 +16,11 @@ from hocket.settings.schema import flat
 
 _NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
-_OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers")
+_OF_EXPERTS = (
+    "top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers", "route_groups",
+    "route_top_groups", "route_group_score",
+)  # fmt: skip
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -52,9 +56,18 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         value = value if value is not None else _missing(key, values)
         require(key.name, setting, value)
         values[setting] = value * config[key.times] if key.times else value
-    values["rope_theta"], values["rope"] = read_rope(config, family, values["head_dim"], values["layers"])
+    turning = values["qk_rope_head_dim"] if "kv_lora_rank" in values else values["head_dim"]
+    values["rope_theta"], values["rope"] = read_rope(config, family, turning, values["layers"])
     values["dense_layers"] = _dense_layers(config, family, values)
-    return replace(ModelConfig(), **values)
+    model = replace(ModelConfig(), **values)
+    if "kv_lora_rank" in family.keys and not model.latent:
+        raise ValueError("kv_lora_rank = 0: only latent attention is there")
+    if config.get("topk_method") == "greedy" and model.route_groups > 1:
+        raise ValueError(f"n_group = {model.route_groups}: topk_method = greedy asks for no groups")
+    for key, setting in family.same.items():
+        if (value := config.get(key)) is not None and value != getattr(model, setting):
+            raise ValueError(f"{key} = {value}: only model.{setting} = {getattr(model, setting)} is there")
+    return model
 
 
 def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
@@ -65,11 +78,16 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
         value = getattr(model, setting)
         if key.name:
             config[key.name] = value // model.expert_ffn if key.times else value
+        if key.null and value == key.missing:
+            config[key.name] = None
+    config |= {key: getattr(model, setting) for key, setting in family.same.items()}
     config |= {key: only.values[0] for key, only in family.only.items() if only.written}
     if family.dense == "steps":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
-    if family.dense == "first":
+    if family.dense in ("first", "types"):
         config["first_k_dense_replace"] = len(model.dense_layers)
+    if family.dense == "types":
+        config["mlp_layer_types"] = ["dense" if kind == "dense" else "sparse" for kind in model.kinds()]
     config |= {**written_rope(family, model), "max_position_embeddings": positions, "use_cache": True}
     config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
     return {**config, "torch_dtype": dtype, "dtype": dtype}
@@ -80,7 +98,8 @@ def family_for(model: ModelConfig) -> str:
 
     Raises ValueError naming what no family has.
     """
-    wrong = {name: _as_one_of(name, model) for name in FAMILIES}
+    names = [name for name, family in FAMILIES.items() if ("kv_lora_rank" in family.keys) == model.latent]
+    wrong = {name: _as_one_of(name, model) for name in names}
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
@@ -110,6 +129,9 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     found["bias_rate"] = 0.001 if routed and model.bias_rate else 0.0
     if not routed:
         found |= dict.fromkeys((*_OF_EXPERTS, "experts"), 0)
+    if model.route_groups == model.route_top_groups:
+        found |= dict.fromkeys(("route_groups", "route_top_groups", "route_group_score"), 0)
+    found |= dict.fromkeys(("kv_heads", "head_dim") if model.latent else _LATENT, 0)
     if "dense" not in model.kinds():
         found["ffn"] = 0
     return found
@@ -126,9 +148,11 @@ def _missing(key: Key, values: Mapping[str, Any]) -> Any:
 def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError for a key that asks for what is not there, or that nobody knows."""
     known = {name for key in family.keys.values() for name in (key.name, key.other)}
-    known |= {"steps": {"decoder_sparse_step", "mlp_only_layers"}, "first": {"first_k_dense_replace"}}.get(
-        family.dense, set()
-    )
+    known |= {
+        "steps": {"decoder_sparse_step", "mlp_only_layers"},
+        "first": {"first_k_dense_replace"},
+        "types": {"first_k_dense_replace", "mlp_layer_types"},
+    }.get(family.dense, set())
     for key, only in family.only.items():
         value = config.get(key, only.missing)
         values = value if isinstance(value, list) else [value]
@@ -140,7 +164,7 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
-    known |= keys_of(family) | {*family.only, *IGNORED_KEYS, "layer_types", "attention_dropout"}
+    known |= keys_of(family) | {*family.only, *family.same, *IGNORED_KEYS, "layer_types", "attention_dropout"}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:
@@ -154,7 +178,11 @@ def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str
         require("decoder_sparse_step", "layers", step)
         require("mlp_only_layers", "dense_layers", tuple(dense) if isinstance(dense, list) else dense)
         return tuple(i for i in layers if i in dense or (i + 1) % step)
-    if family.dense == "first":
+    if family.dense == "types" and (kinds := config.get("mlp_layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != len(layers) or not {*kinds} <= {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types = {kinds}: not dense or sparse for each of {len(layers)} layers")
+        return tuple(i for i in layers if kinds[i] == "dense")
+    if family.dense in ("first", "types"):
         require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
         return tuple(layers[: config["first_k_dense_replace"]])
     return ()

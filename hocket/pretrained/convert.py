@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
-from hocket.pretrained.folder import READ, TensorFolder
-from hocket.pretrained.tables import IGNORED_TENSORS, Family, Rule
+from hocket.pretrained.folder import TensorFolder
+from hocket.pretrained.quantised import FP8, blocks_of, scale_name
+from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 
 Shape = tuple[int, ...]
 
@@ -37,11 +39,14 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
                 yield name.format(i=number, e=first + e), (shape[2] // len(rule.theirs), shape[1])
 
 
-def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor]) -> Tensor:
+def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor], model: ModelConfig) -> Tensor:
     """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
     if rule.way == "fused":
         return read(rule.theirs[0].format(i=number), first, shape[0]).transpose(1, 2)
     names = [name for name, _ in tensors_of(rule, number, shape, first)]
+    if rule.pairs:
+        rest, pairs = _blocks(read(names[0]), getattr(model, rule.pairs), model.qk_rope_head_dim)
+        return torch.cat([pairs[:, 0::2], pairs[:, 1::2], rest], 1).flatten(0, 1)
     if rule.way == "rows":
         return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])
     value, count = torch.empty(shape), len(rule.theirs)
@@ -50,16 +55,33 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
     return value
 
 
-def split(rule: Rule, number: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parameter: what `join` was given."""
     names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
     if rule.way == "fused":
         parts = [value.transpose(1, 2)]
+    elif rule.pairs:
+        halves, rest = _blocks(value, model.qk_rope_head_dim, getattr(model, rule.pairs))
+        pairs = torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)
+        parts = [torch.cat([rest, pairs], 1).flatten(0, 1)]
     elif rule.way == "rows":
         parts = list(value.chunk(count))
     else:
         parts = [part for expert in value for part in expert.T.chunk(count)]
     yield from zip(names, parts, strict=True)
+
+
+def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
+    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts."""
+    count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
+    prefixes = tuple(f"model.layers.{i}." for i in range(layers, layers + count))
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def _blocks(value: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+    """Blocks of rows, such as heads, and in each the first rows and the second."""
+    begin, end = value.unflatten(0, (-1, first + second)).split([first, second], 1)
+    return begin, end
 
 
 class PretrainedFolder:
@@ -72,9 +94,9 @@ class PretrainedFolder:
         self.path = Path(path)
         config = read_config(self.path)
         self.family, self.model = family_of(config), model_of(config)
-        if "quantization_config" in config:
-            raise ValueError("quantization_config: quantised weights are not read")
-        self.folder = TensorFolder(self.path)
+        self.folder = TensorFolder(self.path, blocks_of(config))
+        self.further = _further(config, self.model.layers, self.folder.entries)
+        """Tensors of layers that predict further tokens, which no parameter takes."""
 
     def require(self, model: ModelConfig) -> None:
         """Raise ValueError unless this folder has a model of such settings."""
@@ -93,10 +115,13 @@ class PretrainedFolder:
                     lacks.append(tensor)
                 elif entry.shape != expected:
                     raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
-                elif entry.dtype not in READ:
-                    raise ValueError(f"{tensor} has elements of {entry.dtype}; {', '.join(READ)} are read")
+                elif reason := self.folder.unreadable(tensor):
+                    raise ValueError(reason)
+                elif entry.dtype == FP8:
+                    used.add(scale_name(tensor))
         if lacks:
             raise ValueError(f"{self.path} lacks {_listed(lacks)}")
+        used.update(self.further)
         more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if self.model.tied and head in more and self.folder.same(head, embedding):
@@ -114,7 +139,7 @@ class PretrainedFolder:
     def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
         """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts."""
         rule, number = self._rule(name)
-        return join(rule, number, shape, first_expert, self.folder.read).float()
+        return join(rule, number, shape, first_expert, self.folder.read, self.model).float()
 
 
 def _listed(names: list[str]) -> str:

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hocket.pretrained.quantised import FP8, SCALES, Blocks, dequantised, scale_name, scales_shape
+
 INDEX = "model.safetensors.index.json"
 READ = ("F32", "BF16", "F16")
 """Types of elements that are read."""
@@ -30,11 +32,13 @@ class Entry:
 class TensorFolder:
     """The tensors of a folder, by name. Only headers are read until one is asked for.
 
+    With `blocks` matrices may be of fp8, which `read` multiplies by their scales (`quantised.py`).
+
     Raises ValueError for files that are missing, truncated, or not those of the index.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, blocks: Blocks | None = None) -> None:
+        self.path, self.blocks = path, blocks
         indexed = self._index()
         files = sorted(set(indexed.values())) if indexed else sorted(file.name for file in path.glob("*.safetensors"))
         if not files:
@@ -73,9 +77,31 @@ class TensorFolder:
             raise ValueError(f"{self.path / file} cannot be read") from None
 
     def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
-        """A tensor as it is stored, or `count` of its rows from row `first`."""
+        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales."""
+        entry = self.entries[name]
+        value = self._stored(name, first, count)
+        if entry.dtype != FP8:
+            return value
+        assert self.blocks is not None
+        assert count < 0 or len(entry.shape) > 2, "rows of one matrix share scales"
+        return dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
+
+    def _stored(self, name: str, first: int, count: int) -> Tensor:
         with self._open(self.entries[name].file) as opened:
             return opened.get_tensor(name) if count < 0 else opened.get_slice(name)[first : first + count]
+
+    def unreadable(self, name: str) -> str:
+        """Why a tensor cannot be read; empty if it can."""
+        entry = self.entries[name]
+        if entry.dtype != FP8 or self.blocks is None:
+            return "" if entry.dtype in READ else f"{name} has elements of {entry.dtype}; {', '.join(READ)} are read"
+        scales = self.entries.get(scale_name(name))
+        if scales is None:
+            return f"{name} has elements of {FP8}, and {scale_name(name)} is missing"
+        expected = scales_shape(entry.shape, self.blocks)
+        if scales.shape != expected:
+            return f"{scale_name(name)} has shape {list(scales.shape)}, and {name} needs {list(expected)}"
+        return "" if scales.dtype in SCALES else f"{scale_name(name)} has elements of {scales.dtype}"
 
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors are equal."""

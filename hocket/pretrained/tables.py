@@ -7,7 +7,7 @@ which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 REQUIRED = object()
@@ -26,6 +26,8 @@ class Key:
     """Another name that some versions give it."""
     times: str = ""
     """Key of a number by which this one is multiplied."""
+    null: bool = False
+    """Whether its value where the key is missing is written as null."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Rule:
     way: Literal["rows", "experts", "fused"] = "rows"
     """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
     fused: one tensor for all experts, [E, rows, columns] turned over."""
+    pairs: str = ""
+    """Setting that counts the rows before those of rotary positions, `qk_rope_head_dim` of them: in each head, or in
+    all. On disk these stand last, and neighbours are a pair. Here they stand first, and the halves are pairs."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,15 @@ class Family:
     The key is a share of the head, or `rotary_dim`."""
     without: int = 0
     """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
-    dense: Literal["all", "none", "steps", "first"] = "all"
-    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, or the first
-    `first_k_dense_replace`."""
+    dense: Literal["all", "none", "steps", "first", "types"] = "all"
+    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
+    `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Keys that say again what a setting says."""
 
 
-def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows") -> Rule:
-    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way)
+def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows", pairs: str = "") -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs)
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -90,17 +97,32 @@ def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-_COMMON = (
+_ENDS = (
     Rule("embed.weight", ("model.embed_tokens.weight",)),
     Rule("head.norm", ("model.norm.weight",)),
     Rule("head.weight", ("lm_head.weight",)),
+)
+_COMMON = (
+    *_ENDS,
     *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
     *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
 )
-_ATTENTION = (
-    *_COMMON,
+_NORMS_BEFORE = (
     _layer("attn_norm", "input_layernorm.weight"),
     _layer("ffn_norm", "post_attention_layernorm.weight"),
+)
+_ATTENTION = (*_COMMON, *_NORMS_BEFORE)
+_LATENT = (
+    *_ENDS,
+    *_NORMS_BEFORE,
+    _layer("attn.wq", "self_attn.q_proj.weight", pairs="qk_nope_head_dim"),
+    _layer("attn.wq_a", "self_attn.q_a_proj.weight"),
+    _layer("attn.q_a_norm", "self_attn.q_a_layernorm.weight"),
+    _layer("attn.wq_b", "self_attn.q_b_proj.weight", pairs="qk_nope_head_dim"),
+    _layer("attn.wkv_a", "self_attn.kv_a_proj_with_mqa.weight", pairs="kv_lora_rank"),
+    _layer("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight"),
+    _layer("attn.wkv_b", "self_attn.kv_b_proj.weight"),
+    _layer("attn.wo", "self_attn.o_proj.weight"),
 )
 _NORMS_BEHIND = (
     *_COMMON,
@@ -116,6 +138,11 @@ _MLP = (
     _layer("mlp.w_down", "mlp.down_proj.weight"),
 )
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = (
+    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
+)
+_BIAS = _layer("router.bias", "mlp.gate.e_score_correction_bias")
 
 _SIZES = {
     "vocab": Key("vocab_size"),
@@ -140,6 +167,40 @@ _OF_MINIMAX_M1 = {
     "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
 }  # fmt: skip
 """Keys of MiniMax-M2 with the values that it always has."""
+
+_DEEPSEEK = {
+    **{setting: key for setting, key in _DENSE.items() if setting not in ("kv_heads", "head_dim")},
+    "top_k": Key("num_experts_per_tok"),
+    "experts": Key("n_routed_experts", other="num_local_experts"),
+    "expert_ffn": Key("moe_intermediate_size"),
+    "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
+    "route_scale": Key("routed_scaling_factor"),
+    "route_groups": Key("n_group", 1),
+    "route_top_groups": Key("topk_group", 1),
+    "q_lora_rank": Key("q_lora_rank", 0, null=True),
+    **{name: Key(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+}
+_ONE_BY_ONE = {"hidden_act": _SILU, "attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
+_SAME = {"num_key_value_heads": "heads", "head_dim": "qk_rope_head_dim", "qk_head_dim": "key_width"}
+_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    {
+        **_DEEPSEEK,
+        "normalize_top_k": Key("norm_topk_prob"),
+        "route_groups": Key("n_group"),
+        "route_top_groups": Key("topk_group"),
+    },
+    (*_LATENT, *_MLP, *_EXPERTS, _BIAS, *_SHARED),
+    {
+        **_ONE_BY_ONE,
+        "scoring_func": Only(("sigmoid",), "sigmoid"),
+        "topk_method": Only(("noaux_tc",), "noaux_tc"),
+        "rope_interleave": Only((True,), True),
+    },
+    {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
+    dense="first",
+    same=_SAME,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -273,9 +334,8 @@ FAMILIES: dict[str, Family] = {
             *_HEAD_NORMS,
             *_MLP,
             *_EXPERTS,
-            _layer("router.bias", "mlp.gate.e_score_correction_bias"),
-            _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-            _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
+            _BIAS,
+            *_SHARED,
         ),
         {
             "hidden_act": _SILU,
@@ -286,15 +346,36 @@ FAMILIES: dict[str, Family] = {
         ("partial_rotary_factor", 0.5),
         dense="first",
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK,
+        (*_LATENT, *_MLP, *_EXPERTS, *_SHARED),
+        {
+            **_ONE_BY_ONE,
+            "mlp_bias": _OFF,
+            "scoring_func": Only(("softmax",), "softmax"),
+            "topk_method": Only(("group_limited_greedy", "greedy")),
+            "norm_topk_prob": Only((False,), False),
+        },
+        {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
+        dense="first",
+        same=_SAME,
+    ),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+    "glm4_moe_lite": replace(
+        _V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys={**_V3.keys, "route_groups": Key("n_group", 1), "route_top_groups": Key("topk_group", 1)},
+        only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
+        dense="types",
+    ),
 }
 """By `model_type`."""
 
 REFUSED: dict[str, str] = {
     "qwen2_moe": "a gate on the shared expert",
     "olmo3": "windows",
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
-    "kimi_k2": "latent attention",
     "glm4": "four norms of a layer, and rotary positions of neighbouring elements",
     "gpt_oss": "sinks, windows, and biases of experts",
     "gemma2": "four norms of a layer, GELU, and windows",
@@ -315,10 +396,13 @@ IGNORED_KEYS = frozenset(
         "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
         "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
-        "mlp_intermediate_size",
+        "mlp_intermediate_size", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
+
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys that count layers behind the last one, which predict tokens further on. hocket trains none."""
 
 IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
 """Tensors that files have and no model needs: they follow from config.json."""

@@ -17,7 +17,8 @@ from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tens
 
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
-    m, sharing = config.mesh, max(1, config.mesh.tp // config.model.kv_heads)
+    m, keys = config.mesh, config.model.heads if config.model.latent else config.model.kv_heads
+    sharing = max(1, m.tp // keys)
     return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing, shard=m.shard)
 
 

@@ -5,10 +5,13 @@ Times are those of the model in `tensor_times.py`. `tune/tensor_choice.py` choos
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hocket.config import Config
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
 from hocket.program.tensor_times import COLUMNS, Cell, Direction, Method, Role, issued, products, seconds
+from hocket.program.transformer import into_heads
 
 
 def possible(role: str, direction: str) -> tuple[Method, ...]:
@@ -22,13 +25,14 @@ def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
     """The product beside which tokens are moved: forward, or of the input gradient."""
     m, tp = c.model, c.mesh.tp
     rows = c.train.sequences * c.data.sequence_length
-    heads, keys = m.heads * m.head_dim, max(tp, m.kv_heads) * m.head_dim
+    hidden, made = into_heads(replace(m, kv_heads=max(tp, m.kv_heads)))
+    hidden, heads = hidden if role == "qkv" else m.hidden, m.heads * (m.v_head_dim if m.latent else m.head_dim)
     ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
-    spread = {"qkv": heads + 2 * keys, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
-    inner, columns = m.hidden, spread
+    spread = {"qkv": made, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
+    inner, columns = hidden, spread
     if (role in COLUMNS) != (direction == "forward"):
         inner, columns = columns, inner
-    return Cell(role, direction, tp, rows, inner, columns, rows * m.hidden * c.element_bytes)
+    return Cell(role, direction, tp, rows, inner, columns, rows * hidden * c.element_bytes)
 
 
 def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> tuple[float, int]:

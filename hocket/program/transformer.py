@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 from hocket.config import ModelConfig
 from hocket.program.copies import Copies
-from hocket.program.formulas import Formulas, PartSize, plus
+from hocket.program.formulas import FUSED, Formulas, PartSize, plus
 from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Part, layer_kind
 
 _BLOCK = 512
@@ -52,6 +52,8 @@ def _head(s: Shapes) -> PartSize:
 def _attention(s: Shapes) -> PartSize:
     """Attention with its norm and residual, as in a dense layer."""
     m, f = s.model, s.formulas
+    if m.latent:
+        return plus(f.norm(m.hidden), _latent(s))
     d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
     w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
     biases = (width + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
@@ -63,6 +65,37 @@ def _attention(s: Shapes) -> PartSize:
     if m.qk_norm and not by_head:
         heads = plus(heads, f.norm(width + kv))
     return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
+
+
+def into_heads(model: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of the products that make heads, as one. Those of latent attention have two inputs, added."""
+    if not model.latent:
+        return model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim
+    made = model.heads * (model.key_width + model.qk_nope_head_dim + model.v_head_dim)
+    return (model.q_lora_rank or model.hidden) + model.kv_lora_rank, made
+
+
+def _latent(s: Shapes) -> PartSize:
+    """Latent attention without its first norm. Fused kernels take one width of keys and values: zeros fill it up."""
+    m, f = s.model, s.formulas
+    d, h, q, kv, turned = m.hidden, m.heads, m.q_lora_rank, m.kv_lora_rank, m.qk_rope_head_dim
+    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
+    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
+    queries = (
+        PartSize(gemm=q * (d + keys), rows=d + 2 * q + keys, kept=q) if q else PartSize(gemm=d * keys, rows=d + keys)
+    )
+    latent = PartSize(gemm=d * (kv + turned) + kv * made, rows=d + 2 * kv + turned + made, kept=kv + turned)
+    out = PartSize(gemm=values * d, rows=values + d, output=d, grad=d)
+    norms = plus(f.norm(kv), f.norm(q) if q else PartSize())
+    heads = plus(f.positions(keys + turned, False), PartSize(traffic=2 * keys + (2 * (wide + values) if wide else 0)))
+    filled = 2 * wide - keys - values if wide else 0
+    core = PartSize(
+        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
+        traffic=3 * d, back=_FLASH_BACK * (wide or values),
+    )  # fmt: skip
+    saved = 2 * keys + (2 * wide if wide else made) + values
+    size = plus(queries, latent, out, norms, heads, core, PartSize(saved=saved, kept=keys + made + values + d))
+    return replace(size, weights=size.weights + size.gemm)
 
 
 def _mlp(s: Shapes) -> PartSize:

@@ -7,6 +7,7 @@ families from scratch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hocket.config import ModelConfig, RopeConfig
 
@@ -81,16 +82,50 @@ def olmoe_1b_7b() -> ModelConfig:
     )  # fmt: skip
 
 
-def moonlight_16b() -> ModelConfig:
-    """Like Moonlight-16B-A3B (16.0 billion parameters with embeddings): a dense first layer, shared experts.
+_LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Sizes of latent attention that all of DeepSeek's models have, and those made like them."""
 
-    Attention is plain multi-head attention instead of the latent attention of the original: 16.8 against 13.8
-    million parameters per layer, 0.5 % of the total. The two shared experts of width 1408 are one of 2816.
-    """
+
+def deepseek_v2_lite() -> ModelConfig:
+    """DeepSeek-V2-Lite: 15.7 billion parameters, 2.7 active. Its two shared experts of width 1408 are one of 2816."""
     return ModelConfig(
-        vocab=163840, hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, ffn=11264, dense_layers=(0,),
+        vocab=102400, hidden=2048, layers=27, heads=16, ffn=10944, dense_layers=(0,), **_LATENT,
+        experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, normalize_top_k=False, aux_loss=0.001,
+        rope=RopeConfig(kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707),
+        init="torchtitan",
+    )  # fmt: skip
+
+
+def moonlight_16b() -> ModelConfig:
+    """Moonlight-16B-A3B: 16.0 billion parameters, 2.9 active. Its two shared experts of width 1408 are one of 2816."""
+    return ModelConfig(
+        vocab=163840, hidden=2048, layers=27, heads=16, ffn=11264, dense_layers=(0,), **_LATENT,
         experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, router="sigmoid", route_scale=2.446,
         bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5, init="torchtitan",
+    )  # fmt: skip
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3: 671 billion parameters, 37 active, without the layer that predicts a second token."""
+    return ModelConfig(
+        vocab=129280, hidden=7168, layers=61, heads=128, ffn=18432, dense_layers=(0, 1, 2), q_lora_rank=1536, **_LATENT,
+        experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, router="sigmoid", route_scale=2.5,
+        route_groups=8, route_top_groups=4, bias_rate=0.001,
+        rope=RopeConfig(kind="yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0),
+        init="torchtitan",
+    )  # fmt: skip
+
+
+def kimi_k2() -> ModelConfig:
+    """Kimi-K2 in its first release: 1.03 trillion parameters, 33 billion active."""
+    return ModelConfig(
+        vocab=163840, hidden=7168, layers=61, heads=64, ffn=18432, dense_layers=(0,), q_lora_rank=1536, **_LATENT,
+        experts=384, top_k=8, expert_ffn=2048, shared_ffn=2048, router="sigmoid", route_scale=2.827,
+        bias_rate=0.001, rope_theta=50000.0,
+        rope=RopeConfig(
+            kind="yarn", factor=32.0, original_positions=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+        init="torchtitan",
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def _yarn_without_range(rope: RopeConfig, theta: float) -> bool:
 ROPE_RULES: tuple[Rule, ...] = (
     Rule(
         ("model.rope.width", "model.head_dim"),
-        lambda c, h: c.model.rope.width % 2 != 0 or c.model.rope.width > c.model.head_dim,
+        lambda c, h: not c.model.latent and (c.model.rope.width % 2 != 0 or c.model.rope.width > c.model.head_dim),
         "pairs of elements rotate, and a head has {model.head_dim}",
         "an even number up to model.head_dim, or 0 for all of them",
     ),

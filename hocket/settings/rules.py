@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
 from hocket.program.layer import order_problem
+from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
@@ -25,21 +26,17 @@ LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
 
 
-def has_experts(c: Config) -> bool:
-    return "moe" in c.model.kinds()
-
-
 RULES: tuple[Rule, ...] = (
     # Model
     Rule(
         ("model.heads", "model.kv_heads"),
-        lambda c, h: c.model.heads % c.model.kv_heads != 0,
+        lambda c, h: not c.model.latent and c.model.heads % c.model.kv_heads != 0,
         "{model.heads} query heads cannot share {model.kv_heads} key and value heads evenly",
         "make model.heads a multiple of model.kv_heads",
     ),
     Rule(
         ("model.head_dim",),
-        lambda c, h: c.model.head_dim % 2 != 0,
+        lambda c, h: not c.model.latent and c.model.head_dim % 2 != 0,
         "the rotary embedding turns pairs of elements",
         "make it even",
     ),
@@ -63,6 +60,7 @@ RULES: tuple[Rule, ...] = (
         "a token cannot choose {model.top_k} of {model.experts} experts",
         "model.top_k at most model.experts",
     ),
+    *ARCHITECTURE_RULES,
     *(
         Rule(
             (setting, "precision.compute"),
@@ -100,6 +98,9 @@ RULES: tuple[Rule, ...] = (
             "model.routing",
             "model.normalize_top_k",
             "model.route_scale",
+            "model.route_groups",
+            "model.route_top_groups",
+            "model.route_group_score",
             "model.aux_loss",
             "model.bias_rate",
         )

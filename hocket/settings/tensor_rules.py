@@ -54,7 +54,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.tp", "model.kv_heads"),
-        lambda c, h: _uneven(c, c.model.kv_heads) and c.mesh.tp % c.model.kv_heads != 0,
+        lambda c, h: not c.model.latent and _uneven(c, c.model.kv_heads) and c.mesh.tp % c.model.kv_heads != 0,
         "tensor-parallel ranks have as many of the {model.kv_heads} key and value heads each, or as many ranks share "
         "each of them, and neither goes with {mesh.tp}",
         "a mesh.tp that divides model.kv_heads, or is a multiple of it",

@@ -22,7 +22,7 @@ from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import tokenizer_file
 from hocket.pretrained.configuration import config_of, differences, family_for, model_of, read_config
 from hocket.pretrained.convert import rules_of, split, tensors_of
-from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS
 from hocket.pretrained.written import LARGEST, files_of, write_files
 from hocket.settings.schema import changed, flat, types
 from hocket.train.damage import META, damage_of
@@ -59,7 +59,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     def values() -> Iterator[tuple[str, Tensor]]:
         reader = HarmlessReader(checkpoint)
         for param, shape in shapes.items():
-            yield from split(*rules[param], _read(reader, param, shape))
+            yield from split(*rules[param], _read(reader, param, shape), model)
 
     folder = WholeFolder(target)
     folder.begin()
@@ -83,7 +83,10 @@ def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[s
         try:
             config = read_config(Path(model.weights))
             if not (found := differences(model, model_of(config))):
-                return config["model_type"], {**config, "torch_dtype": type_name, "dtype": type_name}, ""
+                config |= {"torch_dtype": type_name, "dtype": type_name}
+                config.pop("quantization_config", None)  # what is written is not quantised, and has no further layers
+                config |= {key: 0 for key in FURTHER_LAYERS if config.get(key)}
+                return config["model_type"], config, ""
             remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"
         except ValueError as error:
             remark = f"model.weights = {model.weights}: {error}"

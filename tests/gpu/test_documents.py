@@ -11,6 +11,7 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, Documents, attend, documents_of
+from hocket.model.latent_attention import attention
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.settings.schema import changed
@@ -40,6 +41,29 @@ def test_flash_attention_over_documents(heads: tuple[int, int]) -> None:
     expected.backward(g)
     got.backward(g.to(got))
     close: dict[str, Any] = dict(rtol=0.03, atol=0.03)
+    torch.testing.assert_close(got.detach().float().cpu(), expected.detach(), **close)
+    for mine, theirs in zip(given, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.float().cpu(), theirs.grad, **close)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("widths", [(192, 128), (64, 96)], ids=str)
+def test_attention_with_values_of_another_width(widths: tuple[int, int], packed: bool) -> None:
+    """Narrow ones are filled up with zeros; the scale is that of what was there before."""
+    generator, scale = torch.Generator().manual_seed(0), 1.8 * widths[0] ** -0.5
+    shape = (1, 512) if packed else (2, 256)
+    documents = some_documents(2, 256) if packed else None
+    exact = [
+        torch.randn(*shape, 4, width, generator=generator).requires_grad_() for width in (*widths[:1] * 2, widths[1])
+    ]
+    given = [x.detach().to(CUDA, torch.bfloat16).requires_grad_() for x in exact]
+    g = torch.randn(*shape, 4, widths[1], generator=generator)
+    expected = attention(exact[0], exact[1], exact[2], scale, documents)
+    got = attention(given[0], given[1], given[2], scale, None if documents is None else documents.to(CUDA))
+    expected.backward(g)
+    got.backward(g.to(got))
+    close: dict[str, Any] = dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(got.detach().float().cpu(), expected.detach(), **close)
     for mine, theirs in zip(given, exact, strict=True):
         assert mine.grad is not None

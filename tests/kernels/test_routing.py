@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,16 @@ from hocket.parallel.tensor import Arriving
 from hocket.runtime.transports import RowTable
 
 CONFIGS = st.builds(
-    lambda sizes, **others: ModelConfig(experts=sizes[0], top_k=sizes[1], **others),
-    sizes=st.sampled_from([(1, 1), (2, 1), (5, 2), (8, 8), (64, 3), (100, 4)]),
+    lambda sizes, **others: ModelConfig(
+        experts=sizes[0], top_k=sizes[1], route_groups=sizes[2], route_top_groups=sizes[3], **others
+    ),
+    sizes=st.sampled_from(
+        [
+            *((1, 1, 1, 1), (2, 1, 1, 1), (5, 2, 1, 1), (8, 8, 1, 1), (64, 3, 1, 1), (100, 4, 1, 1)),
+            *((8, 2, 4, 1), (64, 6, 8, 3), (60, 7, 5, 2), (100, 4, 10, 9)),
+        ]
+    ),
+    route_group_score=st.sampled_from(["best", "best_two"]),
     router=st.sampled_from(["softmax", "sigmoid"]),
     normalize_top_k=st.booleans(),
     route_scale=st.sampled_from([1.0, 2.5]),
@@ -87,14 +96,51 @@ def test_the_balance_loss_of_two_ranks_is_that_of_all_tokens(router: str) -> Non
 
 def test_ties_and_no_numbers_leave_a_row_for_every_choice() -> None:
     """A run whose numbers have gone wrong must end with a loss that says so, not outside of a buffer."""
-    config = ModelConfig(experts=5, top_k=3)
-    logits = torch.zeros(7, 5)
-    logits[3], logits[4, 2], logits[5] = float("nan"), float("inf"), float("-inf")
-    for bias in (None, torch.full((5,), float("-inf"))):
-        _, inverse, counts, *_ = choose(logits, bias, config, 0.0, Arriving)
-        assert sorted(inverse.tolist()) == list(range(21))
-        assert int(counts.sum()) == 21
-        assert (counts <= 7).all()
+    for config in (
+        ModelConfig(experts=6, top_k=3),
+        ModelConfig(experts=6, top_k=3, route_groups=2, route_top_groups=1),
+        ModelConfig(experts=6, top_k=3, route_groups=3, route_top_groups=2, route_group_score="best"),
+    ):
+        logits = torch.zeros(7, 6)
+        logits[3], logits[4, 2], logits[5] = float("nan"), float("inf"), float("-inf")
+        for bias in (None, torch.full((6,), float("-inf"))):
+            _, inverse, counts, *_ = choose(logits, bias, config, 0.0, Arriving)
+            assert sorted(inverse.tolist()) == list(range(21))
+            assert int(counts.sum()) == 21
+            assert (counts <= 7).all()
+
+
+@pytest.mark.parametrize(("experts", "groups", "top_groups"), [(256, 8, 4), (160, 8, 3), (60, 5, 2)])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_groups_are_those_of_transformers(family: str, experts: int, groups: int, top_groups: int) -> None:
+    """The formulas and the kernels choose the same experts as its routers, and give them the same weights."""
+    pytest.importorskip("transformers", minversion="5.0", exc_type=ImportError)
+    known = importlib.import_module(f"transformers.models.{family}")
+    short = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}[family]
+    modelling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes = dict(
+        hidden_size=32, n_routed_experts=experts, num_experts_per_tok=6, n_group=groups, topk_group=top_groups,
+        routed_scaling_factor=1.5,
+    )  # fmt: skip
+    first = family == "deepseek_v2"
+    theirs = getattr(modelling, f"{short}TopkRouter")(
+        getattr(known, f"{short}Config")(**sizes, **(dict(topk_method="group_limited_greedy") if first else {}))
+    )
+    torch.nn.init.normal_(theirs.weight)
+    bias = None if first else theirs.e_score_correction_bias.normal_(std=0.3)
+    ours = ModelConfig(
+        experts=experts, top_k=6, route_groups=groups, route_top_groups=top_groups, route_scale=1.5,
+        route_group_score="best" if first else "best_two", router="softmax" if first else "sigmoid",
+        normalize_top_k=not first,
+    )  # fmt: skip
+    logits, weights, ids = theirs(torch.randn(50, 32))
+    probs, routing = route(logits.detach(), ours, bias)
+    by_kernel, *_, chosen, _, _ = choose(logits.detach(), bias, ours, 0.0, Arriving)
+    assert routing.chosen_TK is not None
+    expected = torch.zeros(50, experts).scatter(1, ids, weights)
+    for mine, found in ((routing.chosen_TK, probs), (chosen, by_kernel)):
+        assert torch.equal(mine.long().sort(dim=-1).values, ids.sort(dim=-1).values)
+        torch.testing.assert_close(torch.zeros(50, experts).scatter(1, mine.long(), found), expected)
 
 
 @given(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
+from hocket.model.transformer import Chunk
 from hocket.program.copies import copies_of, ranks_per_token
 from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, size_of
 from hocket.program.cost import unit_weights as weights_of
@@ -20,6 +23,8 @@ from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
 from hocket.program.transformer import Shapes
+from hocket.settings.families import deepseek_v3
+from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned
 
 LLAMA = ModelConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336)
@@ -298,3 +303,32 @@ def test_what_kernels_keep_of_an_attention() -> None:
     assert part_size(QWEN, "attn", "dense", 4096, 1, f=FUSED).saved == 2 * d + (width + kv) + 2 * width + 2 * kv
     without = replace(QWEN, qk_norm=False)
     assert part_size(without, "attn", "dense", 4096, 1, f=FUSED).saved == 2 * d + 2 * width + 2 * kv
+
+
+@pytest.mark.parametrize("queries", [0, 24])
+def test_latent_attention_is_priced_by_its_own_widths(queries: int) -> None:
+    """Parameters and products as torch counts them, and what torch keeps for backward, but for masks and the like."""
+    model = ModelConfig(
+        vocab=64, hidden=64, layers=1, heads=4, ffn=64, kv_lora_rank=40, q_lora_rank=queries, qk_nope_head_dim=24,
+        qk_rope_head_dim=8, v_head_dim=16,
+    )  # fmt: skip
+    layer: Any = init_chunk(Chunk(model, range(1)), 0).layer(0)
+    size, seq = part_size(model, "attn", "dense", 32, 1, f=STOCK), 32
+    assert size.weights == sum(p.numel() for name, p in layer.named_parameters() if name.startswith("attn"))
+    with FlopCounterMode(display=False) as counter:
+        layer.forward_attn(torch.randn(1, seq, 64))
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    whole = 2 * seq * seq * model.heads * (model.key_width + model.v_head_dim)  # both halves of the square
+    assert counts["aten.mm"] == 2 * seq * size.gemm
+    assert 2 * seq * size.core == whole
+    assert sum(counts.values()) - counts["aten.mm"] in (0, whole)  # torch does not count all kernels of CPUs
+    fused = part_size(model, "attn", "dense", 32, 1, f=FUSED)
+    assert fused.masked - size.masked == (32 + 512) * model.heads * (model.key_width - model.v_head_dim)
+
+
+def test_the_experts_of_deepseek_v3_are_most_of_its_work() -> None:
+    """6 FLOPs for each of 36.6 billion active weights of products, and those of attention at 4,096 tokens."""
+    model = deepseek_v3()
+    flops = model_flops_per_token(model, 4096)
+    attention = 3 * 4096 * 61 * 128 * (192 + 128)
+    assert flops == pytest.approx(6 * (37.55e9 - 129280 * 7168) + attention, rel=2e-3)

@@ -26,6 +26,14 @@ _GLM = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, n_group=1, topk_group=1,
     first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
 )  # fmt: skip
+_LATENT = dict(
+    kv_lora_rank=14, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8, num_key_value_heads=6,
+)  # fmt: skip
+_DEEPSEEK = {
+    **_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_ALONE = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
 _OLMOE = dict(head_dim=None, num_experts=8, num_experts_per_tok=3)
 _LLAMA3 = dict(
@@ -68,6 +76,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         dict(**_GLM, use_qk_norm=False, attention_bias=True, partial_rotary_factor=0.6, rope_scaling=_YARN),
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        dict(**_DEEPSEEK, q_lora_rank=16, topk_method="group_limited_greedy", rope_scaling=_YARN),
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**_DEEPSEEK, **_ALONE, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", dict(**_DEEPSEEK, q_lora_rank=16, norm_topk_prob=True, rope_scaling=_YARN)),
+    "moonlight": ("deepseek_v3", {**_DEEPSEEK, **_ALONE, "norm_topk_prob": True}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**_DEEPSEEK, **_ALONE, "q_lora_rank": 16, "norm_topk_prob": True, "v_head_dim": 17},
+    ),
 }
 """Family and changes, by name."""
 
@@ -78,16 +97,16 @@ def made(case: str, **sizes: Any) -> Any:
     known = importlib.import_module(f"transformers.models.{family}")
     find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
     given = deepcopy({**_SIZES, **changes, **sizes})  # a configuration changes its rope_scaling
-    if given["head_dim"] is None:  # not to be said
+    if given["head_dim"] is None or "kv_lora_rank" in given:  # not to be said
         del given["head_dim"]
     model = find("ForCausalLM")(find("Config")(**given))
     randomize(model)
     return model
 
 
-def saved(case: str, folder: Path, **options: Any) -> Path:
+def saved(case: str, folder: Path, vocab_size: int = VOCAB, **options: Any) -> Path:
     """A folder with such a model."""
-    made(case).save_pretrained(folder, **options)
+    made(case, vocab_size=vocab_size).save_pretrained(folder, **options)
     return folder
 
 

@@ -37,6 +37,37 @@ _MOE = dict(
     num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, tie_word_embeddings=False,
     num_key_value_heads=4,
 )  # fmt: skip
+_DEEPSEEK = dict(
+    attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, auto_map={"AutoConfig": "configuration"},
+    bos_token_id=0, eos_token_id=1, first_k_dense_replace=1, hidden_act="silu", initializer_range=0.02,
+    kv_lora_rank=512, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=True,
+    pretraining_tp=1, qk_nope_head_dim=128, qk_rope_head_dim=64, rope_theta=10000, rms_norm_eps=1e-06,
+    scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+    torch_dtype="bfloat16", transformers_version="4.33.1", use_cache=True, v_head_dim=128,
+)  # fmt: skip
+_V2 = dict(
+    model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], max_position_embeddings=163840,
+    norm_topk_prob=False, num_experts_per_tok=6, scoring_func="softmax", vocab_size=102400,
+    rope_scaling=dict(
+        beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707, type="yarn",
+        original_max_position_embeddings=4096,
+    ),
+)  # fmt: skip
+_SMALL = dict(
+    hidden_size=2048, moe_intermediate_size=1408, num_attention_heads=16, num_hidden_layers=27,
+    num_key_value_heads=16, q_lora_rank=None,
+)  # fmt: skip
+_LARGE = dict(
+    architectures=["DeepseekV3ForCausalLM"], ep_size=1, hidden_size=7168, intermediate_size=18432,
+    moe_intermediate_size=2048, n_shared_experts=1, num_experts_per_tok=8, num_hidden_layers=61, q_lora_rank=1536,
+    quantization_config=dict(
+        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
+    ),
+)  # fmt: skip
+_YARN = dict(
+    beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096,
+    type="yarn",
+)  # fmt: skip
 _LLAMA3_1: dict[str, Any] = {
     **_LLAMA, "mlp_bias": False, "max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009],
     "rope_scaling": {
@@ -127,6 +158,68 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         46.70e9,
         12.88e9,
     ),
+    "DeepSeek-V2-Lite": (
+        {
+            **_DEEPSEEK, **_V2, **_SMALL, "intermediate_size": 10944, "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+        15.71e9,
+        2.66e9,
+    ),
+    "DeepSeek-V2": (
+        {
+            **_DEEPSEEK, **_V2, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+            "n_group": 8, "n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60,
+            "num_key_value_heads": 128, "q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+        },
+        235.7e9,
+        21.4e9,
+    ),
+    "DeepSeek-V3": (
+        {
+            **_DEEPSEEK, **_LARGE, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "n_group": 8,
+            "max_position_embeddings": 163840, "n_routed_experts": 256, "num_attention_heads": 128,
+            "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "rope_scaling": _YARN,
+            "routed_scaling_factor": 2.5, "topk_group": 4, "vocab_size": 129280,
+        },
+        671.0e9,
+        37.6e9,
+    ),
+    "Kimi-K2": (
+        {
+            **_DEEPSEEK, **_LARGE, "model_type": "kimi_k2", "max_position_embeddings": 131072,
+            "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "vocab_size": 163840,
+            "rope_scaling": {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+        },
+        1026e9,
+        32.9e9,
+    ),
+    "Moonlight-16B-A3B": (
+        {
+            **_DEEPSEEK, **_SMALL, "model_type": "deepseek_v3", "intermediate_size": 11264, "num_experts_per_tok": 6,
+            "max_position_embeddings": 8192, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-05,
+            "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "vocab_size": 163840,
+        },
+        15.96e9,
+        2.91e9,
+    ),
+    "GLM-4.7-Flash": (
+        dict(
+            architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", attention_bias=False,
+            attention_dropout=0.0, dtype="bfloat16", eos_token_id=[154820, 154827], first_k_dense_replace=1,
+            hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=10240, kv_lora_rank=512,
+            max_position_embeddings=202752, moe_intermediate_size=1536, n_group=1, n_routed_experts=64,
+            n_shared_experts=1, norm_topk_prob=True, num_attention_heads=20, num_experts_per_tok=4,
+            num_hidden_layers=47, num_key_value_heads=20, num_nextn_predict_layers=1, pad_token_id=154820,
+            partial_rotary_factor=1.0, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64, rms_norm_eps=1e-05,
+            rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8, tie_word_embeddings=False, topk_group=1,
+            topk_method="noaux_tc", transformers_version="5.0.0rc0", v_head_dim=256, vocab_size=154880,
+        ),
+        29.94e9,
+        3.90e9,
+    ),
     "Llama-3.1-8B": (_LLAMA3_1, 8.030e9, 8.030e9),
     "Llama-3.2-1B": (
         {
@@ -199,7 +292,8 @@ def test_sizes(name: str) -> None:
     config, total, active = PUBLISHED[name]
     model = model_of(config)
     assert parameter_counts(model) == (pytest.approx(total, rel=1e-3), pytest.approx(active, rel=4e-3))
-    assert family_for(model) == {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    nearest = {"mistral": "llama", "kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3"}
+    assert family_for(model) == nearest.get(config["model_type"], config["model_type"])
 
 
 _QWEN3_SIZES = {
@@ -228,6 +322,10 @@ def test_recipes_of_qwen3_have_the_published_sizes(recipe: str) -> None:
         ("glm4_5_air", "GLM-4.5-Air"),
         ("olmo2_7b", "OLMo-2-1124-7B"),
         ("olmoe_1b_7b", "OLMoE-1B-7B-0924"),
+        ("deepseek_v2_lite", "DeepSeek-V2-Lite"),
+        ("moonlight_16b", "Moonlight-16B-A3B"),
+        ("deepseek_v3", "DeepSeek-V3"),
+        ("kimi_k2", "Kimi-K2"),
     ],
 )
 def test_recipes_are_the_published_models(recipe: str, name: str) -> None:

@@ -91,7 +91,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_mrope": True}, "use_mrope = True: only False is there"),
     ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5: config.json of llama has no such key"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout"),
-    ("llama", {"quantization_config": {}}, "quantization_config = {}: config.json of llama has no such key"),
+    ("llama", {"quantization_config": {}}, "quantization_config has quant_method = None: only fp8 blocks"),
     ("mistral", {"sliding_window": 8}, "sliding_window = 8: only None is there"),
     ("mistral", {"sliding_window": None}, "sliding_window = 4096, where the key is missing: only None is there"),
     (
@@ -102,6 +102,21 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: only False is there"),
     ("glm4_moe", {"n_group": 2}, "n_group = 2: only 1 is there"),
     ("glm4_moe", {"first_k_dense_replace": None}, "first_k_dense_replace = None: not a whole number"),
+    ("deepseek_v2", {"topk_method": "softmax"}, "topk_method = softmax: only group_limited_greedy is there"),
+    ("deepseek_v2", {"topk_method": "greedy"}, "n_group = 4: topk_method = greedy asks for no groups"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func = sigmoid: only softmax is there"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True: only False is there"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = softmax: only sigmoid is there"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = greedy: only noaux_tc is there"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False: only True is there"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: only 1 is there"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias = True: only False is there"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2: only model.heads = 6 is there"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0: only latent attention is there"),
+    ("deepseek_v3", {"n_group": None}, "config.json has no n_group"),
+    ("deepseek_v3", {"q_lora_rank": None}, r"lacks model\.layers\.0\.self_attn\.q_proj\.weight"),
+    ("moonlight", {"kv_lora_rank": 12}, r"with_mqa\.weight has shape \[20, 24\], and .* needs \[18, 24\]"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types = .*: not dense or sparse for each of 3 layers"),
     ("mistral", {"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight, .* and 7 more"),
     ("mistral", {"num_hidden_layers": 2}, r"has model.layers.2.input_layernorm.weight, .* and 7 more, which no param"),
     ("mistral", {"intermediate_size": 30}, r"gate_proj.weight has shape \[28, 24\], and .* needs \[30, 24\]"),
@@ -196,6 +211,8 @@ def test_models_without_a_family() -> None:
         family_for(families.tiny())
     found = {name: family_for(getattr(families, name)()) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")}
     assert found == {"llama3_8b": "llama", "mixtral_8x7b": "mixtral", "qwen3_30b_a3b": "qwen3_moe"}
-    assert family_for(families.moonlight_16b()) == "glm4_moe"
+    latent = ("deepseek_v2_lite", "moonlight_16b", "deepseek_v3", "kimi_k2")
+    found = {name: family_for(getattr(families, name)()) for name in latent}
+    assert found == {name: "deepseek_v2" if "v2" in name else "deepseek_v3" for name in latent}
     assert family_for(ModelConfig(qk_norm=True)) == "qwen3"
     assert not FAMILIES.keys() & REFUSED.keys()

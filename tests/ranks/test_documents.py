@@ -21,6 +21,7 @@ from hocket.settings.schema import changed
 from tests.helpers.chunks import init_chunk
 from tests.helpers.parity import STEPS, assert_parity, config
 from tests.helpers.plans import small
+from tests.ranks.test_parity import LATENT
 from tests.reference import awkward_batches
 
 MOE = small(layers=2, dense_layers=(0,))
@@ -118,6 +119,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=4, dense_layers=(0,), **BALANCED),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1),
+    ),
+    "latent attention": (
+        dict(layers=2, dense_layers=(0,), **LATENT, **BALANCED, route_groups=2),
+        dict(dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", recompute=("attn",)),
     ),
     "norms behind": (
         dict(layers=3, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", qkv_bias=True),

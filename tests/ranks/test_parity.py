@@ -28,12 +28,13 @@ VALUES: dict[str, list[Any]] = {
     "clip": [0.5, 0.0],
     "ep": [1, 2],
     "dp": [1, 2],
-    "projections": ["plain", "biased", "normed"],
+    "projections": ["plain", "biased", "latent", "latent queries", "normed"],
     "pp": [1, 2],
     "chunks": [1, 2],
     "layers": ["even", "uneven"],
     "kinds": ["dense", "moe", "mixed"],
     "shared_ffn": [0, 16],
+    "groups": [1, 2],
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
@@ -46,17 +47,22 @@ VALUES: dict[str, list[Any]] = {
 and backward meet in the middle one."""
 
 
+LATENT: dict[str, Any] = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 PROJECTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biased": dict(
         qkv_bias=True, o_bias=True, rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4)
     ),
+    "latent": LATENT,
+    "latent queries": {**LATENT, "q_lora_rank": 20},
     "normed": dict(qk_norm=True, qk_norm_over="whole", rope=RopeConfig(without=(0,))),
 }
 """What is done to queries and keys. With norms over their whole width, dense models have those of layers behind."""
 
 
 def legal(case: dict[str, Any]) -> bool:
+    if case["groups"] > 1 and case["kinds"] == "dense":
+        return False
     if case["ep"] > case["dp"] or (case["ep"] > 1 and case["kinds"] == "dense"):
         return False
     if case["ep"] == 1 and (case["splits"] == "device" or case["copies"] == "per_rank"):
@@ -91,11 +97,12 @@ def matrix_config(case: dict[str, Any]) -> Config:
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
     others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip")
+    others += ("groups",)
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
     behind = case["kinds"] == "dense" and case["projections"] == "normed"
     projections = PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
-    model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
+    model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"], route_groups=case["groups"])
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
@@ -130,6 +137,40 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+    ),
+    "latent attention and groups of experts, everything on": (
+        dict(
+            layers=8,
+            dense_layers=(0, 4),
+            shared_ffn=16,
+            aux_loss=0.01,
+            bias_rate=0.01,
+            router="sigmoid",
+            experts=8,
+            top_k=3,
+            route_groups=4,
+            route_top_groups=2,
+            **LATENT,
+            q_lora_rank=20,
+            rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, mscale_all_dim=0.7),
+        ),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+    ),
+    "latent attention and groups of experts, recomputed": (
+        dict(
+            layers=4,
+            dense_layers=(0,),
+            shared_ffn=16,
+            experts=8,
+            top_k=3,
+            route_groups=4,
+            route_top_groups=2,
+            route_group_score="best",
+            **LATENT,
+        ),
+        dict(pp=2, dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", copies="per_rank", recompute=("attn", "experts", "mlp")),
     ),
     "everything on, and recomputed": (
         dict(

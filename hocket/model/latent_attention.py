@@ -1,0 +1,115 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values made of a narrow latent.
+
+    queries    wq_b(norm(wq_a(h))), or wq(h) where they have no latent
+    latent     wkv_a(h) = [rotating key R, latent C]: the rotating part of a key is one for all heads
+    keys       [rotating key R, N], with [N, V] of every head = wkv_b(norm(latent))
+    output     wo(softmax(q . k * scale) v)
+
+Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and a pair is
+(2i, 2i + 1): `pretrained/convert.py` permutes rows.
+
+Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
+whole on every rank, and works on the rank's own tokens; tokens are gathered behind the norms, where they are narrow.
+
+Shapes: B sequences, S sequence length, D hidden, H query heads of a rank, C width of the latent, R rotating elements of
+a head, N the other ones of a key, V width of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.config import ModelConfig
+from hocket.model.documents import Documents, attend
+from hocket.model.parameters import new_weight
+from hocket.model.rotary import mscale, rope_of, rotary_table
+from hocket.parallel.linears import WHOLE, Linears
+from hocket.runtime.functional import linear, linears
+from hocket.runtime.norms import rms_norm, rotate
+
+EPS = 1e-6
+"""Epsilon of the norms of latents, whatever that of the others is."""
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention, without norm and residual."""
+
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
+        """`number` is that of the layer."""
+        super().__init__()
+        c = self.config = config
+        self.rope = rope_of(config, number)
+        self.linears, self.heads = linears, config.heads // linears.size
+        queries, latent = self.heads * c.key_width, c.kv_lora_rank
+        if c.q_lora_rank:
+            self.wq_a = new_weight(c.q_lora_rank, c.hidden)
+            self.q_a_norm = new_weight(c.q_lora_rank)
+            self.wq_b = new_weight(queries, c.q_lora_rank)
+        else:
+            self.wq = new_weight(queries, c.hidden)
+        self.wkv_a = new_weight(c.qk_rope_head_dim + latent, c.hidden)
+        self.kv_a_norm = new_weight(latent)
+        self.wkv_b = new_weight(self.heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
+        self.wo = new_weight(c.hidden, self.heads * c.v_head_dim)
+
+    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
+
+        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
+        """
+        c = self.config
+        q, kv, turning = self._projected(h_BSD)
+        batch, seq, _ = q.shape
+        sizes = (batch, seq) if documents is None else (1, batch * seq)
+        q_BSHX, k_BS1R = q.view(*sizes, self.heads, -1), turning.reshape(*sizes, 1, -1)
+        if self.rope is not None:
+            table = rotary_table(seq, self.rope.width, self.rope.theta, h_BSD.device, self.rope.settings)
+            if documents is not None:
+                table = table.index_select(1, documents.position_T)
+            q_BSHX, k_BS1R = rotate(q_BSHX, table), rotate(k_BS1R, table)
+        k_BSHN, v_BSHV = kv.view(*sizes, self.heads, -1).split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        k_BSHX = torch.cat([k_BS1R.expand(-1, -1, self.heads, -1), k_BSHN], -1)
+        o_BSHV = attention(q_BSHX, k_BSHX, v_BSHV, softmax_scale(c), documents)
+        return self.linears.row("proj", o_BSHV.reshape(batch, seq, -1), self.wo)
+
+    def _projected(self, h_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H * (R + N)], keys and values [B, S, H * (N + V)], rotating keys [B, S, R]: of all tokens."""
+        c = self.config
+        if c.q_lora_rank:
+            made, both = linears(h_BSD, (self.wq_a, self.wkv_a))
+            (q,) = self.linears.columns("qkv", rms_norm(made, self.q_a_norm, EPS), (self.wq_b,))
+        else:
+            (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
+            both = linear(h_BSD, self.wkv_a)
+        turning_BSR, latent_BSC = both.split([c.qk_rope_head_dim, c.kv_lora_rank], -1)
+        (kv,) = self.linears.columns("qkv", rms_norm(latent_BSC, self.kv_a_norm, EPS), (self.wkv_b,))
+        return q, kv, self.linears.gathered(turning_BSR)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What products of queries and keys are multiplied by: with yarn more, as `mscale_all_dim` says.
+
+    The square of that factor is on queries and keys alike, as DeepSeek's models have it.
+    """
+    rope = config.rope
+    grown = mscale(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0
+    return config.key_width**-0.5 * grown**2
+
+
+def attention(
+    q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float, documents: Documents | None = None
+) -> Tensor:
+    """Causal attention whose values may be of another width than its keys: [B, S, H, V].
+
+    Flash attention takes one width for all three: the narrower ones get zeros, which add nothing.
+    """
+    width, values = q_BSHX.shape[-1], v_BSHV.shape[-1]
+    if q_BSHX.is_cuda and q_BSHX.dtype in (torch.bfloat16, torch.float16):
+        width = max(width, values)
+        q_BSHX, k_BSHX, v_BSHV = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BSHX, k_BSHX, v_BSHV))
+    if documents is not None:
+        return attend(q_BSHX[0], k_BSHX[0], v_BSHV[0], documents, scale)[None, ..., :values]
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHX, k_BSHX, v_BSHV))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)[..., :values]
