@@ -294,9 +294,19 @@ class TrainConfig:
     lr: float = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
     min_lr: float = 3e-4
-    """Learning rate of the last step. The rate falls from `lr` to it as half a cosine."""
+    """Learning rate of the last step, the lowest behind the warm-up. `min_lr_ratio` takes its place if it is set."""
+    min_lr_ratio: float = 0.0
+    """The lowest learning rate as a fraction of `lr`; 0 leaves it to `min_lr`."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to `lr`."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
+    as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
+    constant: it stays `lr`."""
+    decay: float = 0.2
+    """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices. Vectors (norms, biases) have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -336,6 +346,16 @@ class TrainConfig:
     """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: tuple[int, ...] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
+
+    @property
+    def lowest_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr * self.min_lr_ratio if self.min_lr_ratio else self.min_lr
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which wsd lets the learning rate fall."""
+        return max(1, round(self.decay * self.steps)) if self.decay < 1 else int(self.decay)
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""

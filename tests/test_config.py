@@ -29,6 +29,7 @@ from hocket.settings.schema import BOUNDS, leaf, types
 from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
 from tests.refused_orders import REFUSED_ORDERS
+from tests.refused_training import REFUSED_TRAINING
 
 
 def changed(base: Config, **settings: Any) -> Config:
@@ -287,7 +288,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),
     (TINY, {"data__validation": 0.0}, "data.validation", "nothing is kept for validation"),
-    (TINY, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
+    *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_TRAINING),
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
     (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
     (TINY, {"train__transport": "slow"}, "train.transport", "nothing says which"),

@@ -31,6 +31,8 @@ VALUES: dict[str, list[Any]] = {
     "--moe-token-dispatcher-type": ["alltoall", "flex", "allgather"],
     "--moe-router-score-function": ["softmax", "sigmoid", "x"],
     "--moe-router-load-balancing-type": ["aux_loss", "none", "seq_aux_loss"],
+    "--lr-decay-style": ["constant", "WSD", "inverse-square-root"],
+    "--lr-wsd-decay-style": ["minus_sqrt", "exponential"],
     "--moe-layer-freq": [2, "[0]*2+[1]*6", "[0]*7"],
     "--recompute-granularity": ["full", "selective"],
     "--recompute-modules": [["core_attn"], ["mlp", "moe", "moe_act"], ["layernorm"]],

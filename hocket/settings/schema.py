@@ -55,6 +55,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("train.steps", "train.keep", "train.log_every"), (1, ANY)),
     "train.hang_timeout": (1, 1e6),
     **dict.fromkeys(("train.min_lr", "train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
+    "train.min_lr_ratio": (0, 1),
+    "train.decay": (1e-6, 1e12),
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
     **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
     "train.betas": (0, 0.999999),

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hocket.config import TrainConfig
 from hocket.engine import Engine
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.model.documents import documents_of
@@ -28,6 +27,7 @@ from hocket.train.data import Stream, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
+from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
 
 
@@ -201,15 +201,3 @@ class Trainer:
 
     def _report(self, device: bool) -> str:
         return self.engine.report(self.rank, device)
-
-
-def learning_rate(step: int, train: TrainConfig) -> float:
-    """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then half a cosine to `min_lr`.
-
-    The first step already has 1 / warmup of `lr`, and the last step of the run has `min_lr`.
-    """
-    if step < train.warmup:
-        return train.lr * (step + 1) / train.warmup
-    span = max(1, train.steps - 1 - train.warmup)
-    share = min(1.0, (step - train.warmup) / span)
-    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * share)) / 2

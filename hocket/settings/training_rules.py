@@ -1,0 +1,53 @@
+"""Rules of the optimizer and of the learning rate."""
+
+from __future__ import annotations
+
+from hocket.settings.rule import Rule
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("train.min_lr", "train.lr"),
+        lambda c, h: c.train.schedule != "constant" and not c.train.min_lr_ratio and c.train.min_lr > c.train.lr,
+        "the last learning rate is above the highest, train.lr = {train.lr}",
+        "train.min_lr at most train.lr",
+    ),
+    Rule(
+        ("train.min_lr", "train.min_lr_ratio"),
+        lambda c, h: c.train.schedule != "constant" and c.train.min_lr_ratio > 0,
+        "no effect: train.min_lr_ratio = {train.min_lr_ratio} says the lowest learning rate",
+        "leave one of the two out",
+        only_if_set=True,
+    ),
+    *(
+        Rule(
+            (f"train.{name}", "train.schedule"),
+            lambda c, h: c.train.schedule == "constant",
+            "no effect: train.schedule = constant, and the learning rate never falls",
+            "another train.schedule, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("min_lr", "min_lr_ratio")
+    ),
+    *(
+        Rule(
+            (f"train.{name}", "train.schedule"),
+            lambda c, h: c.train.schedule != "wsd",
+            "no effect: only train.schedule = wsd has steps of a decay",
+            "train.schedule = wsd, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("decay", "decay_shape")
+    ),
+    Rule(
+        ("train.decay", "train.schedule"),
+        lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
+        "neither a whole number of steps nor, below 1, a fraction of them",
+        "a whole number, or a fraction such as 0.2",
+    ),
+    Rule(
+        ("train.decay", "train.warmup", "train.steps"),
+        lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
+        "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
+        "a smaller train.decay or train.warmup, or more train.steps",
+    ),
+)

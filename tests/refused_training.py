@@ -1,0 +1,20 @@
+"""What is refused of the optimizer and of the learning rate, for `test_config.py`; rows as in `refused_orders.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WSD: dict[str, Any] = {"train__schedule": "wsd"}
+
+REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({}, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
+    ({"train__min_lr_ratio": 0.1}, {"train__min_lr": 1e-4}, "train.min_lr", "train.min_lr_ratio = 0.1 says"),
+    ({"train__schedule": "constant"}, {"train__min_lr": 1e-4}, "train.min_lr", "never falls"),
+    ({"train__schedule": "constant"}, {"train__min_lr_ratio": 0.1}, "train.min_lr_ratio", "never falls"),
+    ({}, {"train__decay": 0.1}, "train.decay", "only train.schedule = wsd"),
+    ({}, {"train__decay_shape": "cosine"}, "train.decay_shape", "only train.schedule = wsd"),
+    (WSD, {"train__decay": 1.5}, "train.decay", "neither a whole number of steps"),
+    (WSD, {"train__decay": 140}, "train.decay", "15 steps of train.warmup and 140 of the decay"),
+    ({}, {"train__min_lr_ratio": 1.5}, "train.min_lr_ratio", "out of range; fix: at most 1"),
+    ({}, {"train__schedule": "wds"}, "train.schedule", "not one of cosine, linear, wsd, constant"),
+)
