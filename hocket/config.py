@@ -1,6 +1,6 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Section `overlap` is in `overlap_config.py`; this module exports it too.
+Sections `overlap` and `optimizer` are in `overlap_config.py` and `optimizer_config.py`; this module exports them too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hocket.gpus import GpuName
+from hocket.optimizer_config import OptimizerConfig as OptimizerConfig
 from hocket.overlap_config import DataOverlap as DataOverlap
 from hocket.overlap_config import ExpertOverlap as ExpertOverlap
 from hocket.overlap_config import OverlapConfig
@@ -308,7 +309,8 @@ class TrainConfig:
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices. Vectors (norms, biases) have none."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
+    names."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two averages, per step."""
     eps: float = 1e-8
@@ -404,6 +406,8 @@ class Config:
     """Text."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length, batch, optimizer and machinery."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What the optimizer does with which weights."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place."""
 

@@ -24,6 +24,7 @@ from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
+from hocket.settings.weight_groups import unmatched
 from hocket.step_state import StepState
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
@@ -280,7 +281,9 @@ def other_ranks(config: Config) -> list[str]:
 
 def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
-    stop_if(other_ranks(settings))
+    whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
+    names = {name: (name, param.shape) for name, param in whole.named_parameters()}
+    stop_if([*other_ranks(settings), *unmatched(settings, [(name,) for name in names], settings.origins)])
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "
@@ -290,6 +293,4 @@ def started(settings: Settings) -> PlannedStep:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     engine = Engine(settings, dist.get_rank() if dist.is_initialized() else 0, device)
     engine.init_weights()
-    whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
-    names = {name: (name, param.shape) for name, param in whole.named_parameters()}
     return PlannedStep(engine, settings, model_costs, names)

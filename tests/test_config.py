@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket import overlap_config
+from hocket import optimizer_config, overlap_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
@@ -65,7 +65,7 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    files = config_module.__file__, overlap_config.__file__
+    files = config_module.__file__, overlap_config.__file__, optimizer_config.__file__
     documented = set()
     for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):
@@ -90,7 +90,7 @@ def test_settings_that_name_others_exist():
     for rule in RULES:
         assert set(rule.settings) <= known
         for text in (rule.reason, rule.fix):
-            for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|run)(?:\.[a-z_0-9]+)+", text):
+            for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|optimizer|run)(?:\.[a-z_0-9]+)+", text):
                 assert name in known, f"{name} in {text!r}"
 
 
@@ -318,7 +318,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
     (TINY, {"train__lr": float("nan")}, "train.lr", "out of range"),
     (TINY, {"train__hang_timeout": float("inf")}, "train.hang_timeout", "out of range"),
-    (TINY, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),
     (TINY, {"train__betas": (0.9, 1.0)}, "train.betas", "out of range"),
     (TINY, {"model__hidden": "wide"}, "model.hidden", "not a whole number"),
     (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),

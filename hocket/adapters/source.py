@@ -82,6 +82,9 @@ class AdaptedModel:
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         """Buffers have their values already."""
 
+    def own_name(self, name: str) -> str:
+        return self.cut.theirs[name]
+
 
 def _keeps_input(kind: LayerKind) -> LayerKind:
     first, *rest = kind.parts

@@ -40,6 +40,7 @@ from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
 from hocket.runtime.recorder import Recorder
 from hocket.runtime.token_copies import CopiedTokens
+from hocket.settings.weight_groups import decays
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Engine:
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t, averages = config.train, DTYPES[config.precision.averages]
-        options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip, averages=averages)
+        options = AdamWOptions(
+            betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip, averages=averages, decays=self._decays
+        )
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._leaves_updates = update and config.overlap.dp.update == "next_step"
         self._lr = t.lr
@@ -126,6 +129,9 @@ class Engine:
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
         return self.source.chunk(ChunkPlace(layers, first, last, place, self.device, self._linears, self.groups))
+
+    def _decays(self, name: str, shape: Sequence[int]) -> bool:
+        return decays(self.config, (name, self.source.own_name(name)), shape)
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""

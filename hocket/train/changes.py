@@ -15,7 +15,7 @@ TRAINED_BY = (
     "steps", "lr", "min_lr", "min_lr_ratio", "warmup", "schedule", "decay", "decay_shape", "weight_decay", "betas",
     "eps", "clip",
 )  # fmt: skip
-TOLD = ("model.", "data.", "precision.", *(f"train.{name} " for name in TRAINED_BY))
+TOLD = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
 """Beginnings of the names of settings that change results. A continued run reports their changes."""
 BATCH = ("mesh.dp", "train.microbatches", "train.sequences")
 

@@ -1,8 +1,8 @@
 """AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
 
 The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
-updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter. Gradients are there
-from the reduces of a step until the optimizer has read them.
+updating whole parameters. Weight decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients
+are there from the reduces of a step until the optimizer has read them.
 
 Note: [Averages in bf16]
 The two averages may be kept in bf16. A step makes those of one unit fp32, updates the unit, and rounds them to nearest,
@@ -16,7 +16,7 @@ rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). D
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,11 +49,13 @@ class AdamWOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Applies to parameters with two or more dimensions."""
+    """Of what decays."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 clips nothing."""
     averages: torch.dtype = torch.float32
     """What both averages are kept in between steps. See Note: [Averages in bf16]."""
+    decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) > 1
+    """Whether a parameter decays, by its name and its shape in the whole model."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class PieceState:
     exp_avg_sq: Tensor
 
 
-def _by_decay(pieces: Iterable[Piece]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _by_decay(pieces: Iterable[Piece], options: AdamWOptions) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The shards that decay, and the others."""
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for piece in pieces:
-        found[len(piece.shape) < 2].append(piece.shard)
+        found[not options.decays(piece.name, piece.shape)].append(piece.shard)
     return found
 
 
@@ -91,8 +93,8 @@ class PlannedAdamW:
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         how = fastest(model.device)
-        self._shards = {unit: _by_decay(unit.pieces()) for unit in model.units.values()}
-        groups = _by_decay(self._pieces.values())
+        self._shards = {unit: _by_decay(unit.pieces(), options) for unit in model.units.values()}
+        groups = _by_decay(self._pieces.values(), options)
         self._adamw = torch.optim.AdamW(
             [
                 {"params": groups[0], "weight_decay": options.weight_decay},
