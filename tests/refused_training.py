@@ -15,6 +15,8 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
     ({}, {"train__decay_shape": "cosine"}, "train.decay_shape", "only train.schedule = wsd"),
     (WSD, {"train__decay": 1.5}, "train.decay", "neither a whole number of steps"),
     (WSD, {"train__decay": 140}, "train.decay", "15 steps of train.warmup and 140 of the decay"),
+    ({}, {"optimizer__skip_spikes": 0.5}, "optimizer.skip_spikes", "above their median"),
+    ({}, {"optimizer__skip_limit": -1}, "optimizer.skip_limit", "out of range; fix: at least 0"),
     ({}, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),
     ({}, {"train__min_lr_ratio": 1.5}, "train.min_lr_ratio", "out of range; fix: at most 1"),
     ({}, {"train__schedule": "wds"}, "train.schedule", "not one of cosine, linear, wsd, constant"),

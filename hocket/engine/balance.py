@@ -25,8 +25,11 @@ class Balance:
         self.loads: dict[int, Tensor] = {}
         """Rows per expert and layer in the last step, summed over data-parallel ranks: int64 [E]."""
 
-    def update(self, mine: dict[int, Tensor]) -> None:
-        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`."""
+    def update(self, mine: dict[int, Tensor], stay: Tensor) -> None:
+        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`.
+
+        `stay` is a bool on the device: biases do not move where it is true.
+        """
         if mine:
             numbers = sorted(mine)
             total = torch.stack([mine[n] for n in numbers])
@@ -36,7 +39,8 @@ class Balance:
             mine.clear()
         for number, layer in self.layers.items():
             if layer.router.bias is not None:
-                layer.router.bias.copy_(balance_bias(layer.router.bias, self.loads[number], self._rate))
+                moved = balance_bias(layer.router.bias, self.loads[number], self._rate)
+                layer.router.bias.copy_(torch.where(stay, layer.router.bias, moved))
 
     def biases(self) -> dict[str, Tensor]:
         """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""

@@ -33,7 +33,7 @@ from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
-from hocket.program.ops import Layout, Program
+from hocket.program.ops import Layout, Op, Program
 from hocket.program.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
@@ -53,6 +53,8 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
     loads: dict[int, Tensor]
     """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
+    skipped: Tensor
+    """Whether the step was not taken, and weights stay as they were: a bool."""
     lacked: int = 0
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
     grown: bool = False
@@ -99,7 +101,13 @@ class Engine:
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(
-            betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip, averages=averages, decays=self._decays
+            betas=t.betas,
+            eps=t.eps,
+            weight_decay=t.weight_decay,
+            clip=t.clip,
+            averages=averages,
+            decays=self._decays,
+            spike=config.optimizer.skip_spikes,
         )
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._leaves_updates = update and config.overlap.dp.update == "next_step"
@@ -108,6 +116,7 @@ class Engine:
         lanes = self.layout.lanes
         self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
         self._grad_norm = torch.zeros((), device=device)
+        self._skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
@@ -167,6 +176,12 @@ class Engine:
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)
 
     @property
+    def skipped(self) -> Tensor:
+        """Steps of the run that were not taken so far: a whole number on the device."""
+        assert self._optimizer is not None, "this engine has no optimizer"
+        return self._optimizer.guard.total
+
+    @property
     def optimizer(self) -> PlannedAdamW:
         """The optimizer of an engine that updates weights, which has made all updates so far."""
         assert self._optimizer is not None, "this engine has no optimizer"
@@ -199,7 +214,7 @@ class Engine:
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
-        return StepResult(loss, self._grad_norm, self.balance.loads, lacked, grown)
+        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown)
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
@@ -215,8 +230,9 @@ class Engine:
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
+        self._skipped = self._optimizer.guard.skipped
         enter("the sum of the experts' loads")
-        self.balance.update(self.executor.actions.loads)
+        self.balance.update(self.executor.actions.loads, self._skipped)
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
@@ -258,11 +274,24 @@ class Engine:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
         assert len(microbatches) == self.program.microbatches
         self.catch_up()
+        return self._loss(self._run(self.validating, microbatches), self.validating)
+
+    @property
+    def validating(self) -> Executor:
+        """What runs forwards alone."""
         if self._validation is None:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
             self._validation = self.executor_for(program, None)
-        return self._loss(self._run(self._validation, microbatches), self._validation)
+        return self._validation
+
+    def watch(self, microbatches: Sequence[Microbatch], see: Callable[[Op, Any], None]) -> None:
+        """Run forward without training, and call `see` with each op that computes and what it returned."""
+        self.validating.watch(see)
+        try:
+            self.evaluate(microbatches)
+        finally:
+            self.validating.watch(None)
 
     def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
         """What all ranks together say: the mean loss of the data-parallel ranks, the largest load and signal.

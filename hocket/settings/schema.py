@@ -60,6 +60,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.save_every", "train.profile"), (0, ANY)),
     **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
     "train.betas": (0, 0.999999),
+    "optimizer.skip_spikes": (0, 1e12),
+    "optimizer.skip_limit": (0, ANY),
     "run.port": (0, 65535),
 }
 """Smallest and largest value of every number. In a tuple they hold for each member.

@@ -39,6 +39,12 @@ TRAINING_RULES: tuple[Rule, ...] = (
         for name in ("decay", "decay_shape")
     ),
     Rule(
+        ("optimizer.skip_spikes",),
+        lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
+        "about half of all norms are above their median",
+        "a factor such as 5, or 0",
+    ),
+    Rule(
         ("train.decay", "train.schedule"),
         lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
         "neither a whole number of steps nor, below 1, a fraction of them",

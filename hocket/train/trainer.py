@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
+from hocket.engine.blame import blame
 from hocket.fsdp.planned.adamw import PieceState
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
@@ -41,6 +42,7 @@ class Trainer:
         self.engine = Engine(settings, rank, device)
         self._require_same_text()
         self.step = self.position = 0
+        self._in_a_row = 0  # steps that were skipped, up to the last one
         self._remarks = list[str]()
 
     def _require_same_text(self) -> None:
@@ -67,7 +69,10 @@ class Trainer:
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
-            engine.optimizer.steps = restored.step
+            guard = engine.optimizer.guard
+            guard.go_on(restored.more.get("skipped", 0), restored.more.get("norms", ()))
+            engine.optimizer.steps = restored.step - int(guard.total)
+            self._in_a_row = restored.more.get("in_a_row", 0)
             engine.sharded.refresh()
 
     def run(self) -> int:
@@ -75,7 +80,9 @@ class Trainer:
         settings, engine = self.settings, self.engine
         watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
         try:
-            with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
+            skipped = 0 if self.pretends else int(engine.optimizer.guard.total)
+            made = Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank, skipped=skipped)
+            with made as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
                 metrics.remarks(*engine.program.notes, *self._remarks)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
@@ -100,13 +107,14 @@ class Trainer:
             result, signal = self._step(metrics, stop)
             metrics.step(result)
             if not self.pretends:
-                self._require_finite(result)
+                self._require_taken(result, metrics)
             window.after(self.step)
             collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate(metrics))
                 evaluated = self.step
-            if train.save_every and self.step % train.save_every == 0 and not signal and self.step < train.steps:
+            due = train.save_every and self.step % train.save_every == 0 and self.step < train.steps
+            if due and not signal and not self._in_a_row:
                 saved = self._save_or_warn(metrics, saved)
             if signal:
                 if saved != self.step and not self.pretends:
@@ -118,13 +126,28 @@ class Trainer:
             metrics.validation(self.step, self._evaluate(metrics))
         return 0
 
-    def _require_finite(self, result: StepRecord) -> None:
-        """Raise ValueError, on every rank, if the step has spoiled the weights. They must not replace good ones."""
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            lr = self.settings.train.lr
-            reason = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
+    def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
+        """Say that a step was skipped. Raise ValueError, on every rank, behind too many, or if the loss is not finite.
+
+        Weights that a step has spoiled must not replace good ones.
+        """
+        settings, limit = self.settings, self.settings.optimizer.skip_limit
+        what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
+        if self._in_a_row and self._in_a_row <= limit:
+            left = limit - self._in_a_row
+            metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run ends after {left + 1} more in a row")
+        elif self._in_a_row:
+            start = self.position - settings.batch
+            where = blame(self.engine, self._microbatches(self.train_stream, start))
+            row = f", and {limit} steps before it were skipped" if limit else ""
+            usual, factor = self.engine.optimizer.guard.usual, settings.optimizer.skip_spikes
+            high = f", above {factor:g} times the usual {usual:.3g}" if math.isfinite(result.grad_norm) else ""
+            reason = f"{what}{high}{row}{f'; {where}' if where else ''}"
+            fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
+            raise ValueError(problem("train.lr", settings.train.lr, settings.origins, reason, fix))
+        elif not math.isfinite(result.loss):
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
-            raise ValueError(problem("train.lr", lr, self.settings.origins, reason, fix))
+            raise ValueError(problem("train.lr", settings.train.lr, settings.origins, what, fix))
 
     def _step(self, metrics: Metrics, stop: StopRequest) -> tuple[StepRecord, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""
@@ -143,7 +166,11 @@ class Trainer:
         self.step += 1
         self.position += settings.batch
         seconds = time.perf_counter() - started
-        return StepRecord(self.step, loss, float(result.grad_norm), lr, seconds, worst_load), signal
+        norm, skipped, total = torch.stack(
+            [result.grad_norm.double(), result.skipped.double(), engine.skipped.double()]
+        ).tolist()
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        return StepRecord(self.step, loss, norm, lr, seconds, worst_load, int(total)), signal
 
     def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
         train, mesh = self.settings.train, self.settings.mesh
@@ -183,7 +210,9 @@ class Trainer:
         }
 
     def _save(self) -> Path:
-        return save(self.settings, self.step, self.position, self._state(), str(self.corpus))
+        guard = self.engine.optimizer.guard
+        more = {"skipped": int(guard.total), "norms": guard.norms, "in_a_row": self._in_a_row}
+        return save(self.settings, self.step, self.position, self._state(), str(self.corpus), more)
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
         """Save, between steps. Returns the step that was saved last, before this one or now.

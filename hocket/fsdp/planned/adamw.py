@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.skipping import StepGuard
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
 
@@ -52,6 +53,8 @@ class AdamWOptions:
     """Of what decays."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 clips nothing."""
+    spike: float = 0.0
+    """Factor above the usual norm of gradients from which a step is not taken; 0: any finite one is."""
     averages: torch.dtype = torch.float32
     """What both averages are kept in between steps. See Note: [Averages in bf16]."""
     decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) > 1
@@ -81,6 +84,9 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
+        self.guard = StepGuard(model.device, options.spike)
+        """Tells which steps are not taken. See Note: [A step that is not taken]."""
+        self._squares = torch.zeros(0)
         self._factor: Tensor | None = None
         """What scales the gradients that rest, if they are clipped."""
         self._apart = [
@@ -93,6 +99,7 @@ class PlannedAdamW:
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
         how = fastest(model.device)
+        self._host_asks = how != "fused"
         self._shards = {unit: _by_decay(unit.pieces(), options) for unit in model.units.values()}
         groups = _by_decay(self._pieces.values(), options)
         self._adamw = torch.optim.AdamW(
@@ -114,11 +121,11 @@ class PlannedAdamW:
     @property
     def steps(self) -> int:
         """Updates made so far. Setting it matters after loading `exp_avg` and `exp_avg_sq` from a checkpoint."""
-        return self._steps
+        return self._steps - int(self.guard.total)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
+        self._steps = value + int(self.guard.total)
         for state in self._adamw.state.values():
             state["step"].fill_(value)
 
@@ -150,24 +157,43 @@ class PlannedAdamW:
         factor to fp32.
         """
         counted = [piece.grad for _, piece in self._apart] or self._grads()
-        square = (squares_of(counted) / self._replicas).sum().reshape(1)
+        self._squares = squares_of(counted)
+        square = (self._squares / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)
+
+    def not_finite(self) -> list[tuple[int, str]]:
+        """What this rank's last gradients were not finite of, each behind its layer; the head's is behind the last."""
+        units = [unit for unit, _ in self._apart] or list(self.model.units.values())
+        last = 1 + max((unit.layer for unit in units), default=0)
+        bad = (~self._squares.isfinite()).tolist()
+        return [
+            (last if unit.kind == "head" else unit.layer, str(unit))
+            for unit, wrong in zip(units, bad, strict=True)
+            if wrong
+        ]
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
         """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping.
 
+        Nothing is updated where the guard says so, which `guard.skipped` tells.
         With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
         self.catch_up()
         norm, self._factor = self.grad_norm(), None
+        skipped = self.guard.judge(norm)
         if self.options.clip:
             self._factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
         if lr is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
         self._steps += 1
+        if not self._host_asks:
+            self._adamw.found_inf = skipped.float()  # pyrefly: ignore[missing-attribute]
+        elif skipped:
+            self.model.forget_grads()
+            return norm
         if later:
             for unit in self.model.units.values():
                 unit.rest_grads()
