@@ -92,6 +92,11 @@ class ModelConfig:
     """Factor on the routing weights."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
+    aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
+    """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
+    over all microbatches and data-parallel ranks. The loss over a batch goes by the loads of the step before."""
+    z_loss: float = 0.0
+    """Coefficient of the router's z-loss, which keeps its logits small."""
     bias_rate: float = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
@@ -342,6 +347,8 @@ class TrainConfig:
     """Checkpoints kept; older ones are deleted."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
+    experts_every: int = 0
+    """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
     hang_timeout: float = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     lane_seed: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+NO_EXPERTS: dict[str, Any] = {"model__experts": 0, "model__dense_layers": (), "mesh__ep": 1}
 WSD: dict[str, Any] = {"train__schedule": "wsd"}
 
 REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
@@ -15,6 +16,9 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
     ({}, {"train__decay_shape": "cosine"}, "train.decay_shape", "only train.schedule = wsd"),
     (WSD, {"train__decay": 1.5}, "train.decay", "neither a whole number of steps"),
     (WSD, {"train__decay": 140}, "train.decay", "15 steps of train.warmup and 140 of the decay"),
+    ({"model__aux_loss": 0.0}, {"model__aux_loss_over": "batch"}, "model.aux_loss_over", "no load-balancing loss"),
+    ({"model__aux_loss": 0.1, "mesh__tp": 2}, {"model__aux_loss_over": "sequence"}, "model.aux_loss_over", "share the"),
+    (NO_EXPERTS, {"train__experts_every": 5}, "train.experts_every", "no MoE layer"),
     ({}, {"optimizer__skip_spikes": 0.5}, "optimizer.skip_spikes", "above their median"),
     ({}, {"optimizer__skip_limit": -1}, "optimizer.skip_limit", "out of range; fix: at least 0"),
     ({}, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),

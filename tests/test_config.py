@@ -218,7 +218,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
-        "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1,
+        "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
     }.items()),
     (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
     (changed(TINY, mesh__tp=2), {"mesh__ep": 8}, "mesh.ep", "8 does not divide mesh.dp = 2 x mesh.tp = 2"),

@@ -30,7 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "--data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params", "x"],
     "--moe-token-dispatcher-type": ["alltoall", "flex", "allgather"],
     "--moe-router-score-function": ["softmax", "sigmoid", "x"],
-    "--moe-router-load-balancing-type": ["aux_loss", "none", "seq_aux_loss"],
+    "--moe-router-load-balancing-type": ["aux_loss", "none", "seq_aux_loss", "global_aux_loss", "sinkhorn"],
     "--lr-decay-style": ["constant", "WSD", "inverse-square-root"],
     "--lr-wsd-decay-style": ["minus_sqrt", "exponential"],
     "--moe-layer-freq": [2, "[0]*2+[1]*6", "[0]*7"],

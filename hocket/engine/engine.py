@@ -6,7 +6,7 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,19 +293,27 @@ class Engine:
         finally:
             self.validating.watch(None)
 
-    def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
-        """What all ranks together say: the mean loss of the data-parallel ranks, the largest load and signal.
+    def agree(
+        self, loss: Tensor, loads: Mapping[int, Tensor] | None = None, signal: int = 0
+    ) -> tuple[float, dict[int, float], int]:
+        """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest signal.
 
-        Waits for the step. Every rank calls this.
+        `loads` are rows by expert of this rank's layers. The result is, by layer, those of the busiest expert over the
+        mean; it has all layers of the model with experts that were given. Waits for the step. Every rank calls this.
         """
         for executor in self._executors:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, behind all ops")
         total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
-        largest = torch.tensor([load, float(signal)], device=self.device)
+        largest = torch.zeros(len(self.layout.kinds) + 1, device=self.device)
+        largest[-1] = float(signal)
+        if loads:
+            rows = torch.stack(list(loads.values())).float()
+            largest[list(loads)] = rows.amax(1) / rows.mean(1)
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()
-        agreed = float(total), float(largest[0]), int(largest[1])
+        *of_layers, most = largest.tolist()
+        agreed = float(total), {n: load for n, load in enumerate(of_layers) if load}, int(most)
         for executor in self._executors:
             executor.recorder.end()
         return agreed

@@ -13,7 +13,7 @@ from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, 
 from hocket.settings.schema import beyond, describe, is_a, types
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
-_NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
+_NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
 _OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers")
 

@@ -87,6 +87,8 @@ RULES: tuple[Rule, ...] = (
             "model.normalize_top_k",
             "model.route_scale",
             "model.aux_loss",
+            "model.aux_loss_over",
+            "model.z_loss",
             "model.bias_rate",
         )
     ),

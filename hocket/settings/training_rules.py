@@ -39,6 +39,26 @@ TRAINING_RULES: tuple[Rule, ...] = (
         for name in ("decay", "decay_shape")
     ),
     Rule(
+        ("model.aux_loss_over", "model.aux_loss"),
+        lambda c, h: c.model.experts > 0 and c.model.aux_loss_over != "microbatch" and c.model.aux_loss == 0,
+        "no effect: model.aux_loss = 0, and there is no load-balancing loss",
+        "model.aux_loss above 0, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.aux_loss_over", "mesh.tp"),
+        lambda c, h: c.model.aux_loss_over == "sequence" and c.model.aux_loss > 0 and c.mesh.tp > 1,
+        "tensor-parallel ranks share the tokens of a sequence, and none knows where all of them went",
+        "mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
+    ),
+    Rule(
+        ("train.experts_every", "model.experts"),
+        lambda c, h: c.train.experts_every > 0 and c.model.experts == 0,
+        "no effect: the model has no MoE layer",
+        "set model.experts, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
         "about half of all norms are above their median",

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ class StepRecord:
     """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
     skipped: int = 0
     """Steps of the run that were not taken so far."""
+    loads: Mapping[int, float] = field(default_factory=dict)
+    """The load of each layer with experts."""
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Rows of each expert by layer, in the steps of `train.experts_every`."""
 
 
 class PatientConsole(Console):
@@ -172,6 +176,9 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
+        for name in ("loads", "rows"):  # of models without experts, and of steps that are not to be recorded
+            if not record[name]:
+                del record[name]
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
         if self.settings.train.transport == "null":  # these numbers mean nothing: do not log them
             learnt = ""

@@ -21,6 +21,7 @@ from hocket.program.capacity import lack
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
+from hocket.runtime.world import everyone
 from hocket.settings.schema import problem
 from hocket.train.checkpoint import SaveFailed, make_place, restore, save
 from hocket.train.corpus import open_corpus
@@ -73,6 +74,9 @@ class Trainer:
             guard.go_on(restored.more.get("skipped", 0), restored.more.get("norms", ()))
             engine.optimizer.steps = restored.step - int(guard.total)
             self._in_a_row = restored.more.get("in_a_row", 0)
+            for layer, share in engine.balance.shares().items():
+                if layer in restored.more.get("shares", {}):
+                    share.copy_(torch.tensor(restored.more["shares"][layer]))
             engine.sharded.refresh()
 
     def run(self) -> int:
@@ -158,11 +162,7 @@ class Trainer:
         result = engine.train_step(microbatches, lr)
         if result.lacked:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
-        load = 0.0
-        if result.loads:  # the worst layer's, with one wait for the GPU
-            rows = torch.stack(list(result.loads.values())).float()
-            load = float((rows.amax(1) / rows.mean(1)).max())
-        loss, worst_load, signal = engine.agree(result.loss, load, stop.signal)
+        loss, loads, signal = engine.agree(result.loss, result.loads, stop.signal)
         self.step += 1
         self.position += settings.batch
         seconds = time.perf_counter() - started
@@ -170,7 +170,20 @@ class Trainer:
             [result.grad_norm.double(), result.skipped.double(), engine.skipped.double()]
         ).tolist()
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        return StepRecord(self.step, loss, norm, lr, seconds, worst_load, int(total)), signal
+        rows = self._rows(result.loads) if loads else {}
+        worst = max(loads.values(), default=0.0)
+        return StepRecord(self.step, loss, norm, lr, seconds, worst, int(total), loads, rows), signal
+
+    def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
+        """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
+        every = self.settings.train.experts_every
+        if not every or self.step % every:
+            return {}
+        return {
+            layer: rows
+            for ranks in everyone({n: rows.tolist() for n, rows in mine.items()})
+            for layer, rows in ranks.items()
+        }
 
     def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
         train, mesh = self.settings.train, self.settings.mesh
@@ -211,7 +224,13 @@ class Trainer:
 
     def _save(self) -> Path:
         guard = self.engine.optimizer.guard
-        more = {"skipped": int(guard.total), "norms": guard.norms, "in_a_row": self._in_a_row}
+        shares = everyone({layer: share.tolist() for layer, share in self.engine.balance.shares().items()})
+        more = {
+            "skipped": int(guard.total),
+            "norms": guard.norms,
+            "in_a_row": self._in_a_row,
+            "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
+        }
         return save(self.settings, self.step, self.position, self._state(), str(self.corpus), more)
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -203,7 +204,9 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     """With its count of corrections, and with what its norms are compared with."""
     monkeypatch.setattr(skipping, "ENOUGH", 2)
     spoiled = {3: math.nan, 7: 1e4}
-    spikes = {"optimizer.skip_spikes": 4.0}
+    balance = {"model.aux_loss": 0.5, "model.aux_loss_over": "batch", "model.bias_rate": 0.01}
+    falls = {"train.schedule": "wsd", "train.warmup": 2, "train.decay": 5, "optimizer.no_decay": ("embed.*",)}
+    spikes = {"optimizer.skip_spikes": 4.0, "train.experts_every": 4, **balance, **falls}
     whole = run_of(tmp_path, "whole", spoiled, **spikes)
     out = capsys.readouterr().out
     assert "step 3 has loss nan and a gradient of norm nan: it was skipped, weights stay; the run ends after 5" in out
@@ -211,12 +214,21 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
     assert [line.count('"skipped": 1') for line in lines[:6]] == [0, 0, 1, 1, 1, 1]
     assert whole.engine.optimizer.steps == 10
+    records = [record for record in map(json.loads, lines) if "loss" in record]
+    assert [record["step"] for record in records if "rows" in record] == [4, 8, 12]
+    (rows,) = records[3]["rows"].values()
+    assert sum(rows) == 2 * 4 * 8 * 2  # microbatches, sequences, tokens, experts of each
+    assert records[3]["loads"] == {"1": pytest.approx(max(rows) / (sum(rows) / len(rows)))}
+    assert all(record["load"] == max(record["loads"].values()) for record in records)
     from_four = str(tmp_path / "whole/checkpoints/step-00000004")
     again = run_of(tmp_path, "again", spoiled, **{**spikes, "run.resume": from_four})
     assert again.engine.optimizer.steps == 10
     assert again.engine.optimizer.guard.norms == whole.engine.optimizer.guard.norms
     for (name, mine), (_, theirs) in zip(state_of(whole.engine), state_of(again.engine), strict=True):
         assert torch.equal(mine, theirs), name
+    shares = [trainer.engine.balance.shares()["1"] for trainer in (whole, again)]
+    assert torch.equal(*shares)
+    assert shares[0].std() > 0
 
 
 def test_too_many_skipped_steps_end_a_run_and_none_is_saved_between(tmp_path: Path) -> None:
@@ -233,8 +245,6 @@ def test_too_many_skipped_steps_end_a_run_and_none_is_saved_between(tmp_path: Pa
 
 def test_an_old_checkpoint_has_skipped_nothing(tmp_path: Path, monkeypatch) -> None:
     """Those of before steps could be skipped say nothing of it."""
-    import json
-
     run_of(tmp_path, "old", {}, **{"train.steps": 4})
     meta = tmp_path / "old/checkpoints/step-00000004/meta.json"
     said = json.loads(meta.read_text())
