@@ -194,6 +194,11 @@ class PlannedStep:
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
                 "from; fix: another train.transport"
             )
+        if self.settings.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name = muon: a step's checkpoint has AdamW's layout, with no place for Muon's averages; "
+                "fix: hocket train, whose checkpoints have, or optimizer.name = adamw"
+            )
         return StepState(self.engine, self.parameters, self.buffers, self.others)
 
     def close(self) -> None:

@@ -113,6 +113,11 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
     if config.data.packing == "on":
         problems.append("data.packing = on: a model of others is told of no documents; fix: data.packing = off")
+    if config.optimizer.name == "muon":
+        problems.append(
+            f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "
+            "fix: optimizer.name = adamw"
+        )
     if cut.tied and config.mesh.pp * config.plan.chunks > 1:
         problems.append(
             f"model = {type(model).__name__}: embedding and head are tied, and {config.mesh.pp * config.plan.chunks} "

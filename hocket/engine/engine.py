@@ -23,6 +23,7 @@ from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
@@ -40,7 +41,7 @@ from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
 from hocket.runtime.recorder import Recorder
 from hocket.runtime.token_copies import CopiedTokens
-from hocket.settings.weight_groups import decays
+from hocket.settings.weight_groups import by_muon, decays
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Engine:
             clip=t.clip,
             averages=averages,
             decays=self._decays,
+            muon=self._muon(),
             spike=config.optimizer.skip_spikes,
         )
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
@@ -141,6 +143,18 @@ class Engine:
 
     def _decays(self, name: str, shape: Sequence[int]) -> bool:
         return decays(self.config, (name, self.source.own_name(name)), shape)
+
+    def _muon(self) -> MuonOptions | None:
+        config, optimizer = self.config, self.config.optimizer
+        if optimizer.name != "muon":
+            return None
+        return MuonOptions(
+            takes=lambda name, shape: by_muon(config, name, shape),
+            decays=self._decays,
+            weight_decay=config.train.weight_decay,
+            momentum=optimizer.momentum,
+            scale=optimizer.scale,
+        )
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""

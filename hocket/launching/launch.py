@@ -17,7 +17,7 @@ from hocket.launching.worker import FAILED, Job, end_now, outcome
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
-from hocket.settings.weight_groups import unmatched
+from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
@@ -146,7 +146,7 @@ def check_corpus(settings: Settings) -> None:
 
 def check_patterns(settings: Settings) -> None:
     """Refuse patterns of names that no weight has. Raises ValueError."""
-    if settings.optimizer.no_decay:
+    if any(patterns_of(settings).values()):
         from hocket.model.source import parameter_shapes  # imports torch
 
         stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))

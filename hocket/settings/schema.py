@@ -62,6 +62,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.experts_every": (0, ANY),
     **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
     "train.betas": (0, 0.999999),
+    "optimizer.momentum": (0, 0.999999),
     "optimizer.skip_spikes": (0, 1e12),
     "optimizer.skip_limit": (0, ANY),
     "run.port": (0, 65535),

@@ -58,6 +58,34 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "set model.experts, or leave it out",
         only_if_set=True,
     ),
+    *(
+        Rule(
+            (f"optimizer.{name}", "optimizer.name"),
+            lambda c, h: c.optimizer.name != "muon",
+            "no effect: only optimizer.name = muon has it",
+            "optimizer.name = muon, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("adamw", "momentum", "scale")
+    ),
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("overlap.dp.update", "optimizer.name"),
+        lambda c, h: c.optimizer.name == "muon" and c.overlap.dp.update == "next_step",
+        "Muon updates at the end of a step",
+        "overlap.dp.update = end, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("precision.averages", "optimizer.name"),
+        lambda c, h: c.optimizer.name == "muon" and c.precision.averages == "bf16",
+        "Muon keeps its average in fp32",
+        "precision.averages = fp32, or optimizer.name = adamw",
+    ),
     Rule(
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,

@@ -29,6 +29,14 @@ def decays(config: Config, names: Iterable[str], shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not _left_out(config, names)
 
 
+def by_muon(config: Config, name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
+    if config.optimizer.name != "muon" or not name.startswith("layers."):
+        return False
+    matrix = len(shape) == (3 if ".experts." in name else 2)
+    return matrix and not any(fnmatchcase(name, pattern) for pattern in config.optimizer.adamw)
+
+
 def _left_out(config: Config, names: Iterable[str]) -> str:
     """The pattern that leaves a weight out; empty if there is none."""
     return next((x for x in config.optimizer.no_decay for name in names if fnmatchcase(name, x)), "")
@@ -36,14 +44,18 @@ def _left_out(config: Config, names: Iterable[str]) -> str:
 
 def weight_groups(config: Config, shapes: Shapes) -> tuple[WeightGroup, ...]:
     """All weights, by what is done with them."""
-    found: dict[str, list[str]] = {"matrices": [], "vectors": []}
+    found: dict[str, list[str]] = {"matrices, by Muon": [], "matrices": [], "vectors": []}
     for name, shape in shapes.items():
         pattern = _left_out(config, [name])
         why = "vectors" if len(shape) < 2 else f"optimizer.no_decay: {pattern}" if pattern else "matrices"
+        why += ", by Muon" if by_muon(config, name, shape) else ""
         found.setdefault(why, []).append(name)
     return tuple(
         WeightGroup(
-            tuple(names), sum(_elements(shapes[n]) for n in names), config.train.weight_decay * (why == "matrices"), why
+            tuple(names),
+            sum(_elements(shapes[n]) for n in names),
+            config.train.weight_decay * why.startswith("matrices"),
+            why,
         )
         for why, names in found.items()
         if names
@@ -57,18 +69,24 @@ def _elements(shape: Sequence[int]) -> int:
     return count
 
 
+def patterns_of(config: Config) -> dict[str, tuple[str, ...]]:
+    """Settings that are patterns of names of weights."""
+    return {"optimizer.no_decay": config.optimizer.no_decay, "optimizer.adamw": config.optimizer.adamw}
+
+
 def unmatched(config: Config, names: Iterable[Iterable[str]], origins: Mapping[str, str]) -> list[str]:
     """A problem for each pattern that no weight has; `names` are all names of each weight."""
     known = [name for of_one in names for name in of_one]
     return [
         problem(
-            "optimizer.no_decay",
-            config.optimizer.no_decay,
+            setting,
+            patterns,
             origins,
             f"no weight is named like {pattern!r}",
             f"a pattern of names such as {', '.join(samples(known))}",
         )
-        for pattern in config.optimizer.no_decay
+        for setting, patterns in patterns_of(config).items()
+        for pattern in patterns
         if not any(fnmatchcase(name, pattern) for name in known)
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.engine.blame import blame
-from hocket.fsdp.planned.adamw import PieceState
+from hocket.fsdp.planned.unit import Piece
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
@@ -209,16 +209,17 @@ class Trainer:
 
     def _state(self) -> Mapping[str, list[Range]]:
         """The part of a checkpoint that this rank adds, by kind."""
-        states = self.engine.optimizer.state.values()
+        states, momenta = self.engine.optimizer.state.values(), self.engine.optimizer.momenta.values()
 
-        def ranges(of: Callable[[PieceState], Tensor]) -> list[Range]:
-            pieces = [(s.piece, of(s)) for s in states]
+        def ranges(pieces: Iterable[tuple[Piece, Tensor]]) -> list[Range]:
             return [Range(p.name, p.shape, p.lo, p.hi, tensor, p.part) for p, tensor in pieces]
 
+        every = [*(s.piece for s in states), *(piece for piece, _ in momenta)]
         return {
-            "weight": ranges(lambda s: s.piece.main),
-            "exp_avg": ranges(lambda s: s.exp_avg),
-            "exp_avg_sq": ranges(lambda s: s.exp_avg_sq),
+            "weight": ranges((piece, piece.main) for piece in every),
+            "exp_avg": ranges((s.piece, s.exp_avg) for s in states),
+            "exp_avg_sq": ranges((s.piece, s.exp_avg_sq) for s in states),
+            "momentum": ranges(momenta),
             "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.balance.biases().items()],
         }
 

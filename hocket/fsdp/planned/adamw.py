@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
 from hocket.fsdp.planned.skipping import StepGuard
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
@@ -59,6 +60,8 @@ class AdamWOptions:
     """What both averages are kept in between steps. See Note: [Averages in bf16]."""
     decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) > 1
     """Whether a parameter decays, by its name and its shape in the whole model."""
+    muon: MuonOptions | None = None
+    """What Muon updates in the place of AdamW; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ class PlannedAdamW:
         if self._apart:
             replicas = [unit.group.groups.replicas * piece.shared for unit, piece in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
-        self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
+        self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
+        momenta = self.momenta
+        of_units = {unit: [p for p in unit.pieces() if p.name not in momenta] for unit in model.units.values()}
+        self._pieces = {piece.name: piece for pieces in of_units.values() for piece in pieces}
         how = fastest(model.device)
         self._host_asks = how != "fused"
-        self._shards = {unit: _by_decay(unit.pieces(), options) for unit in model.units.values()}
+        self._shards = {unit: _by_decay(pieces, options) for unit, pieces in of_units.items()}
         groups = _by_decay(self._pieces.values(), options)
         self._adamw = torch.optim.AdamW(
             [
@@ -130,8 +136,13 @@ class PlannedAdamW:
             state["step"].fill_(value)
 
     @property
+    def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
+        """The averages of what Muon updates on this rank, by parameter name: live, 1-D, fp32."""
+        return {} if self.muon is None else self.muon.momenta
+
+    @property
     def state(self) -> Mapping[str, PieceState]:
-        """The optimizer's state by parameter name, for what this rank keeps."""
+        """AdamW's state by parameter name, for what this rank keeps of what it updates."""
         found = {}
         for name, piece in self._pieces.items():
             state = self._adamw.state[piece.shard]
@@ -180,6 +191,7 @@ class PlannedAdamW:
         Nothing is updated where the guard says so, which `guard.skipped` tells.
         With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
+        assert self.muon is None or not later, "Muon updates at the end of a step"
         self.catch_up()
         norm, self._factor = self.grad_norm(), None
         skipped = self.guard.judge(norm)
@@ -199,6 +211,8 @@ class PlannedAdamW:
                 unit.rest_grads()
             return norm
         self._clip(self._grads())
+        if self.muon is not None:
+            self.muon.step(self._adamw.param_groups[0]["lr"], None if self._host_asks else skipped)
         if self.options.averages is torch.float32:
             self._adamw.step()
         else:
