@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ STEPS, WARMUP, LR, FLOOR = 110, 10, 0.4, 0.05
 OF = TrainConfig(steps=STEPS, warmup=WARMUP, lr=LR, min_lr=FLOOR)
 
 
-def rates(**changes: object) -> list[float]:
-    train = TrainConfig(**{**vars(OF), **changes})
+def rates(**changes: Any) -> list[float]:
+    train = replace(OF, **changes)
     return [learning_rate(step, train) for step in range(STEPS)]
 
 
@@ -26,7 +28,7 @@ def of(scheduler: Callable[[SGD], lr_scheduler.LRScheduler], steps: int = STEPS)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     made = scheduler(optimizer)
     for _ in range(steps):
-        yield made.get_last_lr()[0]
+        yield float(made.get_last_lr()[0])
         optimizer.step()
         made.step()
 
@@ -77,7 +79,7 @@ def test_a_ratio_takes_the_place_of_the_floor() -> None:
 
 def test_the_whole_rate_of_wsd_does_not_depend_on_the_end() -> None:
     """So a checkpoint of the stable part is one of a longer run."""
-    longer = TrainConfig(**{**vars(OF), "schedule": "wsd", "steps": 1000})
+    longer = replace(OF, schedule="wsd", steps=1000)
     assert rates(schedule="wsd")[:88] == [learning_rate(step, longer) for step in range(88)]
 
 

@@ -71,7 +71,7 @@ def test_a_pattern_that_no_weight_has_is_refused_before_anything_starts(tmp_path
 def test_a_planned_model_is_told_by_its_own_names() -> None:
     """The patterns that leave out what transformers' trainer leaves out, and the embedding."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
-    made = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager"))
+    made = LlamaForCausalLM(LlamaConfig(**sizes))
     given = {"train.microbatches": 1, "data.sequence_length": 8, "optimizer.no_decay": ("model.embed_tokens.*",)}
     step = plan_model(made, given)
     theirs = get_parameter_names(made, [torch.nn.LayerNorm, torch.nn.Embedding], [r"norm", r"bias"])

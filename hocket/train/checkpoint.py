@@ -234,8 +234,8 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
         fix = "name a checkpoint that hocket wrote"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from None
     if differences:
-        sizes = [text for text in changes(meta["config"], settings) if text.startswith("model.")]
-        reason = f"{path} belongs to another model: " + "; ".join([*sizes[:5], *differences[:3]])
+        sizes = [text for text in changes(meta["config"], settings) if text.startswith(("model.", "optimizer.name"))]
+        reason = f"{path} belongs to another model or optimizer: " + "; ".join([*sizes[:5], *differences[:3]])
         more = len(differences) - 3
         reason += f" and {more} more tensors" if more > 0 else ""
         fix = "the same model settings, another run.name, or run.resume = off to start over"

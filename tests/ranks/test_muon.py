@@ -221,7 +221,7 @@ def test_what_muon_excludes_is_refused_by_name(tmp_path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
-    made = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager"))
+    made = LlamaForCausalLM(LlamaConfig(**sizes))
     with pytest.raises(ValueError, match=r"optimizer.name = muon: which weights of LlamaForCausalLM are several"):
         hocket.plan_model(made, {"optimizer.name": "muon"})
     alone = {"mesh.dp": 1, "mesh.pp": 1, "mesh.ep": 1, "plan.chunks": 1, "plan.order": "auto"}

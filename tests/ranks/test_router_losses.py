@@ -51,7 +51,7 @@ def double(c: ModelConfig, logits: Tensor) -> Tensor:
 
 def test_the_z_loss_is_that_of_transformers() -> None:
     logits = logits_of()
-    theirs = router_z_loss_func(logits.view(B, S, 6)) * 0.5 * 0.01
+    theirs: Any = router_z_loss_func(logits.view(B, S, 6)) * 0.5 * 0.01
     expected = torch.autograd.grad(theirs, logits)[0]
     torch.testing.assert_close(gradient(of("softmax", z_loss=0.01), logits), expected)
 
@@ -156,7 +156,7 @@ def test_shares_are_those_of_the_whole_step_before(mesh: dict[str, int]) -> None
             assert torch.equal(share, torch.full((4,), 0.25)), layer
         for step in (1, 2):
             for layer, share in rank["shares"][step].items():
-                rows = sum(other["rows"][step - 1].get(int(layer), torch.zeros(4)) for other in found)
+                rows = torch.stack([other["rows"][step - 1].get(int(layer), torch.zeros(4)) for other in found]).sum(0)
                 assert (
                     rows.sum() == c.mesh.dp * 2 * 2 * 8 * 2
                 )  # ranks, microbatches, sequences, tokens, experts of each

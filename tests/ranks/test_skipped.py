@@ -59,6 +59,8 @@ def state_of(engine: Engine) -> list[tuple[str, Tensor]]:
         for key in ("exp_avg", "exp_avg_sq")
     ]
     kept += [(name, state.piece.main.clone()) for name, state in engine.optimizer.state.items()]
+    for name, (piece, momentum) in engine.optimizer.momenta.items():
+        kept += [(name, piece.main.clone()), (f"{name} momentum", momentum.clone())]
     return [*kept, *((name, bias.clone()) for name, bias in engine.balance.biases().items())]
 
 
@@ -200,13 +202,14 @@ def run_of(folder: Path, name: str, spoiled: dict[int, float], **more: Any) -> T
     return trainer
 
 
-def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch, capsys, optimizer: str) -> None:
     """With its count of corrections, and with what its norms are compared with."""
     monkeypatch.setattr(skipping, "ENOUGH", 2)
     spoiled = {3: math.nan, 7: 1e4}
     balance = {"model.aux_loss": 0.5, "model.aux_loss_over": "batch", "model.bias_rate": 0.01}
     falls = {"train.schedule": "wsd", "train.warmup": 2, "train.decay": 5, "optimizer.no_decay": ("embed.*",)}
-    spikes = {"optimizer.skip_spikes": 4.0, "train.experts_every": 4, **balance, **falls}
+    spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, "train.experts_every": 4, **balance, **falls}
     whole = run_of(tmp_path, "whole", spoiled, **spikes)
     out = capsys.readouterr().out
     assert "step 3 has loss nan and a gradient of norm nan: it was skipped, weights stay; the run ends after 5" in out
@@ -224,6 +227,7 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     again = run_of(tmp_path, "again", spoiled, **{**spikes, "run.resume": from_four})
     assert again.engine.optimizer.steps == 10
     assert again.engine.optimizer.guard.norms == whole.engine.optimizer.guard.norms
+    assert sum("momentum" in name for name, _ in state_of(again.engine)) == (15 if optimizer == "muon" else 0)
     for (name, mine), (_, theirs) in zip(state_of(whole.engine), state_of(again.engine), strict=True):
         assert torch.equal(mine, theirs), name
     shares = [trainer.engine.balance.shares()["1"] for trainer in (whole, again)]
@@ -253,3 +257,9 @@ def test_an_old_checkpoint_has_skipped_nothing(tmp_path: Path, monkeypatch) -> N
     meta.write_text(json.dumps(said))
     assert run_of(tmp_path, "old", {}, **{"train.steps": 6}).engine.optimizer.steps == 6
     assert replace(recipe("tiny")).optimizer.skip_spikes == 0.0
+
+
+def test_a_run_does_not_go_on_with_another_optimizer(tmp_path: Path) -> None:
+    run_of(tmp_path, "one", {}, **{"train.steps": 4})
+    with pytest.raises(ValueError, match=r"optimizer.name was adamw and is muon"):
+        run_of(tmp_path, "one", {}, **{"train.steps": 6, "optimizer.name": "muon"})
