@@ -157,9 +157,7 @@ def test_shares_are_those_of_the_whole_step_before(mesh: dict[str, int]) -> None
         for step in (1, 2):
             for layer, share in rank["shares"][step].items():
                 rows = torch.stack([other["rows"][step - 1].get(int(layer), torch.zeros(4)) for other in found]).sum(0)
-                assert (
-                    rows.sum() == c.mesh.dp * 2 * 2 * 8 * 2
-                )  # ranks, microbatches, sequences, tokens, experts of each
+                assert rows.sum() == c.mesh.dp * 2 * 2 * 8 * 2  # microbatches, sequences, tokens, experts of each
                 assert torch.equal(share, (rows / rows.sum()).float()), layer
     assert {layer for rank in found for layer in rank["shares"][1]} == {"0", "2"}
 
