@@ -31,6 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "--moe-token-dispatcher-type": ["alltoall", "flex", "allgather"],
     "--moe-router-score-function": ["softmax", "sigmoid", "x"],
     "--moe-router-load-balancing-type": ["aux_loss", "none", "seq_aux_loss", "global_aux_loss", "sinkhorn"],
+    "lr_scheduler.decay_type": ["linear", "sqrt"],
     "--lr-decay-style": ["constant", "WSD", "inverse-square-root"],
     "--lr-wsd-decay-style": ["minus_sqrt", "exponential"],
     "--moe-layer-freq": [2, "[0]*2+[1]*6", "[0]*7"],
