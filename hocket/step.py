@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     loss: float
     """Mean cross-entropy over the microbatches of all ranks."""
     grad_norm: float
-    """Norm of the whole gradient, before it is clipped."""
+    """Norm of the whole gradient, before it is clipped. If it is not finite, the step was not taken: weights stay."""
 
 
 class PlannedStep:

@@ -141,17 +141,24 @@ class Trainer:
             left = limit - self._in_a_row
             metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run ends after {left + 1} more in a row")
         elif self._in_a_row:
-            start = self.position - settings.batch
-            where = blame(self.engine, self._microbatches(self.train_stream, start))
-            row = f", and {limit} steps before it were skipped" if limit else ""
-            usual, factor = self.engine.optimizer.guard.usual, settings.optimizer.skip_spikes
-            high = f", above {factor:g} times the usual {usual:.3g}" if math.isfinite(result.grad_norm) else ""
-            reason = f"{what}{high}{row}{f'; {where}' if where else ''}"
-            fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
-            raise ValueError(problem("train.lr", settings.train.lr, settings.origins, reason, fix))
+            raise ValueError(self._too_many(what, math.isfinite(result.grad_norm)))
         elif not math.isfinite(result.loss):
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
             raise ValueError(problem("train.lr", settings.train.lr, settings.origins, what, fix))
+
+    def _too_many(self, what: str, spike: bool) -> str:
+        """Why the run ends behind skipped steps. Every rank calls this."""
+        settings = self.settings
+        limit, factor = settings.optimizer.skip_limit, settings.optimizer.skip_spikes
+        row = f", the last of {limit + 1} skipped in a row" if limit else ""
+        if spike:
+            reason = f"{what}, and the usual norm is {self.engine.optimizer.guard.usual:.3g}{row}"
+            fix = "a larger factor or 0, or a lower train.lr; the last checkpoint is from before these steps"
+            return problem("optimizer.skip_spikes", factor, settings.origins, reason, fix)
+        where = blame(self.engine, self._microbatches(self.train_stream, self.position - settings.batch))
+        fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
+        reason = f"{what}{row}{f'; {where}' if where else ''}"
+        return problem("train.lr", settings.train.lr, settings.origins, reason, fix)
 
     def _step(self, metrics: Metrics, stop: StopRequest) -> tuple[StepRecord, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""

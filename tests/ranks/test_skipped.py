@@ -238,13 +238,20 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
 def test_too_many_skipped_steps_end_a_run_and_none_is_saved_between(tmp_path: Path) -> None:
     spoiled = dict.fromkeys(range(3, 13), math.nan)
     with pytest.raises(
-        ValueError, match=r"^train.lr = .* step 6 has loss nan .*, and 3 steps before it were"
+        ValueError, match=r"^train.lr = .* step 6 has loss nan .*, the last of 4 skipped in a row"
     ) as caught:
         run_of(tmp_path, "ends", spoiled, **{"optimizer.skip_limit": 3, "train.save_every": 2})
     assert "that of fwd attn m0 c0 l1 on rank 0; fix: a lower train.lr" in str(caught.value)
     assert [path.name for path in (tmp_path / "ends/checkpoints").glob("step-*")] == ["step-00000002"]
     with pytest.raises(ValueError, match=r"step 3 has loss nan and a gradient of norm nan; the first output"):
         run_of(tmp_path, "at once", spoiled, **{"optimizer.skip_limit": 0})
+
+
+def test_spikes_that_last_end_a_run_too(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(skipping, "ENOUGH", 2)
+    ended = r"^optimizer.skip_spikes = 4.0 .*: step 6 has loss \d.*, and the usual norm is .*, the last of 2 skipped"
+    with pytest.raises(ValueError, match=ended):
+        run_of(tmp_path, "ends", {5: 1e4, 6: 1e4, 7: 1e4}, **{"optimizer.skip_spikes": 4.0, "optimizer.skip_limit": 1})
 
 
 def test_an_old_checkpoint_has_skipped_nothing(tmp_path: Path, monkeypatch) -> None:
