@@ -1,6 +1,7 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Section `overlap` is in `overlap_config.py`, `model.rope` in `rope_config.py`; this module exports both.
+Section `overlap` is in `overlap_config.py`, `optimizer` in `optimizer_config.py`, and `model.rope` in `rope_config.py`;
+this module exports all three.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hocket.gpus import GpuName
+from hocket.optimizer_config import OptimizerConfig as OptimizerConfig
 from hocket.overlap_config import DataOverlap as DataOverlap
 from hocket.overlap_config import ExpertOverlap as ExpertOverlap
 from hocket.overlap_config import OverlapConfig
@@ -110,6 +112,11 @@ class ModelConfig:
     scores (DeepSeek-V3). Where there are biases, by scores with them."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
+    aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
+    """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
+    over all microbatches and data-parallel ranks. The loss over a batch goes by the loads of the step before."""
+    z_loss: float = 0.0
+    """Coefficient of the router's z-loss, which keeps its logits small."""
     bias_rate: float = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
@@ -333,11 +340,22 @@ class TrainConfig:
     lr: float = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
     min_lr: float = 3e-4
-    """Learning rate of the last step. The rate falls from `lr` to it as half a cosine."""
+    """Learning rate of the last step, the lowest behind the warm-up. `min_lr_ratio` takes its place if it is set."""
+    min_lr_ratio: float = 0.0
+    """The lowest learning rate as a fraction of `lr`; 0 leaves it to `min_lr`."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to `lr`."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
+    as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
+    constant: it stays `lr`."""
+    decay: float = 0.2
+    """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices. Vectors (norms, biases) have none."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
+    names."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two averages, per step."""
     eps: float = 1e-8
@@ -369,12 +387,24 @@ class TrainConfig:
     """Checkpoints kept; older ones are deleted. 0 writes none, not even at the end."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
+    experts_every: int = 0
+    """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
     hang_timeout: float = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     lane_seed: int = 0
     """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: tuple[int, ...] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
+
+    @property
+    def lowest_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr * self.min_lr_ratio if self.min_lr_ratio else self.min_lr
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which wsd lets the learning rate fall."""
+        return max(1, round(self.decay * self.steps)) if self.decay < 1 else int(self.decay)
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
@@ -423,6 +453,8 @@ class Config:
     """Text."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length, batch, optimizer and machinery."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What the optimizer does with which weights."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place."""
 

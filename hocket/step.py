@@ -24,6 +24,7 @@ from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
+from hocket.settings.weight_groups import unmatched
 from hocket.step_state import StepState
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
@@ -42,7 +43,7 @@ class Outcome(NamedTuple):
     loss: float
     """Mean cross-entropy over the microbatches of all ranks."""
     grad_norm: float
-    """Norm of the whole gradient, before it is clipped."""
+    """Norm of the whole gradient, before it is clipped. If it is not finite, the step was not taken: weights stay."""
 
 
 class PlannedStep:
@@ -193,6 +194,11 @@ class PlannedStep:
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
                 "from; fix: another train.transport"
             )
+        if self.settings.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name = muon: a step's checkpoint has AdamW's layout, with no place for Muon's averages; "
+                "fix: hocket train, whose checkpoints have, or optimizer.name = adamw"
+            )
         return StepState(self.engine, self.parameters, self.buffers, self.others)
 
     def close(self) -> None:
@@ -280,7 +286,9 @@ def other_ranks(config: Config) -> list[str]:
 
 def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
-    stop_if(other_ranks(settings))
+    whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
+    names = {name: (name, param.shape) for name, param in whole.named_parameters()}
+    stop_if([*other_ranks(settings), *unmatched(settings, [(name,) for name in names], settings.origins)])
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "
@@ -290,6 +298,4 @@ def started(settings: Settings) -> PlannedStep:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     engine = Engine(settings, dist.get_rank() if dist.is_initialized() else 0, device)
     engine.init_weights()
-    whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
-    names = {name: (name, param.shape) for name, param in whole.named_parameters()}
     return PlannedStep(engine, settings, model_costs, names)

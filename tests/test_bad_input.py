@@ -285,12 +285,14 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     assert finish(process).code == 0
 
 
-def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path):
+def test_a_run_that_diverges_skips_steps_then_ends_and_saves_nothing(tmp_path):
     wild = ["--train.lr", "1e20", "--train.warmup", "0", "--train.save_every", "1", "--train.steps", "9"]
     ended = run_of_one(tmp_path, *wild)
-    one_message(ended, "train.lr = 1e+20 (command line, --train.lr): step 2 has loss nan")
+    one_message(ended, "train.lr = 1e+20 (command line, --train.lr): step 7 has loss nan", "on rank 0; fix: a lower")
     records = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["loss"] is None) for r in records] == [(1, False), (2, True)]
+    assert [(r["step"], r["loss"] is None, r["skipped"]) for r in records] == [
+        (1, False, 0), *((step, True, step - 1) for step in range(2, 8))
+    ]  # fmt: skip
     assert [p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*")] == ["step-00000001"]
 
 

@@ -346,7 +346,7 @@ def test_train_starts_four_workers_and_reports(tmp_path):
     assert "nothing to do" in again.out
     record = (tmp_path / "runs/tiny/explanation.json").read_bytes()
     refused = hocket(tmp_path, "train", *words, "--model.vocab", "512")
-    assert (refused.code, refused.err.count("belongs to another model")) == (2, 1)
+    assert (refused.code, refused.err.count("belongs to another model or optimizer")) == (2, 1)
     assert (tmp_path / "runs/tiny/explanation.json").read_bytes() == record
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket import overlap_config, rope_config
+from hocket import optimizer_config, overlap_config, rope_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
@@ -31,6 +31,7 @@ from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
 from tests.refused_models import REFUSED_MODELS
 from tests.refused_orders import REFUSED_ORDERS
+from tests.refused_training import REFUSED_TRAINING
 
 
 def changed(base: Config, **settings: Any) -> Config:
@@ -66,7 +67,7 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    files = config_module.__file__, overlap_config.__file__, rope_config.__file__
+    files = (m.__file__ for m in (config_module, overlap_config, optimizer_config, rope_config))
     documented = set()
     for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):
@@ -91,7 +92,7 @@ def test_settings_that_name_others_exist():
     for rule in RULES:
         assert set(rule.settings) <= known
         for text in (rule.reason, rule.fix):
-            for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|run)(?:\.[a-z_0-9]+)+", text):
+            for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|optimizer|run)(?:\.[a-z_0-9]+)+", text):
                 assert name in known, f"{name} in {text!r}"
 
 
@@ -216,7 +217,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
-        "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1,
+        "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
     }.items()),
     (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
     (changed(TINY, mesh__tp=2), {"mesh__ep": 8}, "mesh.ep", "8 does not divide mesh.dp = 2 x mesh.tp = 2"),
@@ -287,7 +288,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),
     (TINY, {"data__validation": 0.0}, "data.validation", "nothing is kept for validation"),
-    (TINY, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
+    *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_TRAINING),
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
     (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
     (TINY, {"train__transport": "slow"}, "train.transport", "nothing says which"),
@@ -317,7 +318,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"train__lr": -1.0}, "train.lr", "out of range"),
     (TINY, {"train__lr": float("nan")}, "train.lr", "out of range"),
     (TINY, {"train__hang_timeout": float("inf")}, "train.hang_timeout", "out of range"),
-    (TINY, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),
     (TINY, {"train__betas": (0.9, 1.0)}, "train.betas", "out of range"),
     (TINY, {"model__hidden": "wide"}, "model.hidden", "not a whole number"),
     (TINY, {"model__hidden": True}, "model.hidden", "not a whole number"),

@@ -22,7 +22,7 @@ from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.metrics import REMARKS, Metrics, StepRecord
-from hocket.train.trainer import learning_rate
+from hocket.train.schedule import learning_rate
 from tests.helpers.ranks import run_ranks
 
 
@@ -51,7 +51,7 @@ def test_every_step_is_a_line_of_json_and_a_line_of_text(tmp_path):
     text = report(settings_in(tmp_path), range(1, 4))
     first, *_, last = records(tmp_path)
     assert first == {
-        "step": 1, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-3, "seconds": 0.25, "load": 1.5,
+        "step": 1, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-3, "seconds": 0.25, "load": 1.5, "skipped": 0,
         "tokens_per_second": 16384.0,
     }  # fmt: skip
     assert last == {"step": 3, "validation_loss": 2.5, "unigram_entropy": 3.0}

@@ -199,6 +199,18 @@ def check(names: tuple[str, ...], settings: Settings, origins: dict[str, str]) -
     if others and settings.model.bias_rate:
         reason, fix = "the plain stack does not move balance biases", "--model.bias_rate 0"
         problems.append(problem("model.bias_rate", settings.model.bias_rate, origins, reason, fix))
+    if others and settings.model.z_loss:
+        reason, fix = "the other contenders have no such loss", "--model.z_loss 0"
+        problems.append(problem("model.z_loss", settings.model.z_loss, origins, reason, fix))
+    if others and settings.model.aux_loss and settings.model.aux_loss_over != "microbatch":
+        reason, fix = "the other contenders balance microbatches", "--model.aux_loss_over microbatch"
+        problems.append(problem("model.aux_loss_over", settings.model.aux_loss_over, origins, reason, fix))
+    if others and settings.optimizer.name != "adamw":
+        reason, fix = "the other contenders have AdamW alone", "--optimizer.name adamw"
+        problems.append(problem("optimizer.name", settings.optimizer.name, origins, reason, fix))
+    if others and settings.optimizer.no_decay:
+        reason, fix = "the plain stack lets all matrices decay", "leave it out"
+        problems.append(problem("optimizer.no_decay", settings.optimizer.no_decay, origins, reason, fix))
     stop_if(problems)
 
 

@@ -81,6 +81,9 @@ class AdaptedModel:
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         """Buffers have their values already."""
 
+    def own_name(self, name: str) -> str:
+        return self.cut.theirs[name]
+
 
 def _remembered(ends: Ends) -> Callable[[Tensor], Any]:
     """What layers are told depends on the shape of hidden states alone, so it is made once for each."""

@@ -25,6 +25,7 @@ from hocket.runtime.world import everyone
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, ill_typed, leaf, problem
+from hocket.settings.weight_groups import unmatched
 from hocket.step import PlannedStep, other_ranks
 
 
@@ -56,6 +57,7 @@ def plan_model(
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    stop_if(unmatched(resolved, [(name, cut.theirs[name]) for name in cut.params], given))
     _check_device(cut, device)
     _check_widths(cut, resolved)
     if values is None:
@@ -111,6 +113,11 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
     if config.data.packing == "on":
         problems.append("data.packing = on: a model of others is told of no documents; fix: data.packing = off")
+    if config.optimizer.name == "muon":
+        problems.append(
+            f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "
+            "fix: optimizer.name = adamw"
+        )
     if cut.tied and config.mesh.pp * config.plan.chunks > 1:
         problems.append(
             f"model = {type(model).__name__}: embedding and head are tied, and {config.mesh.pp * config.plan.chunks} "

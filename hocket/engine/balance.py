@@ -1,4 +1,4 @@
-"""The loads of a rank's experts, and the biases that they move."""
+"""The loads of a rank's experts, and what they move: biases, and shares for the load-balancing loss over a batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class Balance:
         self.loads: dict[int, Tensor] = {}
         """Rows per expert and layer in the last step, summed over data-parallel ranks: int64 [E]."""
 
-    def update(self, mine: dict[int, Tensor]) -> None:
-        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`."""
+    def update(self, mine: dict[int, Tensor], stay: Tensor) -> None:
+        """Sum this rank's loads with those of the others, and move the biases. Takes them out of `mine`.
+
+        `stay` is a bool on the device: biases do not move where it is true.
+        """
         if mine:
             numbers = sorted(mine)
             total = torch.stack([mine[n] for n in numbers])
@@ -36,7 +39,17 @@ class Balance:
             mine.clear()
         for number, layer in self.layers.items():
             if layer.router.bias is not None:
-                layer.router.bias.copy_(balance_bias(layer.router.bias, self.loads[number], self._rate))
+                moved = balance_bias(layer.router.bias, self.loads[number], self._rate)
+                layer.router.bias.copy_(torch.where(stay, layer.router.bias, moved))
+            if layer.router.share is not None:
+                load = self.loads[number]
+                share = load / load.sum().clamp(min=1)
+                layer.router.share.copy_(torch.where(stay, layer.router.share, share))
+
+    def shares(self) -> dict[str, Tensor]:
+        """The shares of the last step's rows by layer: live tensors, fp32 [E]. There are none where no loss asks."""
+        layers = self.layers.items()
+        return {str(n): layer.router.share for n, layer in layers if layer.router.share is not None}
 
     def biases(self) -> dict[str, Tensor]:
         """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""

@@ -6,7 +6,7 @@ world has one rank or the transport is `null`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
@@ -33,13 +34,14 @@ from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
-from hocket.program.ops import Layout, Program
+from hocket.program.ops import Layout, Op, Program
 from hocket.program.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
 from hocket.runtime.recorder import Recorder
 from hocket.runtime.token_copies import CopiedTokens
+from hocket.settings.weight_groups import by_muon, decays
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
     loads: dict[int, Tensor]
     """Rows per expert and MoE layer of this pipeline rank, summed over data-parallel ranks: int64 [E]."""
+    skipped: Tensor
+    """Whether the step was not taken, and weights stay as they were: a bool."""
     lacked: int = 0
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
     grown: bool = False
@@ -97,7 +101,16 @@ class Engine:
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t, averages = config.train, DTYPES[config.precision.averages]
-        options = AdamWOptions(betas=t.betas, eps=t.eps, weight_decay=t.weight_decay, clip=t.clip, averages=averages)
+        options = AdamWOptions(
+            betas=t.betas,
+            eps=t.eps,
+            weight_decay=t.weight_decay,
+            clip=t.clip,
+            averages=averages,
+            decays=self._decays,
+            muon=self._muon(),
+            spike=config.optimizer.skip_spikes,
+        )
         self._optimizer = PlannedAdamW(self.sharded, self.groups.control, options) if update else None
         self._leaves_updates = update and config.overlap.dp.update == "next_step"
         self._lr = t.lr
@@ -105,6 +118,7 @@ class Engine:
         lanes = self.layout.lanes
         self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
         self._grad_norm = torch.zeros((), device=device)
+        self._skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
@@ -126,6 +140,21 @@ class Engine:
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
         return self.source.chunk(ChunkPlace(layers, first, last, place, self.device, self._linears, self.groups))
+
+    def _decays(self, name: str, shape: Sequence[int]) -> bool:
+        return decays(self.config, (name, self.source.own_name(name)), shape)
+
+    def _muon(self) -> MuonOptions | None:
+        config, optimizer = self.config, self.config.optimizer
+        if optimizer.name != "muon":
+            return None
+        return MuonOptions(
+            takes=lambda name, shape: by_muon(config, name, shape),
+            decays=self._decays,
+            weight_decay=config.train.weight_decay,
+            momentum=optimizer.momentum,
+            scale=optimizer.scale,
+        )
 
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""
@@ -161,6 +190,12 @@ class Engine:
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)
 
     @property
+    def skipped(self) -> Tensor:
+        """Steps of the run that were not taken so far: a whole number on the device."""
+        assert self._optimizer is not None, "this engine has no optimizer"
+        return self._optimizer.guard.total
+
+    @property
     def optimizer(self) -> PlannedAdamW:
         """The optimizer of an engine that updates weights, which has made all updates so far."""
         assert self._optimizer is not None, "this engine has no optimizer"
@@ -193,7 +228,7 @@ class Engine:
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
-        return StepResult(loss, self._grad_norm, self.balance.loads, lacked, grown)
+        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown)
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
@@ -209,8 +244,9 @@ class Engine:
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
+        self._skipped = self._optimizer.guard.skipped
         enter("the sum of the experts' loads")
-        self.balance.update(self.executor.actions.loads)
+        self.balance.update(self.executor.actions.loads, self._skipped)
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
@@ -252,25 +288,46 @@ class Engine:
         """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
         assert len(microbatches) == self.program.microbatches
         self.catch_up()
+        return self._loss(self._run(self.validating, microbatches), self.validating)
+
+    @property
+    def validating(self) -> Executor:
+        """What runs forwards alone."""
         if self._validation is None:
             program = build_forward(self.program, self.config, sharding_of(self.config))
             assert_valid(program, forward_only=True)
             self._validation = self.executor_for(program, None)
-        return self._loss(self._run(self._validation, microbatches), self._validation)
+        return self._validation
 
-    def agree(self, loss: Tensor, load: float = 0.0, signal: int = 0) -> tuple[float, float, int]:
-        """What all ranks together say: the mean loss of the data-parallel ranks, the largest load and signal.
+    def watch(self, microbatches: Sequence[Microbatch], see: Callable[[Op, Any], None]) -> None:
+        """Run forward without training, and call `see` with each op that computes and what it returned."""
+        self.validating.watch(see)
+        try:
+            self.evaluate(microbatches)
+        finally:
+            self.validating.watch(None)
 
-        Waits for the step. Every rank calls this.
+    def agree(
+        self, loss: Tensor, loads: Mapping[int, Tensor] | None = None, signal: int = 0
+    ) -> tuple[float, dict[int, float], int]:
+        """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest signal.
+
+        `loads` are rows by expert of this rank's layers. The result is, by layer, those of the busiest expert over the
+        mean; it has all layers of the model with experts that were given. Waits for the step. Every rank calls this.
         """
         for executor in self._executors:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, behind all ops")
         total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
-        largest = torch.tensor([load, float(signal)], device=self.device)
+        largest = torch.zeros(len(self.layout.kinds) + 1, device=self.device)
+        largest[-1] = float(signal)
+        if loads:
+            rows = torch.stack(list(loads.values())).float()
+            largest[list(loads)] = rows.amax(1) / rows.mean(1)
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()
-        agreed = float(total), float(largest[0]), int(largest[1])
+        *of_layers, most = largest.tolist()
+        agreed = float(total), {n: load for n, load in enumerate(of_layers) if load}, int(most)
         for executor in self._executors:
             executor.recorder.end()
         return agreed

@@ -97,6 +97,12 @@ class Executor:
         self._list = [replace(c, run=_named(str(c.op), c.run)) for c in self._plain] if on else self._plain
         self._ops = [self._list[c.position] for c in self._ops]
 
+    def watch(self, see: Callable[[Op, Any], None] | None) -> None:
+        """Behind every op that computes call `see` with what it returned, on its lane; with None, no longer."""
+        self._names = None
+        self._list = [_watched(c, see) if c.lane in COMPUTING else c for c in self._plain] if see else self._plain
+        self._ops = [self._list[c.position] for c in self._ops]
+
     @torch.no_grad()
     def run(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once. Returns the losses of the microbatches, empty on ranks without the head.
@@ -154,6 +160,15 @@ def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args)
 
     return named
+
+
+def _watched(c: Compiled, see: Callable[[Op, Any], None]) -> Compiled:
+    def watched(*args: Any) -> Any:
+        result = c.run(*args)
+        see(c.op, result)
+        return result
+
+    return replace(c, run=watched)
 
 
 def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> list[Compiled]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hocket.explain.explanation import Explanation
 from hocket.explain.overlaps import overlaps
-from hocket.explain.parts import groups, memory, units
+from hocket.explain.parts import groups, memory, optimizer, units
 from hocket.explain.predicted import simulated
 from hocket.program.mesh import described
 from hocket.program.network import hosts_of
@@ -18,7 +18,7 @@ from hocket.variables import Finding
 
 
 def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
-    """What was decided about a run, why, and what it will do. Pure; needs no GPU and imports no torch."""
+    """What was decided about a run, why, and what it will do. Pure; needs no GPU."""
     predicted, step = simulated(settings)
     return Explanation(
         name=settings.run.name,
@@ -27,6 +27,7 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
         overlaps=overlaps(settings),
         predicted=predicted,
         decisions=settings.decisions,
+        optimizer=optimizer(settings),
         units=units(settings),
         groups=groups(settings),
         memory=memory(settings, step),

@@ -81,6 +81,19 @@ class UnitRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerRow:
+    """Weights that the optimizer treats alike."""
+
+    what: str
+    count: int
+    """Parameters."""
+    elements: int
+    decay: float
+    names: str
+    """A few of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupRow:
     """All process groups of one purpose."""
 
@@ -123,6 +136,7 @@ class Explanation:
     environment: tuple[Finding, ...]
     check: tuple[str, ...]
     """Commands that measure what is predicted here."""
+    optimizer: tuple[OptimizerRow, ...] = ()
     probed: tuple[Probed, ...] = ()
     """What was timed on this host, if anything was."""
     probed_on: str = ""

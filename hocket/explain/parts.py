@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hocket.config import Purpose
-from hocket.explain.explanation import GroupRow, MemoryRow, UnitRow
+from hocket.explain.explanation import GroupRow, MemoryRow, OptimizerRow, UnitRow
 from hocket.explain.predicted import Step
 from hocket.program.cost import unit_weights, units_of
 from hocket.program.mesh import P2P, PURPOSES, most_sms, mover_of
@@ -18,6 +18,7 @@ from hocket.program.tensor_costs import model_of_rank
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes, by_pieces
 from hocket.settings.rules import has_experts
+from hocket.settings.weight_groups import samples, weight_groups
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
@@ -49,6 +50,22 @@ def units(settings: Settings) -> tuple[UnitRow, ...]:
             )
         )
     return tuple(rows)
+
+
+def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
+    """All weights, by what the optimizer does with them."""
+    from hocket.model.source import parameter_shapes  # imports torch
+
+    return tuple(
+        OptimizerRow(
+            what=group.why,
+            count=len(group.names),
+            elements=group.elements,
+            decay=group.decay,
+            names=" ".join(samples(group.names)),
+        )
+        for group in weight_groups(settings, parameter_shapes(settings.model))
+    )
 
 
 def groups(settings: Settings) -> tuple[GroupRow, ...]:

@@ -116,6 +116,14 @@ def _units(found: Explanation) -> Lines:
     yield from table([head, *rows], right=(1, 2, 3, 4, 5))
 
 
+def _optimizer(found: Explanation) -> Lines:
+    if not found.optimizer:
+        return
+    head = ("weights", "how many", "parameters", "decay", "such as")
+    rows = [(o.what, str(o.count), f"{o.elements:,}", f"{o.decay:g}", o.names) for o in found.optimizer]
+    yield from table([head, *rows], right=(1, 2, 3))
+
+
 def _groups(found: Explanation) -> Lines:
     if not found.groups:
         return
@@ -169,6 +177,7 @@ SECTIONS: Sequence[tuple[str, Callable[[Explanation], Lines]]] = (
     ("NOT DONE AS ASKED", _unmet),
     ("ASKED FOR, WITHOUT EFFECT", _without_effect),
     ("CHOICES", _decisions),
+    ("OPTIMIZER", _optimizer),
     ("UNITS", _units),
     ("GROUPS", _groups),
     ("MEMORY", _memory),

@@ -49,6 +49,21 @@ def shard(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"mesh.dp": value})
 
 
+def decay(value: Any, given: Given) -> Answer:
+    """The rate stays until so large a share of the steps is left."""
+    return Answer("becomes", {"train.schedule": "wsd", "train.decay": value})
+
+
+def decay_type(value: Any, given: Given) -> Answer:
+    """The shape of the decay, which without a ratio is all of the way behind the warm-up."""
+    shape = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.get(value)
+    if "lr_scheduler.decay_ratio" in given.values and shape:
+        return Answer("becomes", {"train.decay_shape": shape})
+    if shape in ("linear", "cosine"):
+        return Answer("becomes", {"train.schedule": shape})
+    return Answer("not there", words="without a decay_ratio the rate falls along a line or as half a cosine")
+
+
 def batch(value: Any, given: Given) -> Answer:
     """Sequences and microbatches of a data rank: in a pipeline the local batch is cut, without one it is one piece."""
     size = given.number(MICRO) if given.number(PP) > 1 else value
@@ -125,7 +140,10 @@ def _ranks(given: Given) -> Answer | None:
 
 _RULES: Mapping[str, Rule] = {
     "expert_ranks": expert_ranks(_data_ranks, TP),
-    **{rule.__name__: rule for rule in (replicate, shard, reshard, batch, accumulation, async_tensor, recomputed)},
+    **{
+        rule.__name__: rule
+        for rule in (replicate, shard, reshard, decay, decay_type, batch, accumulation, async_tensor, recomputed)
+    },
 }
 
 TORCHTITAN = System(

@@ -14,8 +14,10 @@ from hocket.explain.record import record
 from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import FAILED, Job, end_now, outcome
+from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
+from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
@@ -68,6 +70,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     notes = prepare(os.environ, local_world, policy, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
     check_weights(settings)
+    check_patterns(settings)
     lost = lost_copies(settings.host, settings.decisions)
     if worker is None or worker.rank == 0:
         sys.stderr.writelines(f"hocket: {note}\n" for note in [*notes, *too_few_gpus(settings), *lost])
@@ -142,6 +145,14 @@ def check_corpus(settings: Settings) -> None:
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(corpus, settings)
+
+
+def check_patterns(settings: Settings) -> None:
+    """Refuse patterns of names that no weight has. Raises ValueError."""
+    if any(patterns_of(settings).values()):
+        from hocket.model.source import parameter_shapes  # imports torch
+
+        stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
 
 
 def check_weights(settings: Settings) -> None:

@@ -50,7 +50,7 @@ def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str)
 
 
 def init_biases(chunk: Chunk, device: torch.device | str) -> None:
-    """Put fp32 zeros into the balance biases of a chunk's routers, the only tensors it has beside weights.
+    """Put fp32 zeros into the balance biases of a chunk's routers, and even loads, which is all it has beside weights.
 
     Those that have memory keep it: a recorded step goes on reading it.
     """
@@ -59,3 +59,8 @@ def init_biases(chunk: Chunk, device: torch.device | str) -> None:
             if module.bias.is_meta:
                 module.bias = torch.empty(module.bias.shape, device=device, dtype=torch.float32)
             module.bias.zero_()
+        if isinstance(module, Router) and module.over_batch:
+            experts = len(module.weight)
+            if module.share is None:
+                module.share = torch.empty(experts, device=device, dtype=torch.float32)
+            module.share.fill_(1 / experts)

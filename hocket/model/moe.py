@@ -18,6 +18,7 @@ from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
+from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.functional import grouped_linear, score
 from hocket.runtime.norms import add_rms_norm
@@ -50,6 +51,9 @@ class Router(nn.Module):
         # Set by the trainer between steps (`parallel.routing.balance_bias`), never by a gradient.
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
+        self.over_batch = over_batch(config)
+        self.share: Tensor | None = None
+        """Share of each expert of the rows of the step before, fp32 [E], for the load-balancing loss over a batch."""
 
     def forward(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """`h`, for those who read it next, and logits, fp32 [T, E]."""
@@ -68,6 +72,13 @@ class Experts(nn.Module):
         """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
         gate_up_RF = grouped_linear(rows_RD, self.w_gate_up, offsets_L)
         return grouped_linear(swiglu(gate_up_RF, count), self.w_down, offsets_L)
+
+
+def _real(documents: Documents | None) -> Tensor:
+    """Tokens of a microbatch that are no padding, at least 1; on all tensor-parallel ranks."""
+    assert documents is not None
+    assert documents.real_T is not None
+    return documents.real_T.sum().clamp(min=1)
 
 
 class MoELayer(nn.Module):
@@ -110,6 +121,10 @@ class MoELayer(nn.Module):
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
         probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T, self.attn.linears)
+        if c.z_loss or c.aux_loss_over != "microbatch":
+            tokens = len(h_TD) * self.attn.linears.size if real_T is None else _real(documents)
+            counts = real_T, tokens, len(x_BSD)
+            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, probs = send_rows(h_TD, probs_TK, routing)

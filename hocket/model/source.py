@@ -84,6 +84,10 @@ class ModelSource(Protocol):
         """Give a chunk's tensors beside parameters their first values."""
         ...
 
+    def own_name(self, name: str) -> str:
+        """The model's own name of a parameter."""
+        ...
+
 
 class OwnTransformer:
     """hocket's own transformer."""
@@ -121,6 +125,9 @@ class OwnTransformer:
             for name, bias in chunk.named_buffers():
                 bias.copy_(self._folder.value(name, tuple(bias.shape)))
 
+    def own_name(self, name: str) -> str:
+        return name
+
 
 def open_weights(config: ModelConfig) -> PretrainedFolder:
     """The folder `model.weights`, if its tensors make each parameter of the model once. Raises ValueError."""
@@ -128,6 +135,11 @@ def open_weights(config: ModelConfig) -> PretrainedFolder:
     folder.require(config)
     folder.check(whole_shapes(config))
     return folder
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a model. Allocates nothing."""
+    return {name: tuple(value.shape) for name, value in Chunk(config, range(config.layers)).named_parameters()}
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

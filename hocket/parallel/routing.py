@@ -110,12 +110,13 @@ def route(
     tokens of a microbatch, of which tensor-parallel ranks have a part each: `linears` begins the sum of their rows, and
     the caller calls `Routing.settle` before its op ends. With `kept`, a routing of the same tokens, nothing is chosen:
     the weights of its choices are computed once more; likewise where `config.routing` is even, and the choice no
-    score's. Tokens that are not in `real_T` are padding: they are routed, and not counted.
+    score's. Tokens that are not in `real_T` are padding: they are routed, and not counted. Losses over something other
+    than the microbatch are not attached here, but by `router_losses.py`.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
     if config.routing == "even" and kept is None:
         kept = _even(len(logits_TE), config, logits_TE.device, real_T)
-    factor = config.aux_loss * aux_scale
+    factor = config.aux_loss * aux_scale if config.aux_loss_over == "microbatch" else 0.0
     balanced = factor > 0 and torch.is_grad_enabled()
     if usable(logits_TE) and len(logits_TE) and real_T is None:
         return _by_kernels(logits_TE, config, bias_E, factor if balanced else 0.0, kept, linears)

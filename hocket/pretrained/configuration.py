@@ -14,7 +14,7 @@ from hocket.pretrained.reading import require
 from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
 from hocket.settings.schema import flat
 
-_NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
+_NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
 _OF_EXPERTS = (
     "top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers", "route_groups",

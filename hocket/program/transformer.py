@@ -116,7 +116,9 @@ def _attention_and_routing(s: Shapes) -> PartSize:
     shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     router = PartSize(rows=d + e, routes=1)
-    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=2 * e, kept=2 * e, handed=d)
+    losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
+    scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
+    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
     return plus(replace(_attention(s), output=0), f.norm(d), shared, router, rest)
 
 

@@ -20,6 +20,7 @@ from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
+from hocket.settings.training_rules import TRAINING_RULES
 from hocket.settings.transport_rules import TRANSPORT_RULES
 
 LARGEST_BETA = 1 - 2**-6
@@ -102,6 +103,8 @@ RULES: tuple[Rule, ...] = (
             "model.route_top_groups",
             "model.route_group_score",
             "model.aux_loss",
+            "model.aux_loss_over",
+            "model.z_loss",
             "model.bias_rate",
         )
     ),
@@ -232,12 +235,7 @@ RULES: tuple[Rule, ...] = (
         "data.validation above 0, or train.eval_batches = 0",
     ),
     # Training
-    Rule(
-        ("train.min_lr", "train.lr"),
-        lambda c, h: c.train.min_lr > c.train.lr,
-        "the last learning rate is above the highest, train.lr = {train.lr}",
-        "train.min_lr at most train.lr",
-    ),
+    *TRAINING_RULES,
     Rule(
         ("train.eval_every", "train.eval_batches"),
         lambda c, h: c.train.eval_every > 0 and c.train.eval_batches == 0,
@@ -341,5 +339,6 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         unit=16 // config.element_bytes,
         last_layer=config.model.layers - 1,
         order=order_problem(config.plan.layer_order),
+        decay=config.train.decay_steps,
         slowed=len(config.train.slow_groups) or "none",
     )

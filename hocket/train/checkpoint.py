@@ -60,6 +60,8 @@ class Restored:
     """Steps done."""
     position: int
     """Sequences consumed."""
+    more: Mapping[str, Any]
+    """What else was given to be saved; nothing in checkpoints of before there was any."""
     notes: tuple[str, ...]
     """Remarks for the user: checkpoints passed over, settings that have changed since."""
 
@@ -105,10 +107,18 @@ def _require_shared(here: Path) -> None:
         raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
 
 
-def save(settings: Settings, step: int, position: int, groups: Groups, text: str = "") -> Path:
+def save(
+    settings: Settings,
+    step: int,
+    position: int,
+    groups: Groups,
+    text: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
-    `text` says what the stream is of: `position` means another place in another text. Raises SaveFailed if the file
+    `text` says what the stream is of: `position` means another place in another text. `more` is JSON, the same on every
+    rank. Raises SaveFailed if the file
     system refuses, or if there is one of that step; what it has written is removed then, for on a full disk nothing
     else would find room. ValueError if it takes some rank much longer than others.
     """
@@ -118,7 +128,7 @@ def save(settings: Settings, step: int, position: int, groups: Groups, text: str
         run_dcp("", dcp.save, _state(groups), storage_writer=writer)
         sums = _together(lambda: my_checksums(folder.temporary))
         meta = {
-            "format": FORMAT, "step": step, "position": position, "text": text,
+            "format": FORMAT, "step": step, "position": position, "text": text, "more": dict(more or {}),
             "world": settings.world, "digest": digest(settings),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
@@ -224,8 +234,8 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
         fix = "name a checkpoint that hocket wrote"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from None
     if differences:
-        sizes = [text for text in changes(meta["config"], settings) if text.startswith("model.")]
-        reason = f"{path} belongs to another model: " + "; ".join([*sizes[:5], *differences[:3]])
+        sizes = [text for text in changes(meta["config"], settings) if text.startswith(("model.", "optimizer.name"))]
+        reason = f"{path} belongs to another model or optimizer: " + "; ".join([*sizes[:5], *differences[:3]])
         more = len(differences) - 3
         reason += f" and {more} more tensors" if more > 0 else ""
         fix = "the same model settings, another run.name, or run.resume = off to start over"
@@ -239,7 +249,7 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
     if meta.get("text", text) != text:
         relevant.append(f"the text was {meta['text']}, and is {text}: some of it will be read again, some never")
     notes += [f"since the checkpoint was written, {change}" for change in relevant]
-    return Restored(path, meta["step"], meta["position"], tuple(notes))
+    return Restored(path, meta["step"], meta["position"], meta.get("more", {}), tuple(notes))
 
 
 def _differences(reader: HarmlessReader, groups: Groups) -> list[str]:

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from hocket_trace.columns import counted
 REMARKS = 4
 """Largest number of remarks on settings without their wanted effect, at the start of a run."""
 
+MEANINGLESS = ("loss", "grad_norm", "lr", "skipped")
+"""Parts of a step's record that say nothing where ranks exchange nothing."""
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which may pass."""
 
@@ -53,6 +56,12 @@ class StepRecord:
     """Its duration, without validation and checkpoints."""
     load: float = 0.0
     """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
+    skipped: int = 0
+    """Steps of the run that were not taken so far."""
+    loads: Mapping[int, float] = field(default_factory=dict)
+    """The load of each layer with experts."""
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Rows of each expert by layer, in the steps of `train.experts_every`."""
 
 
 class PatientConsole(Console):
@@ -67,11 +76,18 @@ class PatientConsole(Console):
 class Metrics:
     """The report of one run. `entropy` is the corpus's unigram entropy in nats per token.
 
+    Of a run that goes on, `done` steps are behind it, of which `skipped` were not taken.
     Use as a context manager: the live line needs to be ended. A `Metrics` of another rank than 0 does nothing.
     """
 
     def __init__(
-        self, settings: Settings, entropy: float, done: int = 0, rank: int = 0, console: Console | None = None
+        self,
+        settings: Settings,
+        entropy: float,
+        done: int = 0,
+        rank: int = 0,
+        console: Console | None = None,
+        skipped: int = 0,
     ) -> None:
         self.settings, self.entropy, self.quiet = settings, entropy, rank != 0
         self.console = console or PatientConsole(highlight=False, soft_wrap=True)
@@ -86,6 +102,7 @@ class Metrics:
         self._mark = f"{label}: " if label else ""
         self._started, self._first, self._last = time.monotonic(), done, done
         self._lines: Lines | None = None
+        self._skipped = skipped
         self._waits = False
         self._live: Progress | None = None
         if not self.quiet:
@@ -159,10 +176,13 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
+        for name in ("loads", "rows"):  # of models without experts, and of steps that are not to be recorded
+            if not record[name]:
+                del record[name]
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
         if self.settings.train.transport == "null":  # these numbers mean nothing: do not log them
             learnt = ""
-            record = {name: value for name, value in record.items() if name not in ("loss", "grad_norm", "lr")}
+            record = {name: value for name, value in record.items() if name not in MEANINGLESS}
         width = len(str(self.settings.train.steps))
         text = f"{self._mark}step {result.step:>{width}}{learnt}  {speed:,.0f} tok/s"
         if self.settings.train.device == "cuda":
@@ -172,6 +192,9 @@ class Metrics:
             if self.peak:
                 record["mfu"] = rate / self.peak
                 text += f"  MFU {100 * rate / self.peak:.1f} %"
+        if learnt:
+            text += "  skipped" if result.skipped > self._skipped else ""
+            self._skipped = result.skipped
         if result.load:
             text += f"  load {result.load:.2f}"
         if self.exposed is not None:
@@ -197,7 +220,8 @@ class Metrics:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
         seconds, steps = time.monotonic() - self._started, self._last - self._first
         if steps:
-            self.say(f"{self._mark}{counted(steps, 'step')} in {seconds:.1f} s; every step is in {self.path}")
+            skipped = f", {self._skipped} of the run skipped" if self._skipped else ""
+            self.say(f"{self._mark}{counted(steps, 'step')} in {seconds:.1f} s{skipped}; every step is in {self.path}")
             if self.settings.train.transport == "null":
                 self.say("This was a bound on speed, no training: nothing was learned, and nothing is saved.")
         else:

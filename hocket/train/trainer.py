@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hocket.config import TrainConfig
 from hocket.engine import Engine
-from hocket.fsdp.planned.adamw import PieceState
+from hocket.engine.blame import blame
+from hocket.fsdp.planned.unit import Piece
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
@@ -21,6 +21,7 @@ from hocket.program.capacity import lack
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
+from hocket.runtime.world import everyone
 from hocket.settings.schema import problem
 from hocket.train.checkpoint import SaveFailed, make_place, restore, save
 from hocket.train.corpus import open_corpus
@@ -28,6 +29,7 @@ from hocket.train.data import Stream, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
+from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
 
 
@@ -41,6 +43,7 @@ class Trainer:
         self.engine = Engine(settings, rank, device)
         self._require_same_text()
         self.step = self.position = 0
+        self._in_a_row = 0  # steps that were skipped, up to the last one
         self._remarks = list[str]()
 
     def _require_same_text(self) -> None:
@@ -67,7 +70,13 @@ class Trainer:
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
-            engine.optimizer.steps = restored.step
+            guard = engine.optimizer.guard
+            guard.go_on(restored.more.get("skipped", 0), restored.more.get("norms", ()))
+            engine.optimizer.steps = restored.step - int(guard.total)
+            self._in_a_row = restored.more.get("in_a_row", 0)
+            for layer, share in engine.balance.shares().items():
+                if layer in restored.more.get("shares", {}):
+                    share.copy_(torch.tensor(restored.more["shares"][layer]))
             engine.sharded.refresh()
 
     def run(self) -> int:
@@ -75,7 +84,9 @@ class Trainer:
         settings, engine = self.settings, self.engine
         watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
         try:
-            with Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
+            skipped = 0 if self.pretends else int(engine.optimizer.guard.total)
+            made = Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank, skipped=skipped)
+            with made as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.corpus))
                 metrics.remarks(*engine.program.notes, *self._remarks)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
@@ -107,13 +118,14 @@ class Trainer:
             result, signal = self._step(metrics, stop)
             metrics.step(result)
             if not self.pretends:
-                self._require_finite(result)
+                self._require_taken(result, metrics)
             window.after(self.step)
             collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 metrics.validation(self.step, self._evaluate(metrics))
                 evaluated = self.step
-            if train.save_every and self.step % train.save_every == 0 and not signal and self.step < train.steps:
+            due = train.save_every and self.step % train.save_every == 0 and self.step < train.steps
+            if due and not signal and not self._in_a_row:
                 saved = self._save_or_warn(metrics, saved)
             if signal:
                 if saved != self.step:
@@ -127,13 +139,35 @@ class Trainer:
             metrics.validation(self.step, self._evaluate(metrics))
         return 0
 
-    def _require_finite(self, result: StepRecord) -> None:
-        """Raise ValueError, on every rank, if the step has spoiled the weights. They must not replace good ones."""
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            lr = self.settings.train.lr
-            reason = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
+    def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
+        """Say that a step was skipped. Raise ValueError, on every rank, behind too many, or if the loss is not finite.
+
+        Weights that a step has spoiled must not replace good ones.
+        """
+        settings, limit = self.settings, self.settings.optimizer.skip_limit
+        what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
+        if self._in_a_row and self._in_a_row <= limit:
+            left = limit - self._in_a_row
+            metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run ends after {left + 1} more in a row")
+        elif self._in_a_row:
+            raise ValueError(self._too_many(what, math.isfinite(result.grad_norm)))
+        elif not math.isfinite(result.loss):
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
-            raise ValueError(problem("train.lr", lr, self.settings.origins, reason, fix))
+            raise ValueError(problem("train.lr", settings.train.lr, settings.origins, what, fix))
+
+    def _too_many(self, what: str, spike: bool) -> str:
+        """Why the run ends behind skipped steps. Every rank calls this."""
+        settings = self.settings
+        limit, factor = settings.optimizer.skip_limit, settings.optimizer.skip_spikes
+        row = f", the last of {limit + 1} skipped in a row" if limit else ""
+        if spike:
+            reason = f"{what}, and the usual norm is {self.engine.optimizer.guard.usual:.3g}{row}"
+            fix = "a larger factor or 0, or a lower train.lr; the last checkpoint is from before these steps"
+            return problem("optimizer.skip_spikes", factor, settings.origins, reason, fix)
+        where = blame(self.engine, self._microbatches(self.train_stream, self.position - settings.batch))
+        fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
+        reason = f"{what}{row}{f'; {where}' if where else ''}"
+        return problem("train.lr", settings.train.lr, settings.origins, reason, fix)
 
     def _step(self, metrics: Metrics, stop: StopRequest) -> tuple[StepRecord, int]:
         """One optimizer step, and the signal by which some rank was asked to stop."""
@@ -144,15 +178,28 @@ class Trainer:
         result = engine.train_step(microbatches, lr)
         if result.lacked:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
-        load = 0.0
-        if result.loads:  # the worst layer's, with one wait for the GPU
-            rows = torch.stack(list(result.loads.values())).float()
-            load = float((rows.amax(1) / rows.mean(1)).max())
-        loss, worst_load, signal = engine.agree(result.loss, load, stop.signal)
+        loss, loads, signal = engine.agree(result.loss, result.loads, stop.signal)
         self.step += 1
         self.position += settings.batch
         seconds = time.perf_counter() - started
-        return StepRecord(self.step, loss, float(result.grad_norm), lr, seconds, worst_load), signal
+        norm, skipped, total = torch.stack(
+            [result.grad_norm.double(), result.skipped.double(), engine.skipped.double()]
+        ).tolist()
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        rows = self._rows(result.loads) if loads else {}
+        worst = max(loads.values(), default=0.0)
+        return StepRecord(self.step, loss, norm, lr, seconds, worst, int(total), loads, rows), signal
+
+    def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
+        """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
+        every = self.settings.train.experts_every
+        if not every or self.step % every:
+            return {}
+        return {
+            layer: rows
+            for ranks in everyone({n: rows.tolist() for n, rows in mine.items()})
+            for layer, rows in ranks.items()
+        }
 
     def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
         train, mesh = self.settings.train, self.settings.mesh
@@ -178,21 +225,30 @@ class Trainer:
 
     def _state(self) -> Mapping[str, list[Range]]:
         """The part of a checkpoint that this rank adds, by kind."""
-        states = self.engine.optimizer.state.values()
+        states, momenta = self.engine.optimizer.state.values(), self.engine.optimizer.momenta.values()
 
-        def ranges(of: Callable[[PieceState], Tensor]) -> list[Range]:
-            pieces = [(s.piece, of(s)) for s in states]
+        def ranges(pieces: Iterable[tuple[Piece, Tensor]]) -> list[Range]:
             return [Range(p.name, p.shape, p.lo, p.hi, tensor, p.part) for p, tensor in pieces]
 
+        every = [*(s.piece for s in states), *(piece for piece, _ in momenta)]
         return {
-            "weight": ranges(lambda s: s.piece.main),
-            "exp_avg": ranges(lambda s: s.exp_avg),
-            "exp_avg_sq": ranges(lambda s: s.exp_avg_sq),
+            "weight": ranges((piece, piece.main) for piece in every),
+            "exp_avg": ranges((s.piece, s.exp_avg) for s in states),
+            "exp_avg_sq": ranges((s.piece, s.exp_avg_sq) for s in states),
+            "momentum": ranges(momenta),
             "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.balance.biases().items()],
         }
 
     def _save(self) -> Path:
-        return save(self.settings, self.step, self.position, self._state(), str(self.corpus))
+        guard = self.engine.optimizer.guard
+        shares = everyone({layer: share.tolist() for layer, share in self.engine.balance.shares().items()})
+        more = {
+            "skipped": int(guard.total),
+            "norms": guard.norms,
+            "in_a_row": self._in_a_row,
+            "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
+        }
+        return save(self.settings, self.step, self.position, self._state(), str(self.corpus), more)
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
         """Save, between steps. Returns the step that was saved last, before this one or now.
@@ -210,15 +266,3 @@ class Trainer:
 
     def _report(self, device: bool) -> str:
         return self.engine.report(self.rank, device)
-
-
-def learning_rate(step: int, train: TrainConfig) -> float:
-    """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then half a cosine to `min_lr`.
-
-    The first step already has 1 / warmup of `lr`, and the last step of the run has `min_lr`.
-    """
-    if step < train.warmup:
-        return train.lr * (step + 1) / train.warmup
-    span = max(1, train.steps - 1 - train.warmup)
-    share = min(1.0, (step - train.warmup) / span)
-    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * share)) / 2

@@ -167,6 +167,8 @@ _WORTH_UPDATE = 0.02
 def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     if c.train.device != "cuda":
         return "end", "on CPUs nothing runs beside an update"
+    if c.optimizer.name == "muon":
+        return "end", "Muon updates at the end of a step"
     if c.plan.graphs == "on":
         return "end", "a recorded step has no update in it (plan.graphs = on)"
     updates, compute = _updates(trials.costs(c)), _compute(c, trials.costs(c))

@@ -22,14 +22,18 @@ def rank_grads(seed, name, ep):
     return torch.stack([tensors(seed + e)[name] for e in range(ep)]).sum(0)
 
 
-def reference_steps(mesh, steps, averages=torch.float32):
+def but_some(name, shape):
+    return len(shape) > 1 and not name.endswith(("wo", "embed.weight")) and "experts" not in name
+
+
+def reference_steps(mesh, steps, averages=torch.float32, decays=OPTIONS.decays):
     """Plain AdamW on whole tensors. The gradient of rank r in step i is `tensors(10 * i + r)`.
 
     Averages are rounded to `averages` behind every step.
     """
     params = {name: value.clone().requires_grad_() for name, value in tensors(5).items()}
-    decay = [p for p in params.values() if p.ndim >= 2]
-    rest = [p for p in params.values() if p.ndim < 2]
+    decay = [p for name, p in params.items() if decays(name, p.shape)]
+    rest = [p for name, p in params.items() if not decays(name, p.shape)]
     adamw = torch.optim.AdamW(
         [{"params": decay, "weight_decay": OPTIONS.weight_decay}, {"params": rest, "weight_decay": 0.0}],
         lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps,
@@ -54,10 +58,10 @@ def reference_steps(mesh, steps, averages=torch.float32):
     return {name: p.detach() for name, p in params.items()}, norms
 
 
-def _train(rank, mesh, steps, averages=torch.float32, later=False):
+def _train(rank, mesh, steps, averages=torch.float32, later=False, decays=OPTIONS.decays):
     model, groups = build(rank, mesh)
     model.load(tensors(5))
-    optimizer = PlannedAdamW(model, groups.control, replace(OPTIONS, averages=averages))
+    optimizer = PlannedAdamW(model, groups.control, replace(OPTIONS, averages=averages, decays=decays))
     norms = []
     for i in range(steps):
         grads = tensors(10 * i + rank)
@@ -87,6 +91,19 @@ def test_adamw_on_shards_equals_adamw_on_whole_parameters(mesh):
             assert torch.equal(value, expected[name].flatten()[lo:hi]), name
         for name, value in gathered.items():
             assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_weights_that_are_left_out_do_not_decay(later):
+    mesh = Mesh(dp=4, ep=2)
+    expected, _ = reference_steps(mesh, 3, decays=but_some)
+    for pieces, *_ in run_ranks(_train, mesh.world, mesh, 3, torch.float32, later, but_some):
+        for name, lo, hi, value in pieces:
+            assert torch.equal(value, expected[name].flatten()[lo:hi]), name
+    everything, _ = reference_steps(mesh, 3)
+    differ = {name for name, value in expected.items() if not torch.equal(value, everything[name])}
+    assert differ == {name for name, value in expected.items() if value.ndim > 1 and not but_some(name, value.shape)}
+    assert len(differ) > 2
 
 
 @pytest.mark.parametrize("later", [False, True])

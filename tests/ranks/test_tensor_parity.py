@@ -150,6 +150,7 @@ MORE: dict[str, Config] = {
     "replicas of shards, experts over all ranks of one": of(
         {**MIXED, "aux_loss": 0.1}, dict(dp=4, ep=4, shard=2), dict(merge="on")
     ),
+    "z-loss": of({**MIXED, "z_loss": 0.1}, dict(ep=2), dict(merge="on")),
     "sharded three ways, balanced": of({**MIXED, "bias_rate": 0.01}, dict(pp=2, dp=2, ep=2), dict(merge="on")),
 }
 

@@ -1,8 +1,8 @@
 """AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
 
 The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
-updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter. Gradients are there
-from the reduces of a step until the optimizer has read them.
+updating whole parameters. Weight decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients
+are there from the reduces of a step until the optimizer has read them.
 
 Note: [Averages in bf16]
 The two averages may be kept in bf16. A step makes those of one unit fp32, updates the unit, and rounds them to nearest,
@@ -16,7 +16,7 @@ rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). D
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
+from hocket.fsdp.planned.skipping import StepGuard
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.runtime.comm import Group
 
@@ -49,11 +51,17 @@ class AdamWOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Applies to parameters with two or more dimensions."""
+    """Of what decays."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 clips nothing."""
+    spike: float = 0.0
+    """Factor above the usual norm of gradients from which a step is not taken; 0: any finite one is."""
     averages: torch.dtype = torch.float32
     """What both averages are kept in between steps. See Note: [Averages in bf16]."""
+    decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) > 1
+    """Whether a parameter decays, by its name and its shape in the whole model."""
+    muon: MuonOptions | None = None
+    """What Muon updates in the place of AdamW; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,11 @@ class PieceState:
     exp_avg_sq: Tensor
 
 
-def _by_decay(pieces: Iterable[Piece]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _by_decay(pieces: Iterable[Piece], options: AdamWOptions) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The shards that decay, and the others."""
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for piece in pieces:
-        found[len(piece.shape) < 2].append(piece.shard)
+        found[not options.decays(piece.name, piece.shape)].append(piece.shard)
     return found
 
 
@@ -79,6 +87,9 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self._steps = 0
+        self.guard = StepGuard(model.device, options.spike)
+        """Tells which steps are not taken. See Note: [A step that is not taken]."""
+        self._squares = torch.zeros(0)
         self._factor: Tensor | None = None
         """What scales the gradients that rest, if they are clipped."""
         self._apart = [
@@ -89,10 +100,14 @@ class PlannedAdamW:
         if self._apart:
             replicas = [unit.group.groups.replicas * piece.shared for unit, piece in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
-        self._pieces = {piece.name: piece for unit in model.units.values() for piece in unit.pieces()}
+        self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
+        momenta = self.momenta
+        of_units = {unit: [p for p in unit.pieces() if p.name not in momenta] for unit in model.units.values()}
+        self._pieces = {piece.name: piece for pieces in of_units.values() for piece in pieces}
         how = fastest(model.device)
-        self._shards = {unit: _by_decay(unit.pieces()) for unit in model.units.values()}
-        groups = _by_decay(self._pieces.values())
+        self._host_asks = how != "fused"
+        self._shards = {unit: _by_decay(pieces, options) for unit, pieces in of_units.items()}
+        groups = _by_decay(self._pieces.values(), options)
         self._adamw = torch.optim.AdamW(
             [
                 {"params": groups[0], "weight_decay": options.weight_decay},
@@ -112,17 +127,22 @@ class PlannedAdamW:
     @property
     def steps(self) -> int:
         """Updates made so far. Setting it matters after loading `exp_avg` and `exp_avg_sq` from a checkpoint."""
-        return self._steps
+        return self._steps - int(self.guard.total)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
+        self._steps = value + int(self.guard.total)
         for state in self._adamw.state.values():
             state["step"].fill_(value)
 
     @property
+    def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
+        """The averages of what Muon updates on this rank, by parameter name: live, 1-D, fp32."""
+        return {} if self.muon is None else self.muon.momenta
+
+    @property
     def state(self) -> Mapping[str, PieceState]:
-        """The optimizer's state by parameter name, for what this rank keeps."""
+        """AdamW's state by parameter name, for what this rank keeps of what it updates."""
         found = {}
         for name, piece in self._pieces.items():
             state = self._adamw.state[piece.shard]
@@ -148,29 +168,51 @@ class PlannedAdamW:
         factor to fp32.
         """
         counted = [piece.grad for _, piece in self._apart] or self._grads()
-        square = (squares_of(counted) / self._replicas).sum().reshape(1)
+        self._squares = squares_of(counted)
+        square = (self._squares / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
         return square.sqrt().squeeze(0)
+
+    def not_finite(self) -> list[tuple[int, str]]:
+        """What this rank's last gradients were not finite of, each behind its layer; the head's is behind the last."""
+        units = [unit for unit, _ in self._apart] or list(self.model.units.values())
+        last = 1 + max((unit.layer for unit in units), default=0)
+        bad = (~self._squares.isfinite()).tolist()
+        return [
+            (last if unit.kind == "head" else unit.layer, str(unit))
+            for unit, wrong in zip(units, bad, strict=True)
+            if wrong
+        ]
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
         """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping.
 
+        Nothing is updated where the guard says so, which `guard.skipped` tells.
         With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
+        assert self.muon is None or not later, "Muon updates at the end of a step"
         self.catch_up()
         norm, self._factor = self.grad_norm(), None
+        skipped = self.guard.judge(norm)
         if self.options.clip:
             self._factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
         if lr is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
         self._steps += 1
+        if not self._host_asks:
+            self._adamw.found_inf = skipped.float()  # pyrefly: ignore[missing-attribute]
+        elif skipped:
+            self.model.forget_grads()
+            return norm
         if later:
             for unit in self.model.units.values():
                 unit.rest_grads()
             return norm
         self._clip(self._grads())
+        if self.muon is not None:
+            self.muon.step(self._adamw.param_groups[0]["lr"], None if self._host_asks else skipped)
         if self.options.averages is torch.float32:
             self._adamw.step()
         else:

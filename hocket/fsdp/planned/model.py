@@ -130,6 +130,10 @@ class PlannedModel:
                 self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, self._wire, self.device)
         self._windows.append(window)
 
+    def add_window(self, window: Window) -> None:
+        """Close a window of one of the groups with those of this model."""
+        self._windows.append(window)
+
     def close(self) -> None:
         """Take the memory back from the groups, so that it can be freed: all ranks, after their last step."""
         for window in reversed(self._windows):

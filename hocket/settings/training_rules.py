@@ -1,0 +1,107 @@
+"""Rules of the optimizer and of the learning rate."""
+
+from __future__ import annotations
+
+from hocket.settings.rule import Rule
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("train.min_lr", "train.lr"),
+        lambda c, h: c.train.schedule != "constant" and not c.train.min_lr_ratio and c.train.min_lr > c.train.lr,
+        "the last learning rate is above the highest, train.lr = {train.lr}",
+        "train.min_lr at most train.lr",
+    ),
+    Rule(
+        ("train.min_lr", "train.min_lr_ratio"),
+        lambda c, h: c.train.schedule != "constant" and c.train.min_lr_ratio > 0,
+        "no effect: train.min_lr_ratio = {train.min_lr_ratio} says the lowest learning rate",
+        "leave one of the two out",
+        only_if_set=True,
+    ),
+    *(
+        Rule(
+            (f"train.{name}", "train.schedule"),
+            lambda c, h: c.train.schedule == "constant",
+            "no effect: train.schedule = constant, and the learning rate never falls",
+            "another train.schedule, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("min_lr", "min_lr_ratio")
+    ),
+    *(
+        Rule(
+            (f"train.{name}", "train.schedule"),
+            lambda c, h: c.train.schedule != "wsd",
+            "no effect: only train.schedule = wsd has steps of a decay",
+            "train.schedule = wsd, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("decay", "decay_shape")
+    ),
+    Rule(
+        ("model.aux_loss_over", "model.aux_loss"),
+        lambda c, h: c.model.experts > 0 and c.model.aux_loss_over != "microbatch" and c.model.aux_loss == 0,
+        "no effect: model.aux_loss = 0, and there is no load-balancing loss",
+        "model.aux_loss above 0, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.aux_loss_over", "mesh.tp"),
+        lambda c, h: c.model.aux_loss_over == "sequence" and c.model.aux_loss > 0 and c.mesh.tp > 1,
+        "tensor-parallel ranks share the tokens of a sequence, and none knows where all of them went",
+        "mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
+    ),
+    Rule(
+        ("train.experts_every", "model.experts"),
+        lambda c, h: c.train.experts_every > 0 and c.model.experts == 0,
+        "no effect: the model has no MoE layer",
+        "set model.experts, or leave it out",
+        only_if_set=True,
+    ),
+    *(
+        Rule(
+            (f"optimizer.{name}", "optimizer.name"),
+            lambda c, h: c.optimizer.name != "muon",
+            "no effect: only optimizer.name = muon has it",
+            "optimizer.name = muon, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("adamw", "momentum", "scale")
+    ),
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("overlap.dp.update", "optimizer.name"),
+        lambda c, h: c.optimizer.name == "muon" and c.overlap.dp.update == "next_step",
+        "Muon updates at the end of a step",
+        "overlap.dp.update = end, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("precision.averages", "optimizer.name"),
+        lambda c, h: c.optimizer.name == "muon" and c.precision.averages == "bf16",
+        "Muon keeps its average in fp32",
+        "precision.averages = fp32, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("optimizer.skip_spikes",),
+        lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
+        "about half of all norms are above their median",
+        "a factor such as 5, or 0",
+    ),
+    Rule(
+        ("train.decay", "train.schedule"),
+        lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
+        "neither a whole number of steps nor, below 1, a fraction of them",
+        "a whole number, or a fraction such as 0.2",
+    ),
+    Rule(
+        ("train.decay", "train.warmup", "train.steps"),
+        lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
+        "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
+        "a smaller train.decay or train.warmup, or more train.steps",
+    ),
+)

@@ -1,0 +1,34 @@
+"""What is refused of the optimizer and of the learning rate, for `test_config.py`; rows as in `refused_orders.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NO_EXPERTS: dict[str, Any] = {"model__experts": 0, "model__dense_layers": (), "mesh__ep": 1}
+MUON: dict[str, Any] = {"optimizer__name": "muon"}
+WSD: dict[str, Any] = {"train__schedule": "wsd"}
+
+REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
+    ({}, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
+    ({"train__min_lr_ratio": 0.1}, {"train__min_lr": 1e-4}, "train.min_lr", "train.min_lr_ratio = 0.1 says"),
+    ({"train__schedule": "constant"}, {"train__min_lr": 1e-4}, "train.min_lr", "never falls"),
+    ({"train__schedule": "constant"}, {"train__min_lr_ratio": 0.1}, "train.min_lr_ratio", "never falls"),
+    ({}, {"train__decay": 0.1}, "train.decay", "only train.schedule = wsd"),
+    ({}, {"train__decay_shape": "cosine"}, "train.decay_shape", "only train.schedule = wsd"),
+    (WSD, {"train__decay": 1.5}, "train.decay", "neither a whole number of steps"),
+    (WSD, {"train__decay": 140}, "train.decay", "15 steps of train.warmup and 140 of the decay"),
+    ({"model__aux_loss": 0.0}, {"model__aux_loss_over": "batch"}, "model.aux_loss_over", "no load-balancing loss"),
+    ({"model__aux_loss": 0.1, "mesh__tp": 2}, {"model__aux_loss_over": "sequence"}, "model.aux_loss_over", "share the"),
+    (NO_EXPERTS, {"train__experts_every": 5}, "train.experts_every", "no MoE layer"),
+    ({}, {"optimizer__momentum": 0.9}, "optimizer.momentum", "only optimizer.name = muon"),
+    ({}, {"optimizer__scale": "original"}, "optimizer.scale", "only optimizer.name = muon"),
+    ({}, {"optimizer__adamw": ("*.router.*",)}, "optimizer.adamw", "only optimizer.name = muon"),
+    ({"mesh__tp": 2}, {"optimizer__name": "muon"}, "optimizer.name", "tensor-parallel ranks have parts of matrices"),
+    (MUON, {"update": "next_step"}, "overlap.dp.update", "at the end of a step"),
+    (MUON, {"precision__averages": "bf16"}, "precision.averages", "its average in fp32"),
+    ({}, {"optimizer__skip_spikes": 0.5}, "optimizer.skip_spikes", "above their median"),
+    ({}, {"optimizer__skip_limit": -1}, "optimizer.skip_limit", "out of range; fix: at least 0"),
+    ({}, {"train__weight_decay": float("inf")}, "train.weight_decay", "out of range; fix: at least 0, and no"),
+    ({}, {"train__min_lr_ratio": 1.5}, "train.min_lr_ratio", "out of range; fix: at most 1"),
+    ({}, {"train__schedule": "wds"}, "train.schedule", "not one of cosine, linear, wsd, constant"),
+)
