@@ -264,6 +264,8 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
+    sources: str = ""
+    """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
     text_key: str = "text"
     """Name of the text in a line of JSON or a row of a table."""
     tokenizer: str = "bytes"
@@ -275,10 +277,14 @@ class DataConfig:
     each, and no document has to predict the first token of the next. off puts only a separator between documents."""
     validation: float = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
+    validation_paths: tuple[str, ...] = ()
+    """Files, folders or patterns of text for validation. Then no token of data.paths is kept for it."""
     seed: int = 0
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
+    processes: int = 0
+    """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

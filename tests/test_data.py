@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
 from hocket.model.tokenizer import load_tokenizer, tokenizer_vocab
-from hocket.resolve import resolve
+from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
+from hocket.train.sources import open_text
+from hocket.train.tokenising import Asked
 from tests.helpers.ranks import run_ranks
 
 
@@ -127,7 +129,10 @@ def test_of_several_processes_one_tokenises(tmp_path):
 def test_waiting_for_another_process_has_an_end(tmp_path):
     write(tmp_path / "text", a="x")
     data = data_in(tmp_path, str(tmp_path / "text"))
-    folder = Path(data.cache) / f"corpus-{corpus_module._key(find_files(data.paths, {}), data, {})}"
+    folder = (
+        Path(data.cache)
+        / f"corpus-{corpus_module._key(find_files(data.paths, {}), data, Asked('data.paths', data.paths, {}))}"
+    )
     folder.parent.mkdir()
     with corpus_module._lock(folder.with_suffix(".lock"), 1.0), pytest.raises(ValueError, match="another process"):
         open_corpus(data, {}, timeout=0.2)
@@ -340,8 +345,8 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
     write(tmp_path / "text", **{f"f{n:02}": "x" * (7 + 5 * n) for n in range(12)})
     data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=16, validation=0.5, packing="on")
     settings = resolve(Config(data=data, train=TrainConfig(microbatches=1)))
-    corpus = open_corpus(settings.data, settings.origins)
-    for split in make_streams(corpus, settings):
+    text = open_text(settings)
+    for split in both_streams(settings):
         for position in range(split.sequences):
             (ids,), (targets,), numbers = split.batch(position, 0, 0, dp=1, sequences=1)
             assert numbers is not None
@@ -349,7 +354,13 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
             assert behind_separator == (numbers[0].diff() != 0).tolist()
             assert ((targets == IGNORED) <= (ids == 0)).all()
     off = resolve(Config(data=replace(data, packing="off"), train=TrainConfig(microbatches=1)))
-    assert make_streams(corpus, off)[0].documents(0, 1) is None
+    assert make_streams(text, off)[0].documents(0, 1) is None
+
+
+def both_streams(settings: Settings) -> tuple[Stream, Stream]:
+    train, validations = make_streams(open_text(settings), settings)
+    assert isinstance(train, Stream)
+    return train, validations[""]
 
 
 def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:
@@ -358,7 +369,7 @@ def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tu
     settings = resolve(
         Config(data=data, mesh=MeshConfig(dp=2), train=TrainConfig(microbatches=microbatches, sequences=sequences))
     )
-    return make_streams(open_corpus(settings.data, settings.origins), settings)
+    return both_streams(settings)
 
 
 def test_a_split_must_hold_a_batch(tmp_path):
@@ -373,9 +384,9 @@ def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
     for batches in (0, 1):
         data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=8, validation=0.05)
         settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, eval_batches=batches)))
-        corpus = open_corpus(settings.data, settings.origins)
+        text = open_text(settings)
         if batches == 0:
-            make_streams(corpus, settings)
+            make_streams(text, settings)
         else:
             with pytest.raises(ValueError, match="validation split has 10 tokens"):
-                make_streams(corpus, settings)
+                make_streams(text, settings)

@@ -130,15 +130,15 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
 
 def check_corpus(settings: Settings) -> None:
     """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
-    from hocket.train.corpus import open_corpus
+    from hocket.train.sources import open_text
 
     def say(words: str) -> None:
         sys.stderr.write(f"{words}\n")
 
-    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder), say=say)
+    text = open_text(settings, say)
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
-    make_streams(corpus, settings)
+    make_streams(text, settings)
 
 
 def check_weights(settings: Settings) -> None:

@@ -14,6 +14,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,10 @@ import numpy as np
 
 Document = bytes | np.ndarray
 """Text, or tokens as integers of one dimension."""
+
+Part = tuple[int, int]
+"""Which of how many parts."""
+WHOLE: Part = (0, 1)
 
 COMPRESSED = (".gz", ".zst")
 BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
@@ -52,19 +57,25 @@ class BadFileError(Exception):
         self.fix = fix
 
 
-def documents(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
-    """The documents of a file, in its order. A file of text is one document.
+def documents(file: Path, key: str, vocab: int, separator: int, part: Part = WHOLE) -> Iterator[Document]:
+    """The documents of a file, or of a part of it, in its order. A file of text is one document.
 
     `key` names the text in a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
     without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
     `separator`. Raises NoTextError, BadFileError, and OSError.
     """
     try:
-        yield from _reader(file, key)(file, key, vocab, separator)
+        some = {} if part == WHOLE else {"part": part}
+        yield from _reader(file, key)(file, key, vocab, separator, **some)
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's, and not a decompressor's
             raise
         raise BadFileError(f"is damaged ({error})") from None
+
+
+def has_parts(file: Path) -> bool:
+    """Whether parts of a file can be read alone: lines or row groups of a file that is not compressed."""
+    return not _compression(file) and file.suffix.lower() in (".jsonl", ".ndjson", ".parquet")
 
 
 def beside(file: Path) -> list[Path]:
@@ -118,17 +129,37 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
 # -- lines and rows --------------------------------------------------------------------------------------------------
 
 
-def _json_lines(file: Path, key: str, *_: Any) -> Iterator[Document]:
+def _json_lines(file: Path, key: str, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
     with _opened(file) as stream:
+        first, end = _lines_of(file, stream, part)
+        behind = f" behind byte {first:,}" if first else ""
         for number, line in enumerate(stream, 1):
+            where = f"line {number}{behind}"
             if line.strip():
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise BadFileError(f"has no JSON in line {number} ({error})") from None
+                    raise BadFileError(f"has no JSON in {where} ({error})") from None
                 if not isinstance(row, dict):
-                    raise BadFileError(f"has no JSON object in line {number}")
-                yield _of_row(row, key, f"line {number}")
+                    raise BadFileError(f"has no JSON object in {where}")
+                yield _of_row(row, key, where)
+            first += len(line)
+            if first >= end:
+                break
+
+
+def _lines_of(file: Path, stream: BinaryIO, part: Part) -> tuple[int, float]:
+    """Go to the first line that begins in a part of a file: (where it begins, where no line of the part begins)."""
+    if part == WHOLE:
+        return 0, math.inf
+    size, (number, parts) = file.stat().st_size, part
+    first, end = size * number // parts, size * (number + 1) // parts
+    if first:
+        stream.seek(first - 1)
+        first += len(stream.readline()) - 1
+    if first >= end:  # a line goes on through all of the part
+        stream.seek(size)
+    return first, end
 
 
 def _has_json_lines(file: Path, key: str) -> bool:
@@ -142,13 +173,16 @@ def _has_json_lines(file: Path, key: str) -> bool:
     return isinstance(row, dict) and isinstance(row.get(key), str)
 
 
-def _parquet(file: Path, key: str, *_: Any) -> Iterator[Document]:
+def _parquet(file: Path, key: str, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
     try:
         with _opened(file) as stream:
             table = parquet.ParquetFile(arrow.BufferReader(stream.read()) if _compression(file) else stream)
             _require_column(key, table.schema_arrow.names)
-            yield from _of_batches(table.iter_batches(columns=[key]), key)
+            (number, parts), groups = part, table.num_row_groups
+            mine = range(groups * number // parts, groups * (number + 1) // parts)
+            before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
+            yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=[key]), key, before)
     except arrow.ArrowInvalid as error:
         raise BadFileError(f"is damaged ({error})") from None
 
@@ -175,8 +209,8 @@ def _require_column(key: str, names: list[str]) -> None:
         raise BadFileError(f"has no column {key}, but {', '.join(names)}", OTHER_KEY)
 
 
-def _of_batches(batches: Iterable[Any], key: str) -> Iterator[Document]:
-    number = 0
+def _of_batches(batches: Iterable[Any], key: str, number: int = 0) -> Iterator[Document]:
+    """The rows behind the first `number` of a table."""
     for batch in batches:
         for value in batch.column(key).to_pylist():
             number += 1
@@ -276,7 +310,8 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
         yield tokens[first:]
 
 
-Reader = Callable[[Path, str, int, int], Iterator[Document]]
+Reader = Callable[..., Iterator[Document]]
+"""Of a file, the key, the tokenizer's vocabulary and separator; of files that have parts, also the part."""
 TABLES: dict[str, Reader] = {
     ".json": _json_lines,
     ".jsonl": _json_lines,

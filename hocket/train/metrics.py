@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class StepRecord:
     """Its duration, without validation and checkpoints."""
     load: float = 0.0
     """Tokens of the busiest expert over the mean of all experts, in the worst layer; 1 is even, 0 means no experts."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """How often each source of several has been read so far."""
 
 
 class PatientConsole(Console):
@@ -159,6 +161,8 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
+        if not result.epochs:
+            del record["epochs"]
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
         if self.settings.train.transport == "null":  # these numbers mean nothing: do not log them
             learnt = ""
@@ -187,11 +191,19 @@ class Metrics:
                 self._write({"step": result.step, "warning": warning})
                 self.say(f"WARNING  step {result.step}: {warning}")
 
-    def validation(self, step: int, loss: float) -> None:
-        """Record a validation after `step` steps, in nats per token."""
+    def sources(self, now: Mapping[str, float], end: Mapping[str, float]) -> None:
+        """How often each source of several has been read, and will have been at the end of the run."""
+        for name, epochs in end.items():
+            before = f", {now[name]:.2f} of them done" if now[name] else ""
+            self.say(f"source   {name}: {epochs:.2f} epochs in this run{before}")
+
+    def validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
+        """Record a validation after `step` steps, in nats per token, also by source where there are several."""
         self.validation_loss = loss
-        self._write({"step": step, "validation_loss": loss, "unigram_entropy": self.entropy})
-        self.say(f"{self._mark}step {step}  validation loss {loss:.4f}  (unigram entropy {self.entropy:.4f})")
+        each = {"validation_losses": dict(by_source)} if by_source else {}
+        self._write({"step": step, "validation_loss": loss, **each, "unigram_entropy": self.entropy})
+        named = "".join(f"  {name} {value:.4f}" for name, value in (by_source or {}).items())
+        self.say(f"{self._mark}step {step}  validation loss {loss:.4f}{named}  (unigram entropy {self.entropy:.4f})")
 
     def summary(self) -> None:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
