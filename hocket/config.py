@@ -269,7 +269,8 @@ class DataConfig:
     text_key: str = "text"
     """Name of the text in a line of JSON or a row of a table."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
+    sentencepiece, or a folder that has one."""
     sequence_length: int = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on"] = "off"

@@ -42,7 +42,7 @@ def test_after_every_block_each_source_has_its_share(given_weights, block):
 def test_a_position_is_one_of_one_source_and_no_sequence_is_left_out(first, second, change):
     q, total = quotas((0, first), (change, second)), change + 2 * BLOCK
     places = [q.place(position) for position in range(total)]
-    assert [quotas((0, first), (change, second)).place(position) for position in reversed(range(total))] == places[::-1]
+    assert [q.place(position) for position in reversed(range(total))] == places[::-1]
     for source in range(3):
         indices = [index for found, index in places if found == source]
         assert indices == list(range(len(indices)))

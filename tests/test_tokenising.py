@@ -153,7 +153,7 @@ open_corpus(data, {})
 def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE_BYTES", 20_000)
     data = texts_in(tmp_path)
-    for i in range(60):  # enough work to be in the middle of
+    for i in range(30):  # enough work to be in the middle of
         (tmp_path / "text" / f"more{i:03}.jsonl").write_text((json.dumps({"text": "x" * 50}) + "\n") * 400)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "text"), data.cache]
     process = subprocess.Popen(command, env=environment(), start_new_session=True)
@@ -162,7 +162,7 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
         while not list(Path(data.cache).glob("*.pieces/*.json")) or not (workers := children_of(process.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        while len(list(Path(data.cache).glob("*.pieces/0*.json"))) < 5:
+        while len(list(Path(data.cache).glob("*.pieces/0*.json"))) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
@@ -173,7 +173,7 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
         time.sleep(0.02)
     assert not [path for path in Path(data.cache).glob("corpus-*") if path.is_dir() and not path.suffix]
     done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.pieces/0*.json")]
-    assert len(done) >= 5
+    assert len(done) >= 3
     seen: list[str] = []
     corpus = open_corpus(data, {}, say=seen.append)
     assert f"{len(done)} of " in seen[0]
