@@ -267,15 +267,20 @@ class DataConfig:
     sources: str = ""
     """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
     text_key: str = "text"
-    """Name of the text in a line of JSON or a row of a table."""
+    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table."""
+    prompt_key: str = ""
+    """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    chat_template: str = ""
+    """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
     tokenizer: str = "bytes"
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
     sentencepiece, or a folder that has one."""
     sequence_length: int = 128
     """Tokens of one sequence."""
-    packing: Literal["off", "on"] = "off"
+    packing: Literal["off", "on", "best_fit"] = "off"
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
-    each, and no document has to predict the first token of the next. off puts only a separator between documents."""
+    each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
+    sequences up with padding. off puts only a separator between documents."""
     validation: float = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
     validation_paths: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ import pytest
 from hocket.config import DataConfig
 from hocket.train import tokenising
 from hocket.train.corpus import open_corpus
-from hocket.train.documents import documents
+from hocket.train.documents import Keys, documents
 from tests.helpers.command import alive, children_of, environment
 
 
@@ -108,7 +108,9 @@ def test_what_a_process_finds_wrong_is_one_message(tmp_path, small_pieces):
 def test_parts_of_a_file_of_lines_are_the_whole(tmp_path, parts):
     texts = ["x" * (i * 37 % 200) + str(i) for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    found = [d for n in range(parts) for d in documents(tmp_path / "a.jsonl", "text", 256, 0, (n, parts))]
+    found: list[Any] = [
+        d for n in range(parts) for d in documents(tmp_path / "a.jsonl", Keys("text"), 256, 0, (n, parts))
+    ]
     assert [bytes(document).decode() for document in found] == texts
 
 
@@ -119,7 +121,9 @@ def test_parts_of_a_table_are_the_whole(tmp_path, parts):
     importlib.import_module("pyarrow.parquet").write_table(
         pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=7
     )
-    found = [d for n in range(parts) for d in documents(tmp_path / "a.parquet", "text", 256, 0, (n, parts))]
+    found: list[Any] = [
+        d for n in range(parts) for d in documents(tmp_path / "a.parquet", Keys("text"), 256, 0, (n, parts))
+    ]
     assert [bytes(document).decode() for document in found] == texts
 
 

@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -102,15 +102,15 @@ class SentencePieceTokenizer:
             raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
         try:
             proto = tokenizer_file(path).read_bytes()
-            self._model = backend.SentencePieceProcessor(model_proto=proto) if proto else None
+            model: Any = backend.SentencePieceProcessor(model_proto=proto) if proto else None
         except OSError as error:
             reason = f"cannot be read ({error.strerror})"
             raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
         except RuntimeError:
-            self._model = None
-        if not self._model or not self._model.vocab_size():
+            model = None
+        if model is None or not model.vocab_size():
             raise ValueError(problem("data.tokenizer", path, origins, "not a model of sentencepiece", fix))
-        pieces, end = self._model.vocab_size(), self._model.eos_id()
+        self._model, pieces, end = model, model.vocab_size(), model.eos_id()
         self.separator = end if end >= 0 else pieces
         self.vocab = max(pieces, self.separator + 1)
 

@@ -35,6 +35,7 @@ from hocket.config import BYTES, DataConfig
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.tokenizer import load_tokenizer, tokenizer_file
 from hocket.settings.schema import problem
+from hocket.train.chat import template_files
 from hocket.train.documents import PIECE, beside
 from hocket.train.tokenising import Asked, Say, in_order, tokenise
 
@@ -63,6 +64,8 @@ class Corpus:
     """Number of tokens for training, from the first on. The rest is for validation."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Where each document begins in `tokens`, ascending int64; all is one if nothing else is said."""
+    masked: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
     held: Corpus | None = None
     """The text of `data.validation_paths`. Without it validation has the tokens behind those for training."""
 
@@ -81,6 +84,24 @@ class Corpus:
             return self.held.starts
         return self.starts[self.starts > self.train_tokens] - self.train_tokens
 
+    @property
+    def whole_documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin that are wholly in `train`, and in `validation`; and where the last of them ends."""
+        bounds = np.append(self.starts, len(self.tokens))
+        if self.held is not None:
+            return bounds, np.append(self.held.starts, len(self.held.tokens))
+        return bounds[bounds <= self.train_tokens], bounds[bounds >= self.train_tokens] - self.train_tokens
+
+    @property
+    def validation_masked(self) -> np.ndarray:
+        """What of `validation` is not learnt, as `masked`."""
+        return self.masked - self.train_tokens if self.held is None else self.held.masked
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each token is learnt and validated with, float64 [vocab] each."""
+        seen, asked = count(self.train, self.vocab, self.masked), np.zeros(self.vocab)
+        return seen, count(self.validation, self.vocab, self.validation_masked) if len(self.validation) else asked
+
     @cached_property
     def unigram_entropy(self) -> float:
         """Loss of a model that knows only how often each token occurs, in nats per token.
@@ -88,32 +109,49 @@ class Corpus:
         The cross-entropy of the validation split under the token frequencies of the training split (each count plus
         one, so that no token is impossible); of the training split itself where there is no validation.
         """
-        seen = count(self.train, self.vocab)
-        asked = count(self.validation, self.vocab) if len(self.validation) else seen
+        seen, asked = self.counts()
+        asked = asked if asked.any() else seen
         log_p = np.log((seen + 1) / (seen + 1).sum())
         return float(-(asked * log_p).sum() / asked.sum())
 
     @cached_property
     def sample(self) -> int:
         """A checksum of where it begins and ends, below 2**32. The order of documents depends on their paths."""
-        before = 0 if self.held is None else self.held.sample
+        before = zlib.crc32(self.masked.tobytes(), 0 if self.held is None else self.held.sample)
         return zlib.crc32(self.tokens[-SAMPLE:].tobytes(), zlib.crc32(self.tokens[:SAMPLE].tobytes(), before))
+
+    @property
+    def _unlearnt(self) -> str:
+        masked = [self.masked, *([] if self.held is None else [self.held.masked])]
+        total = sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in masked)
+        return f", of which {total:,} are read and not learnt" if total else ""
 
     def __str__(self) -> str:
         names = "; ".join([*self.skipped[:NAMED], *(["…"] if len(self.skipped) > NAMED else [])])
         left_out = f", {len(self.skipped)} files left out: {names}" if self.skipped else ""
         return (
             f"{self.documents:,} documents, {len(self.train):,} training and {len(self.validation):,} validation "
-            f"tokens{left_out}"
+            f"tokens{self._unlearnt}{left_out}"
         )
 
 
-def count(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """How often each token occurs. Float64 [vocab]."""
+def count(tokens: np.ndarray, vocab: int, masked: np.ndarray) -> np.ndarray:
+    """How often each token occurs outside of ranges. Float64 [vocab]."""
     total = np.zeros(vocab)
-    for start in range(0, len(tokens), 1 << 24):
-        total += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab)
+    for start in range(0, len(tokens), PIECE):
+        some = tokens[start : start + PIECE]
+        if len(masked):
+            some = some[~inside(np.arange(start, start + len(some)), masked)]
+        total += np.bincount(some, minlength=vocab)
     return total
+
+
+def inside(places: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Which places are in one of ascending ranges (first, end): bool, of the shape of `places`."""
+    if not len(ranges):
+        return np.zeros(places.shape, dtype=bool)
+    found = np.searchsorted(ranges[:, 0], places, side="right") - 1
+    return (found >= 0) & (places < ranges[found, 1])
 
 
 def find_files(
@@ -186,6 +224,9 @@ def open_corpus(
 
 def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, say: Say) -> Corpus:
     origins = asked.origins
+    if data.chat_template and not Path(data.chat_template).is_file():
+        reason, fix = "there is no such file", "name a template of Jinja"
+        raise ValueError(problem("data.chat_template", data.chat_template, origins, reason, fix))
     files = find_files(asked.given, origins, without, asked.setting)
     belong = {file for main in files for file in beside(main)}
     files = [file for file in files if file not in belong]
@@ -208,18 +249,19 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str]) -> Corpus:
         found = meta.pop("check")
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
         starts = np.load(folder / "starts.npy")
-        if found != _checksum(tokens, starts, meta):
+        masked = np.load(folder / "masked.npy") if meta.get("masked") else np.zeros((0, 2), dtype=np.int64)
+        if found != _checksum(tokens, starts, masked, meta):
             raise ValueError("changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
     kept = round(len(tokens) * data.validation)
     skipped = tuple(meta["skipped"])
-    return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, starts)
+    return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, starts, masked)
 
 
-def _checksum(tokens: np.ndarray, starts: np.ndarray, meta: Mapping[str, Any]) -> int:
+def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: Mapping[str, Any]) -> int:
     check = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
-    for values in (starts, tokens):
+    for values in (masked.reshape(-1), starts, tokens):
         for first in range(0, len(values), PIECE):
             check = zlib.crc32(values[first : first + PIECE].data, check)
     return check
@@ -228,7 +270,9 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, meta: Mapping[str, Any]) -
 def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
     digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.text_key} {data.seed}".encode())
-    tokenizer = [] if data.tokenizer == BYTES else [tokenizer_file(data.tokenizer)]
+    if data.prompt_key or data.chat_template:
+        digest.update(f" {data.prompt_key} {data.chat_template}".encode())
+    tokenizer = [*([] if data.tokenizer == BYTES else [tokenizer_file(data.tokenizer)]), *template_files(data)]
     for file in [*files, *tokenizer]:
         try:
             stat = file.stat()
@@ -271,10 +315,13 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
             left_out = f" ({'; '.join(skipped[:NAMED])})" if skipped else ""
             reason = f"the corpus is empty: no text in {len(files)} files{left_out}"
             raise asked.refused(reason, "name files that hold text")
-        tokens, starts = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, data.seed)
+        tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, data.seed)
         np.save(folder.temporary / "starts.npy", starts)
         meta = {"dtype": tokens.dtype.name, "vocab": tokenizer.vocab, "skipped": skipped}
-        meta["check"] = _checksum(tokens, starts, meta)
+        if len(masked):
+            meta["masked"] = len(masked)
+            np.save(folder.temporary / "masked.npy", masked)
+        meta["check"] = _checksum(tokens, starts, masked, meta)
         (folder.temporary / "meta.json").write_text(json.dumps(meta))
         for file in folder.temporary.iterdir():
             sync(file)

@@ -31,13 +31,15 @@ from hocket.settings.schema import problem
 from hocket.settings.sources import as_setting
 from hocket.settings.suggest import meant
 from hocket.settings.tomlfile import Entry, read
-from hocket.train.corpus import Corpus, Say, count, find_files, open_corpus
+from hocket.train.corpus import Corpus, find_files, open_corpus
 from hocket.train.mix import Quotas
+from hocket.train.tokenising import Say
 from hocket.typed import describe, is_a
 
 LENT = {
     "paths": tuple[str, ...],
     "text_key": str,
+    "prompt_key": str,
     "validation": float,
     "validation_paths": tuple[str, ...],
 }
@@ -86,15 +88,15 @@ class Text:
 
         As the validation loss of a mix, a mean over the sources that have validation tokens, by their shares.
         """
-        held = [corpus if len(corpus.validation) else None for corpus in self.corpora]
-        if len(held) == 1 or not any(held):
+        if len(self.corpora) == 1:
             return self.corpora[0].unigram_entropy
-        seen = [count(corpus.train, corpus.vocab) + 1 for corpus in self.corpora]
+        counts = [corpus.counts() for corpus in self.corpora]
+        seen = [each + 1 for each, _ in counts]
         mixed = sum(share * each / each.sum() for share, each in zip(self.shares, seen, strict=True))
         losses = {}
-        for source, corpus in zip(self.sources, held, strict=True):
-            if corpus is not None:
-                asked = count(corpus.validation, corpus.vocab)
+        for source, (learnt, held) in zip(self.sources, counts, strict=True):
+            asked = held if any(each.any() for _, each in counts) else learnt
+            if asked.any():
                 losses[source.name] = float(-(asked * np.log(mixed)).sum() / asked.sum())
         return self.mean(losses)
 

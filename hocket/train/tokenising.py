@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +31,18 @@ from hocket.fsdp.saving.whole import sync
 from hocket.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_vocab
 from hocket.settings.schema import problem
 from hocket.settings.sources import as_setting
-from hocket.train.documents import WHOLE, BadFileError, Document, NoTextError, Part, documents, has_parts
+from hocket.train.chat import Chats
+from hocket.train.documents import (
+    WHOLE,
+    BadFileError,
+    Document,
+    Keys,
+    Marked,
+    NoTextError,
+    Part,
+    documents,
+    has_parts,
+)
 
 BATCH = 1 << 22
 """Bytes of text that the tokenizer gets at a time: it works on the documents in parallel."""
@@ -70,6 +82,9 @@ class Piece:
     """Tokens of each document, int64; 0 of an empty one."""
     skipped: list[str]
     """Files without text, and what they have instead."""
+    masked: np.ndarray
+    """Tokens that are read and not learnt: int64 [ranges, 3] of (document, first, end), ascending. The token behind the
+    last of a document is its separator."""
 
 
 Parts = list[tuple[Path, Part]]
@@ -150,7 +165,8 @@ def _read(folder: Path, number: int, dtype: np.dtype) -> Piece:
     tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
     if len(tokens) != lengths.sum():
         raise OSError(None, f"{path} has {len(tokens)} tokens of {lengths.sum()}")
-    return Piece(tokens, lengths, json.loads(_place(folder, number, "json").read_text()))
+    skipped = json.loads(_place(folder, number, "json").read_text())
+    return Piece(tokens, lengths, skipped, np.load(_place(folder, number, "masked.npy")))
 
 
 # -- in several processes ----------------------------------------------------------------------------------------------
@@ -181,7 +197,7 @@ def _in_processes(
     finally:
         for process in running:
             process.kill()
-            process.wait()
+            process.communicate()
     (folder / JOB).unlink()
 
 
@@ -241,6 +257,11 @@ class _Task:
     between: Callable[[], None]
     """Is called behind every document."""
 
+    @cached_property
+    def keys(self) -> Keys:
+        """What is read of rows."""
+        return Keys(self.data.text_key, self.data.prompt_key, Chats(self.data))
+
     def work(self, pieces: Sequence[Parts]) -> None:
         """Make the pieces that are missing and that nobody has taken."""
         for number, parts in enumerate(pieces):
@@ -249,14 +270,15 @@ class _Task:
 
     def _make(self, number: int, parts: Parts) -> None:
         """Write a piece; its `.json` is there once all of it is."""
-        path, lengths = (_place(self.folder, number, ending) for ending in ("bin", "npy"))
+        path, lengths, masked = (_place(self.folder, number, ending) for ending in ("bin", "npy", "masked.npy"))
         with path.open("wb") as out:
             writer = _Writer(out, self.tokenizer)
             skipped = [line for file, part in parts for line in self._add(file, part, writer)]
             writer.flush()
         np.save(lengths, np.asarray(writer.lengths, dtype=np.int64))
-        sync(path)
-        sync(lengths)
+        np.save(masked, np.asarray(writer.masked, dtype=np.int64).reshape(-1, 3))
+        for file in (path, lengths, masked):
+            sync(file)
         done = _place(self.folder, number, "tmp")
         done.write_text(json.dumps(skipped))
         sync(done)
@@ -266,7 +288,7 @@ class _Task:
         """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
         asked, tokenizer = self.asked, self.tokenizer
         try:
-            for document in documents(file, self.data.text_key, tokenizer.vocab, tokenizer.separator, part):
+            for document in documents(file, self.keys, tokenizer.vocab, tokenizer.separator, part):
                 writer.add(document)
                 self.between()
         except OSError as error:
@@ -296,6 +318,8 @@ class _Writer:
         self._dtype = dtype_of(tokenizer.vocab)
         self._texts, self._waiting = list[bytes](), 0
         self.lengths = array("q")
+        self.masked = list[tuple[int, int, int]]()
+        """(document, first, end) of tokens that are not learnt."""
 
     def add(self, document: Document) -> None:
         """Text waits until a batch is full. Raises BadFileError for tokens that the tokenizer does not have."""
@@ -306,6 +330,9 @@ class _Writer:
                 self.flush()
             return
         self.flush()
+        if isinstance(document, Marked):
+            self._append_marked(document)
+            return
         if len(document) and not 0 <= int(document.min()) <= int(document.max()) < self._tokenizer.vocab:
             worst = document.max() if document.min() >= 0 else document.min()
             has = f"has the token {worst}, and data.tokenizer has tokens 0 to {self._tokenizer.vocab - 1}"
@@ -319,13 +346,29 @@ class _Writer:
             self._append(tokens)
         self._texts, self._waiting = [], 0
 
+    def _append_marked(self, document: Marked) -> None:
+        """A token is learnt if it begins in what is learnt."""
+        tokens, firsts = self._tokenizer.places(document.text)
+        learnt = np.zeros(len(tokens) + 1, dtype=bool)
+        for first, end in document.learnt:
+            learnt[:-1] |= (firsts >= first) & (firsts < end)
+        learnt[-1] = document.ends
+        edges = np.flatnonzero(np.diff(learnt, prepend=True, append=True))
+        self.masked += [(len(self.lengths), int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+        self._append(tokens)
+
     def _append(self, tokens: np.ndarray) -> None:
         self._out.write(tokens.astype(self._dtype).tobytes())
         self.lengths.append(len(tokens))
 
 
-def in_order(pieces: Sequence[Piece], path: Path, separator: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write documents in a random order, each with a separator behind it: (all tokens, where each document begins)."""
+def in_order(
+    pieces: Sequence[Piece], path: Path, separator: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Write documents in a random order, each with a separator behind it.
+
+    Returns all tokens, where each document begins, and ranges of tokens that are not learnt, int64 [ranges, 2].
+    """
     lengths = np.concatenate([piece.lengths for piece in pieces])
     owner = np.repeat(np.arange(len(pieces)), [len(piece.lengths) for piece in pieces])
     firsts = np.concatenate([np.cumsum(piece.lengths) - piece.lengths for piece in pieces])
@@ -339,7 +382,20 @@ def in_order(pieces: Sequence[Piece], path: Path, separator: int, seed: int) -> 
             out.write(pieces[owner[document]].tokens[first : first + lengths[document]].tobytes())
             out.write(behind)
     sizes = lengths[order] + 1
-    return np.memmap(path, dtype=dtype, mode="r"), np.cumsum(sizes) - sizes
+    starts = np.cumsum(sizes) - sizes
+    return np.memmap(path, dtype=dtype, mode="r"), starts, _masked(pieces, order, starts)
+
+
+def _masked(pieces: Sequence[Piece], order: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Ranges of tokens that are not learnt, ascending, where documents are in an order."""
+    counts = [len(piece.lengths) for piece in pieces]
+    begins = np.full(sum(counts), -1)
+    begins[order] = starts
+    before = np.cumsum(counts) - counts
+    documents = np.concatenate([piece.masked[:, 0] + first for piece, first in zip(pieces, before, strict=True)])
+    begin = begins[documents]
+    ranges = np.concatenate([piece.masked[:, 1:] for piece in pieces])[begin >= 0] + begin[begin >= 0, None]
+    return ranges[np.argsort(ranges[:, 0])]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import SaveFailed, make_place, restore, save
-from hocket.train.data import Mixed, Rows, make_streams
+from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
@@ -78,7 +78,7 @@ class Trainer:
             with Metrics(settings, self.text.unigram_entropy, self.step, self.rank) as metrics, StopRequest() as stop:
                 metrics.header(*parameter_counts(settings.model), str(self.text))
                 metrics.sources(self._epochs(self.position), self._epochs(self._end))
-                metrics.remarks(*engine.program.notes, *self._remarks)
+                metrics.remarks(*engine.program.notes, *self._remarks, *self._packed)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
@@ -162,6 +162,12 @@ class Trainer:
     def _end(self) -> int:
         """Position at the end of the run."""
         return self.position + (self.settings.train.steps - self.step) * self.settings.batch
+
+    @property
+    def _packed(self) -> list[str]:
+        """A remark for each source of whole documents."""
+        streams = zip(self.text.sources, self.train_stream.streams, strict=True)
+        return [f"packing{s.name and f' of {s.name}'}: {each}" for s, each in streams if isinstance(each, Bins)]
 
     def _epochs(self, position: int) -> dict[str, float]:
         """How often each source of several was read up to a position."""
