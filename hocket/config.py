@@ -342,6 +342,9 @@ class TrainConfig:
     """Checkpoints kept; older ones are deleted."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
+    writers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
+    Biases there, a run of MLflow. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
     hang_timeout: float = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     lane_seed: int = 0

@@ -16,6 +16,8 @@ from hocket.launching.parent import start_workers
 from hocket.launching.worker import FAILED, Job, end_now, outcome
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
+from hocket.train.runs import note
+from hocket.train.writers import require_writers
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
@@ -32,6 +34,7 @@ def train(config: Config, origins: Mapping[str, str], restarts: int = 0) -> NoRe
     """
     settings, worker = arrive(config, origins)
     _require_restarts(settings, worker, restarts)
+    require_writers(settings)
     check_corpus(settings)
     if settings.train.transport == "null":
         job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
@@ -125,6 +128,7 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
+        note(settings)
     trainer.run()
 
 
