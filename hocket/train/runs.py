@@ -13,7 +13,7 @@ from typing import Any
 
 from hocket.resolve import Settings
 
-FILE = "run.json"
+FILE = "about.json"
 TAIL = 1 << 16
 """Bytes at the end of metrics that are looked at."""
 
