@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 from collections import Counter
@@ -133,6 +134,29 @@ def test_waiting_for_another_process_has_an_end(tmp_path):
     folder.parent.mkdir()
     with corpus_module._lock(folder.with_suffix(".lock"), 1.0), pytest.raises(ValueError, match="another process"):
         open_corpus(data, {}, timeout=0.2)
+
+
+def test_waiting_for_one_that_writes_goes_on(tmp_path, monkeypatch):
+    write(tmp_path / "text", a="x")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    key = corpus_module._key(find_files(data.paths, {}), data, Asked("data.paths", data.paths, {}))
+    lock = Path(data.cache) / f"corpus-{key}.lock"
+    lock.with_suffix(".pieces").mkdir(parents=True)
+    looks: list[int] = []
+    real = corpus_module._written
+
+    def writes(path: Path) -> int:
+        looks.append(1)
+        if len(looks) < 4:
+            (lock.with_suffix(".pieces") / f"{len(looks)}.bin").write_bytes(b"x")
+        return real(path)
+
+    monkeypatch.setattr(corpus_module, "_written", writes)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"has written nothing for 0.2 s"):
+            open_corpus(data, {}, timeout=0.2)
+    assert len(looks) == 4
 
 
 def test_a_crash_while_tokenising_leaves_nothing_half_done(tmp_path, monkeypatch):

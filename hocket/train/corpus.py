@@ -22,7 +22,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from hocket.model.tokenizer import load_tokenizer, tokenizer_file
 from hocket.settings.schema import problem
 from hocket.train.chat import template_files
 from hocket.train.documents import PIECE, beside
-from hocket.train.tokenising import Asked, Say, in_order, tokenise
+from hocket.train.tokenising import POLL, Asked, Say, in_order, tokenise
 
 FORMAT = 4
 """Number of the format. It changes whenever cached data changes its meaning."""
@@ -210,9 +210,9 @@ def open_corpus(
     """The corpus of a configuration, from the cache or tokenised now.
 
     `without` is the folder of the run: what it writes there is not its text, and would be another for every rank.
-    Waits at most `timeout` seconds for another process that is tokenising. `say` is told, every few seconds, how far
-    tokenising is. Raises ValueError for a missing path, a file that cannot be read as what its name says, an empty
-    corpus, a missing tokenizer, a cache that is damaged or cannot be written.
+    Waits for another process that is tokenising until that has written nothing for `timeout` seconds. `say` is told,
+    every few seconds, how far tokenising is. Raises ValueError for a missing path, a file that cannot be read as what
+    its name says, an empty corpus, a missing tokenizer, a cache that is damaged or cannot be written.
     """
     corpus = _open(Asked("data.paths", data.paths, origins), data, timeout, without, say)
     if not data.validation_paths:
@@ -284,10 +284,19 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     return digest.hexdigest()[:20]
 
 
+def _written(lock: Path) -> int:
+    """Bytes that somebody who holds a lock has written."""
+    total = 0
+    for file in [*lock.with_suffix(".pieces").glob("*"), *lock.with_suffix(".tmp").glob("*")]:
+        with suppress(FileNotFoundError):  # it may just get its name
+            total += file.stat().st_size
+    return total
+
+
 @contextmanager
 def _lock(path: Path, timeout: float) -> Iterator[None]:
     """Hold an exclusive lock between processes. See Note: [One process writes]."""
-    deadline = time.monotonic() + timeout
+    deadline, seen = time.monotonic() + timeout, _written(path)
     with path.open("w") as file:
         while True:
             try:
@@ -295,11 +304,13 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"data.cache: another process has been tokenising for {timeout:g} s and holds {path}; "
-                        "fix: wait for it, or use another data.cache"
-                    ) from None
-                time.sleep(0.05)
+                    deadline, before, seen = time.monotonic() + timeout, seen, _written(path)
+                    if seen == before:
+                        raise ValueError(
+                            f"data.cache: another process has written nothing for {timeout:g} s and holds {path}; "
+                            "fix: wait for it, or use another data.cache"
+                        ) from None
+                time.sleep(POLL)
         yield
 
 

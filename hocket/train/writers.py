@@ -12,8 +12,11 @@ from typing import Any, Protocol
 
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import flat, problem, types
+from hocket.settings.schema import flat, problem
 from hocket.train.changes import stored
+
+MOST_PARAMS = 100
+"""That MLflow takes at a time."""
 
 
 class Writer(Protocol):
@@ -72,14 +75,15 @@ class MLflow:
 
     def __init__(self, settings: Settings, done: int) -> None:
         mlflow = importlib.import_module("mlflow")
-        self._metric = importlib.import_module("mlflow.entities").Metric
+        entities = importlib.import_module("mlflow.entities")
+        self._metric = entities.Metric
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name("hocket")
         experiment = found.experiment_id if found else self._client.create_experiment("hocket")
         self._id = self._client.create_run(experiment, run_name=settings.run.name).info.run_id
-        for name, value in flat(stored(settings)).items():
-            if name in types():
-                self._client.log_param(self._id, name, str(value)[:500])
+        said = [entities.Param(name, str(value)[:500]) for name, value in flat(stored(settings)).items()]
+        for some in range(0, len(said), MOST_PARAMS):
+            self._client.log_batch(self._id, params=said[some : some + MOST_PARAMS])
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """All numbers at once."""
