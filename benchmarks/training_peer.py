@@ -30,9 +30,9 @@ from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
-from hocket.train.corpus import open_corpus
-from hocket.train.data import Stream, make_streams
-from hocket.train.trainer import learning_rate
+from hocket.train.data import Rows, make_streams
+from hocket.train.schedule import learning_rate
+from hocket.train.sources import open_text
 
 
 def empty_model(model: ModelConfig, length: int) -> Any:
@@ -97,7 +97,8 @@ class Run:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
-        self.train, self.validation = make_streams(open_corpus(settings.data, settings.origins), settings)
+        self.train, validation = make_streams(open_text(settings), settings)
+        (self.validation,) = validation.values()
         self.model = sharded(settings, device)
         t = settings.train
         params = list(self.model.parameters())
@@ -107,7 +108,7 @@ class Run:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps)
 
-    def loss(self, stream: Stream, position: int, microbatch: int) -> Tensor:
+    def loss(self, stream: Rows, position: int, microbatch: int) -> Tensor:
         ids, targets, _ = stream.batch(
             position, microbatch, dist.get_rank(), dp=self.settings.mesh.dp, sequences=self.settings.train.sequences
         )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "import", "export")
+COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "runs", "import", "export")
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
@@ -29,6 +29,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket export RUN DIR                       a run's model as Hugging Face has it: config.json and safetensors
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
+       hocket runs [DIR]                           list runs: how far they came, their loss, whether they run
        hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.

@@ -310,21 +310,33 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
+    sources: str = ""
+    """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
     text_key: str = "text"
-    """Name of the text in a line of JSON or a row of a table."""
+    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table."""
+    prompt_key: str = ""
+    """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    chat_template: str = ""
+    """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
+    sentencepiece, or a folder that has one."""
     sequence_length: int = 128
     """Tokens of one sequence."""
-    packing: Literal["off", "on"] = "off"
+    packing: Literal["off", "on", "best_fit"] = "off"
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
-    each, and no document has to predict the first token of the next. off puts only a separator between documents."""
+    each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
+    sequences up with padding. off puts only a separator between documents."""
     validation: float = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
+    validation_paths: tuple[str, ...] = ()
+    """Files, folders or patterns of text for validation. Then no token of data.paths is kept for it."""
     seed: int = 0
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
+    processes: int = 0
+    """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +401,9 @@ class TrainConfig:
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     experts_every: int = 0
     """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
+    writers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
+    Biases there, a run of MLflow. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
     hang_timeout: float = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     lane_seed: int = 0

@@ -233,13 +233,13 @@ class PlannedStep:
     def _examined(self, n: int, one: Microbatch, device: torch.device) -> Microbatch:
         """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
         ids, targets = one.ids.long(), one.targets.long()
-        packed = self.settings.data.packing == "on"  # then a step's targets are weighed together
+        packed = self.settings.data.packing != "off"  # then a step's targets are weighed together
         there = isinstance(one.documents, Documents) and one.documents.ids_BS.shape == ids.shape
         if there != packed or (one.documents is not None) != packed:
             raise ValueError(
                 f"batch: microbatch {n} has {'' if there else 'no '}documents of its tokens, and data.packing = "
                 f"{self.settings.data.packing}; fix: Microbatch(..., documents=documents_of(numbers)) of "
-                "hocket.model.documents where it is on, and there alone"
+                "hocket.model.documents where it is not off, and there alone"
             )
         counted = targets[targets != IGNORED]
         if not counted.numel() and not packed:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import math
 import os
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,13 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
-from hocket.model.tokenizer import load_tokenizer, tokenizer_vocab
-from hocket.resolve import resolve
+from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module
 from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
+from hocket.train.sources import open_text
+from hocket.train.tokenising import Asked
 from tests.helpers.ranks import run_ranks
 
 
@@ -127,10 +127,36 @@ def test_of_several_processes_one_tokenises(tmp_path):
 def test_waiting_for_another_process_has_an_end(tmp_path):
     write(tmp_path / "text", a="x")
     data = data_in(tmp_path, str(tmp_path / "text"))
-    folder = Path(data.cache) / f"corpus-{corpus_module._key(find_files(data.paths, {}), data, {})}"
+    folder = (
+        Path(data.cache)
+        / f"corpus-{corpus_module._key(find_files(data.paths, {}), data, Asked('data.paths', data.paths, {}))}"
+    )
     folder.parent.mkdir()
     with corpus_module._lock(folder.with_suffix(".lock"), 1.0), pytest.raises(ValueError, match="another process"):
         open_corpus(data, {}, timeout=0.2)
+
+
+def test_waiting_for_one_that_writes_goes_on(tmp_path, monkeypatch):
+    write(tmp_path / "text", a="x")
+    data = data_in(tmp_path, str(tmp_path / "text"))
+    key = corpus_module._key(find_files(data.paths, {}), data, Asked("data.paths", data.paths, {}))
+    lock = Path(data.cache) / f"corpus-{key}.lock"
+    lock.with_suffix(".pieces").mkdir(parents=True)
+    looks: list[int] = []
+    real = corpus_module._written
+
+    def writes(path: Path) -> int:
+        looks.append(1)
+        if len(looks) < 4:
+            (lock.with_suffix(".pieces") / f"{len(looks)}.bin").write_bytes(b"x")
+        return real(path)
+
+    monkeypatch.setattr(corpus_module, "_written", writes)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"has written nothing for 0.2 s"):
+            open_corpus(data, {}, timeout=0.2)
+    assert len(looks) == 4
 
 
 def test_a_crash_while_tokenising_leaves_nothing_half_done(tmp_path, monkeypatch):
@@ -232,50 +258,6 @@ def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
     assert without.unigram_entropy == pytest.approx(expected)
 
 
-# -------------------------------------------------------------------------------------------------- tokenizers
-
-
-def tokenizer_file(folder: Path, **content: Any) -> str:
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    return str(path)
-
-
-def test_the_size_of_a_tokenizer_file_is_known_without_its_package(tmp_path):
-    vocab = {"a": 0, "b": 1}
-    assert tokenizer_vocab("bytes", {}) == 256
-    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": vocab}), {}) == 3  # and a separator
-    added = [{"content": "</s>", "id": 5}]
-    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": vocab}, added_tokens=added), {}) == 6
-    assert tokenizer_vocab(tokenizer_file(tmp_path, model={"vocab": [["a", -1.0], ["<eos>", -2.0]]}), {}) == 2
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"vocab": {}}}'])
-def test_something_else_than_a_tokenizer_file_is_refused(tmp_path, text):
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(ValueError, match=r"data\.tokenizer = .*not a tokenizer file; fix:"):
-        tokenizer_vocab(str(tmp_path / "t.json"), {})
-
-
-def test_a_missing_tokenizer_file_and_package_are_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"cannot be read \(No such file"):
-        tokenizer_vocab(str(tmp_path / "none.json"), {})
-    monkeypatch.setitem(sys.modules, "tokenizers", None)  # importing it now fails
-    with pytest.raises(ValueError, match=r"pip install 'hocket\[text\]'"):
-        load_tokenizer(tokenizer_file(tmp_path, model={"vocab": {"a": 0}}), {})
-
-
-def test_a_tokenizer_file_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra: pip install hocket[text]")
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "t.json"))
-    write(tmp_path / "text", a="hello world")
-    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=str(tmp_path / "t.json")), {})
-    assert corpus.tokens.tolist() == [0, 1, 3]
-    assert corpus.vocab == 4
-
-
 # ------------------------------------------------------------------------------------------------------ stream
 
 
@@ -340,8 +322,8 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
     write(tmp_path / "text", **{f"f{n:02}": "x" * (7 + 5 * n) for n in range(12)})
     data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=16, validation=0.5, packing="on")
     settings = resolve(Config(data=data, train=TrainConfig(microbatches=1)))
-    corpus = open_corpus(settings.data, settings.origins)
-    for split in make_streams(corpus, settings):
+    text = open_text(settings)
+    for split in both_streams(settings):
         for position in range(split.sequences):
             (ids,), (targets,), numbers = split.batch(position, 0, 0, dp=1, sequences=1)
             assert numbers is not None
@@ -349,7 +331,15 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
             assert behind_separator == (numbers[0].diff() != 0).tolist()
             assert ((targets == IGNORED) <= (ids == 0)).all()
     off = resolve(Config(data=replace(data, packing="off"), train=TrainConfig(microbatches=1)))
-    assert make_streams(corpus, off)[0].documents(0, 1) is None
+    assert make_streams(text, off)[0].documents(0, 1) is None
+
+
+def both_streams(settings: Settings) -> tuple[Stream, Stream]:
+    train, validations = make_streams(open_text(settings), settings)
+    validation = validations[""]
+    assert isinstance(train, Stream)
+    assert isinstance(validation, Stream)
+    return train, validation
 
 
 def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:
@@ -358,7 +348,7 @@ def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tu
     settings = resolve(
         Config(data=data, mesh=MeshConfig(dp=2), train=TrainConfig(microbatches=microbatches, sequences=sequences))
     )
-    return make_streams(open_corpus(settings.data, settings.origins), settings)
+    return both_streams(settings)
 
 
 def test_a_split_must_hold_a_batch(tmp_path):
@@ -373,9 +363,9 @@ def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
     for batches in (0, 1):
         data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=8, validation=0.05)
         settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, eval_batches=batches)))
-        corpus = open_corpus(settings.data, settings.origins)
+        text = open_text(settings)
         if batches == 0:
-            make_streams(corpus, settings)
+            make_streams(text, settings)
         else:
             with pytest.raises(ValueError, match="validation split has 10 tokens"):
-                make_streams(corpus, settings)
+                make_streams(text, settings)

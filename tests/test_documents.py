@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from hocket.config import DataConfig
 from hocket.train.corpus import open_corpus
-from hocket.train.documents import documents
+from hocket.train.documents import Keys, documents
 
 WRITTEN = Path(__file__).parent / "golden" / "tokens"
 """Written by megatron-core 0.16.1 (IndexedDatasetBuilder) and datatrove 0.10.1 (TokenizedFile)."""
@@ -24,7 +24,8 @@ TEXTS = ["the first", "", "a second\nof two lines", "größer"]
 
 
 def read(file: Path, key: str = "text", vocab: int = 50000) -> list[Any]:
-    return [one if isinstance(one, bytes) else one.tolist() for one in documents(file, key, vocab, END)]
+    found: Iterable[Any] = documents(file, Keys(key), vocab, END)
+    return [one if isinstance(one, bytes) else one.tolist() for one in found]
 
 
 def refused(folder: Path, *paths: Path, **more: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from hocket.config import TrainConfig
 from hocket.gpus import peak_flops
+from hocket.program.cost import model_flops_per_token
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
@@ -50,12 +52,15 @@ def records(folder: Path) -> list[dict]:
 def test_every_step_is_a_line_of_json_and_a_line_of_text(tmp_path):
     text = report(settings_in(tmp_path), range(1, 4))
     first, *_, last = records(tmp_path)
+    assert first.pop("mfu") == pytest.approx(16384 * model_flops_per_token(recipe("tiny").model, 128) / 4 / 50e9)
     assert first == {
         "step": 1, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-3, "seconds": 0.25, "load": 1.5, "skipped": 0,
         "tokens_per_second": 16384.0,
     }  # fmt: skip
     assert last == {"step": 3, "validation_loss": 2.5, "unigram_entropy": 3.0}
-    assert "step   2  loss 3.0000  grad 0.5  lr 1.00e-03  16,384 tok/s  load 1.50" in text
+    line = r"step   2  loss 3.0000  grad 0.5  lr 1.00e-03  16,384 tok/s  MFU \d+.\d %  load 1.50  ETA \d:\d\d:\d\d"
+    assert re.search(line, text)
+    assert "per token) over 50 GFLOP/s of a rank (laptop, measured on two CPU cores)" in text
     assert "2.5000 nats per token, below the corpus's unigram entropy 3.0000" in text
     assert "\x1b" not in text
 
@@ -153,7 +158,7 @@ def test_steps_behind_a_profiled_window_carry_its_exposed_share(tmp_path):
         metrics.exposed = 0.1234
         metrics.step(StepRecord(2, 5.0, 0.5, 1e-3, 0.25))
     assert [r.get("exposed") for r in records(tmp_path)] == [None, 0.1234]
-    assert out.getvalue().count("tok/s  exposed 12 %") == 1
+    assert out.getvalue().count(" %  exposed 12 %") == 1
 
 
 def test_what_is_no_training_has_no_loss_and_says_so_on_every_line(tmp_path):
@@ -162,7 +167,7 @@ def test_what_is_no_training_has_no_loss_and_says_so_on_every_line(tmp_path):
     assert "grad" not in text
     assert "no communication: 2 steps in" in text
     for record in records(tmp_path)[:2]:
-        assert record.keys() == {"step", "seconds", "load", "tokens_per_second", "transport", "label"}
+        assert record.keys() == {"step", "seconds", "load", "tokens_per_second", "mfu", "transport", "label"}
         assert record["label"] == "no communication"
 
 
@@ -172,7 +177,9 @@ def test_an_emulated_network_is_described_link_by_link(tmp_path):
     text = report(settings, range(1, 3))
     assert "network  emulated: 1e-05 s per operation, no limit on bytes/s, for a2a" in text
     assert "network  emulated: 0.0002 s per operation, 2.5e+10 bytes/s, for pp_fwd, pp_bwd" in text
-    told = [line for line in text.splitlines() if line[:5] not in ("model", "corpu", "ranks", "steps", "netwo")]
+    told = [
+        line for line in text.splitlines() if line[:5] not in ("model", "corpu", "ranks", "steps", "netwo", "MFU  ")
+    ]
     assert len(told) == 5
     assert all(line.startswith("emulated network: ") for line in told)
     assert {r["label"] for r in records(tmp_path)} == {"emulated network"}
@@ -200,6 +207,27 @@ def test_gpus_report_flops_with_their_denominator(tmp_path):
     assert record["tflops_per_gpu"] == pytest.approx(per_gpu / 1e12)
     assert record["mfu"] == pytest.approx(per_gpu / 989.4e12)
     assert text.count("989.4 TFLOP/s of one NVIDIA H200 (dense bf16)") == 1
+
+
+def test_without_a_peak_there_is_no_share_of_it(tmp_path):
+    config = changed(recipe("tiny"), {"run.folder": str(tmp_path), "precision.compute": "bf16"})
+    text = report(resolve(config, Host()), range(1, 2))
+    assert "MFU      left out: hocket knows no peak of cpu ranks" in text
+    assert "mfu" not in records(tmp_path)[0]
+    slice_ = resolve(changed(config, {"run.folder": str(tmp_path / "b")}), Host(gpus=4, gpu="NVIDIA H200 MIG 1g.18gb"))
+    assert "left out: hocket knows no peak of NVIDIA H200 MIG 1g.18gb" in report(slice_, range(1, 2))
+
+
+def test_the_time_that_is_left_is_that_of_the_steps_before(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hocket.train.metrics.time.monotonic", lambda: now[0])
+    settings, out = changed(settings_in(tmp_path), {"train.steps": 10}), io.StringIO()
+    with Metrics(settings, 3.0, 4, console=Console(file=out, width=200, soft_wrap=True)) as metrics:
+        for step in range(5, 11):
+            now[0] += 100
+            metrics.step(StepRecord(step, 5.0, 0.5, 1e-3, 0.25))
+    etas = re.findall(r"ETA (.*)", out.getvalue())
+    assert etas == ["0:08:20", "0:06:40", "0:05:00", "0:03:20", "0:01:40"]
 
 
 def test_the_peak_of_a_gpu_is_found_by_the_longest_name():

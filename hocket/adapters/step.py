@@ -111,8 +111,9 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         if cut.experts:
             experts, fix = f"{cut.experts} experts in a layer", f"mesh.ep = a divisor of {cut.experts}"
         problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
-    if config.data.packing == "on":
-        problems.append("data.packing = on: a model of others is told of no documents; fix: data.packing = off")
+    if config.data.packing != "off":
+        told = "a model of others is told of no documents; fix: data.packing = off"
+        problems.append(f"data.packing = {config.data.packing}: {told}")
     if config.optimizer.name == "muon":
         problems.append(
             f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "

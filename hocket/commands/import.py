@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hocket.commands.options import write
 from hocket.config import ModelConfig
+from hocket.model.tokenizer import tokenizer_file
 from hocket.settings.schema import flat
 
 USAGE = """usage: hocket import DIR FILE.toml
@@ -48,6 +49,6 @@ def _toml(folder: str, family: str, model: ModelConfig) -> str:
     default = flat(asdict(ModelConfig()))
     said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
     rows = [f"{name} = {json.dumps(value)}" for name, value in {**said, "weights": folder}.items()]
-    tokenizer = Path(folder) / "tokenizer.json"
+    tokenizer = tokenizer_file(folder)
     rows += ["", "[data]", f"tokenizer = {json.dumps(str(tokenizer))}"] if tokenizer.exists() else []
     return "\n".join([f"# {folder}, {family}", "", "[model]", *rows, ""])

@@ -18,6 +18,8 @@ from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
 from hocket.settings.weight_groups import patterns_of, unmatched
+from hocket.train.runs import note
+from hocket.train.writers import require_writers
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
@@ -34,6 +36,7 @@ def train(config: Config, origins: Mapping[str, str], restarts: int = 0) -> NoRe
     """
     settings, worker = arrive(config, origins)
     _require_restarts(settings, worker, restarts)
+    require_writers(settings)
     check_corpus(settings)
     if settings.train.transport == "null":
         job = Job(train_rank, "nothing is lost: the run was no training", "ending after this step")
@@ -131,20 +134,21 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
+        note(settings)
     trainer.run()
 
 
 def check_corpus(settings: Settings) -> None:
     """Find missing paths and too little text now, not after all workers have started. Tokenises the text if needed."""
-    from hocket.train.corpus import open_corpus
+    from hocket.train.sources import open_text
 
     def say(words: str) -> None:
         sys.stderr.write(f"{words}\n")
 
-    corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder), say=say)
+    text = open_text(settings, say)
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
-    make_streams(corpus, settings)
+    make_streams(text, settings)
 
 
 def check_patterns(settings: Settings) -> None:

@@ -211,6 +211,25 @@ RULES: tuple[Rule, ...] = (
         "name files, folders or glob patterns, or leave data.paths out for Python's own source",
     ),
     Rule(
+        ("data.validation_paths",),
+        lambda c, h: any(not path.strip() for path in c.data.validation_paths),
+        "an empty path",
+        "name files, folders or glob patterns, or leave it out",
+    ),
+    Rule(
+        ("data.validation", "data.validation_paths"),
+        lambda c, h: bool(c.data.validation_paths),
+        "no effect: data.validation_paths has the text for validation",
+        "leave one of them out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("data.sources", "data.paths", "data.validation_paths"),
+        lambda c, h: bool(c.data.sources) and bool(c.data.paths or c.data.validation_paths),
+        "each source names its own text",
+        "paths and validation_paths in data.sources, or leave data.sources out",
+    ),
+    Rule(
         ("data.tokenizer",),
         lambda c, h: not c.data.tokenizer.strip(),
         "an empty name",
@@ -230,7 +249,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.validation", "train.eval_batches"),
-        lambda c, h: c.data.validation == 0 and c.train.eval_batches > 0,
+        lambda c, h: (
+            c.data.validation == 0 and c.train.eval_batches > 0 and not (c.data.validation_paths or c.data.sources)
+        ),
         "nothing is kept for validation, but train.eval_batches = {train.eval_batches}",
         "data.validation above 0, or train.eval_batches = 0",
     ),

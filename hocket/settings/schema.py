@@ -61,6 +61,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "overlap.ep.room": (1, ANY),
     "data.sequence_length": (1, _LONG),
     "data.validation": (0, 0.9),
+    "data.processes": (0, _MANY),
     **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
     **dict.fromkeys(("train.microbatches", "train.sequences"), (1, _MANY)),
     **dict.fromkeys(("train.steps", "train.log_every"), (1, ANY)),

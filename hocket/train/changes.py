@@ -37,7 +37,11 @@ def changes(saved: Stored, config: Config) -> list[str]:
 
 def told(saved: Stored, config: Config) -> Iterator[str]:
     """The changes that change results, in as few lines as possible."""
-    found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
+    found = [
+        text
+        for text in changes(saved, config)
+        if text.startswith(TOLD) and not text.startswith(("data.cache ", "data.processes "))
+    ]
     if found:
         yield "; ".join(found)
     then = flat(saved)

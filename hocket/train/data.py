@@ -2,70 +2,66 @@
 
 The tokens of a split are cut into sequences of equal length, without regard to where documents end (a separator token
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
-them in a new random order. The *position* of a run is the number of sequences it has consumed. A step takes the next
-`dp * microbatches * sequences` of them; which rank gets which follows from the rank's number alone, so the same
-position continues the same stream on any number of ranks.
+them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
+the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them; which rank gets
+which follows from the rank's number alone, so the same position continues the same stream on any number of ranks.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING
+from hocket.problems import stop_if
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
-from hocket.train.corpus import Corpus
+from hocket.train.bins import best_fit
+from hocket.train.corpus import Corpus, inside
+from hocket.train.mix import Quotas
+from hocket.train.sources import Source, Text
+
+NOTHING = np.zeros((0, 2), dtype=np.int64)
+"""No ranges."""
+
+Row = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""Tokens, targets and numbers of documents (None where they are not kept apart) of a sequence, int64 [length] each."""
 
 
-class Stream:
-    """An endless stream of sequences of one split. It holds no position: callers do."""
+class Rows(ABC):
+    """An endless stream of sequences. It holds no position: callers do."""
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, starts: np.ndarray | None = None) -> None:
-        """With `starts`, where documents begin in `tokens`, documents are kept apart."""
-        self.tokens, self.length, self.seed, self.starts = tokens, length, seed, starts
-        # Sequence i is tokens[i * length : (i + 1) * length] with the targets one token further on.
-        self.sequences = max(0, (len(tokens) - 1) // length)
-        """Sequences of one epoch."""
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+    @property
+    @abstractmethod
+    def streams(self) -> Sequence[Shuffled]:
+        """The streams of all sources."""
 
-    def __len__(self) -> int:
-        return self.sequences
-
-    def window(self, position: int) -> int:
-        """Which sequence of the split stands at a position of the stream."""
-        epoch, index = divmod(position, self.sequences)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
-        return int(self._order[index])
-
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` sequences from `position` on: tokens and targets, int64 [count, length] each.
+    @abstractmethod
+    def row(self, position: int) -> Row:
+        """The sequence at a position.
 
         Where documents are kept apart, a target that is the first token of the next document is `IGNORED`.
         """
-        windows = self._windows(position, count)
-        both = torch.from_numpy(np.stack([self.tokens[row].astype(np.int64) for row in windows]))
-        ids, targets = both[:, :-1].contiguous(), both[:, 1:].clone()
-        if self.starts is not None:
-            numbers = self._numbers(windows)
-            targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
+
+    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the `count` sequences from `position` on, int64 [count, length] each."""
+        ids, targets, _ = self._rows(position, count)
         return ids, targets
 
     def documents(self, position: int, count: int) -> Tensor | None:
         """Numbers of the documents of their tokens, int64 [count, length]; None where documents are not kept apart."""
-        return None if self.starts is None else self._numbers(self._windows(position, count))[:, :-1].contiguous()
+        return self._rows(position, count)[2]
 
-    def _windows(self, position: int, count: int) -> list[slice]:
-        firsts = [self.window(p) * self.length for p in range(position, position + count)]
-        return [slice(first, first + self.length + 1) for first in firsts]
-
-    def _numbers(self, windows: list[slice]) -> Tensor:
-        """The document of every token of the windows, from 0 on, [count, length + 1]."""
-        assert self.starts is not None
-        places = np.stack([np.arange(row.start, row.stop) for row in windows])
-        return torch.from_numpy(np.searchsorted(self.starts, places, side="right"))
+    def _rows(self, position: int, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows = [self.row(each) for each in range(position, position + count)]
+        ids, targets, numbers = zip(*rows, strict=True)
+        documents = None if numbers[0] is None else torch.from_numpy(np.stack(numbers))
+        return torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(targets)), documents
 
     def batch(
         self, position: int, microbatch: int, dp_rank: int, *, dp: int, sequences: int
@@ -74,34 +70,202 @@ class Stream:
 
         Tokens, targets and documents, int64 [sequences, length] each. A step consumes `dp * microbatches * sequences`.
         """
-        first = position + (microbatch * dp + dp_rank) * sequences
-        return *self.take(first, sequences), self.documents(first, sequences)
+        return self._rows(position + (microbatch * dp + dp_rank) * sequences, sequences)
 
 
-def make_streams(corpus: Corpus, settings: Settings) -> tuple[Stream, Stream]:
-    """The training and the validation stream of a run.
+class Shuffled(Rows):
+    """Sequences that each epoch visits once, in an order of its own."""
 
-    Raises ValueError if either split is shorter than one batch. The validation stream is only checked if it is used.
+    tokens: np.ndarray
+    seed: int
+    sequences: int
+    """Sequences of one epoch."""
+    left_out = 0
+    """Documents that are longer than a sequence, where none is cut."""
+    _epoch = -1
+    _order: np.ndarray
+
+    def __len__(self) -> int:
+        return self.sequences
+
+    @property
+    def streams(self) -> Sequence[Shuffled]:
+        """Itself."""
+        return [self]
+
+    def window(self, position: int) -> int:
+        """Which sequence of the split stands at a position of the stream."""
+        epoch, index = divmod(position, self.sequences)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
+        return int(self._order[index])
+
+
+class Stream(Shuffled):
+    """The sequences of one split of one source."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        length: int,
+        seed: int,
+        starts: np.ndarray | None = None,
+        masked: np.ndarray = NOTHING,
+    ) -> None:
+        """With `starts`, where documents begin in `tokens`, documents are kept apart. `masked` is as in a `Corpus`."""
+        self.tokens, self.length, self.seed, self.starts, self.masked = tokens, length, seed, starts, masked
+        # Sequence i is tokens[i * length : (i + 1) * length] with the targets one token further on.
+        self.sequences = max(0, (len(tokens) - 1) // length)
+
+    def row(self, position: int) -> Row:
+        """The sequence at a position."""
+        first = self.window(position) * self.length
+        both = self.tokens[first : first + self.length + 1].astype(np.int64)
+        ids, targets = both[:-1], both[1:].copy()
+        if self.starts is None:
+            return ids, targets, None
+        places = np.arange(first, first + self.length + 1)
+        numbers = np.searchsorted(self.starts, places, side="right")
+        targets[(numbers[1:] != numbers[:-1]) | inside(places[1:], self.masked)] = IGNORED
+        return ids, targets, numbers[:-1]
+
+
+class Bins(Shuffled):
+    """Sequences of whole documents and padding. See `hocket/train/bins.py`."""
+
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, bounds: np.ndarray, masked: np.ndarray) -> None:
+        """`bounds` has where whole documents begin, and where the last one ends. `masked` is as in a `Corpus`."""
+        self.tokens, self.length, self.seed, self.masked = tokens, length, seed, masked
+        sizes = np.diff(bounds) - 1
+        fitting = (sizes > 0) & (sizes <= length)
+        self.left_out = int((sizes > length).sum())
+        firsts, sizes = bounds[:-1][fitting], sizes[fitting]
+        self._bins = [[(firsts[i], sizes[i]) for i in each] for each in best_fit(sizes, length)]
+        self.sequences = len(self._bins)
+        self.filled = float(sizes.sum()) / max(1, self.sequences * length)
+        """Share of the places that hold a token."""
+
+    def row(self, position: int) -> Row:
+        """The sequence at a position."""
+        ids, targets = np.zeros(self.length, dtype=np.int64), np.full(self.length, IGNORED)
+        numbers, at = np.full(self.length, PADDING), 0
+        for number, (first, size) in enumerate(self._bins[self.window(position)]):
+            here = slice(at, at + size)
+            ids[here], targets[here] = self.tokens[first : first + size], self.tokens[first + 1 : first + size + 1]
+            targets[here][inside(np.arange(first + 1, first + size + 1), self.masked)] = IGNORED
+            numbers[here] = number
+            at += size
+        return ids, targets, numbers
+
+    def __str__(self) -> str:
+        behind = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
+        return f"{self.sequences:,} sequences, {100 * self.filled:.1f} % full{behind}"
+
+
+class Mixed(Rows):
+    """The streams of several sources as one."""
+
+    def __init__(self, streams: Sequence[Shuffled], quotas: Quotas) -> None:
+        self._streams, self.quotas = streams, quotas
+
+    @property
+    def streams(self) -> Sequence[Shuffled]:
+        """Those it is made of."""
+        return self._streams
+
+    def row(self, position: int) -> Row:
+        """The sequence at a position."""
+        source, index = self.quotas.place(position)
+        return self.streams[source].row(index)
+
+    def epochs(self, position: int) -> list[float]:
+        """How often each source was read up to a position."""
+        counts = self.quotas.counts(position)
+        return [count / stream.sequences for count, stream in zip(counts, self.streams, strict=True)]
+
+
+def make_streams(text: Text, settings: Settings) -> tuple[Rows, dict[str, Shuffled]]:
+    """The training stream of a run, and the validation streams by source, where a source has a name.
+
+    Raises ValueError if text for training is shorter than one batch, or a source of several than one sequence, or if a
+    validation split is shorter than one batch. Validation streams are only checked if they are used.
     """
-    data = settings.data
-    starts = corpus.starts if data.packing == "on" else None
-    behind = None if starts is None else starts[starts > corpus.train_tokens] - corpus.train_tokens
-    train = Stream(corpus.train, data.sequence_length, data.seed, starts)
-    validation = Stream(corpus.validation, data.sequence_length, data.seed + 1, behind)
-    _check_length(train, "training", settings, "shorter data.sequence_length, fewer train.microbatches, or more text")
-    if settings.train.eval_batches:
+    stop_if([line for each in zip(text.sources, text.corpora, strict=True) for line in _unmasked(*each, settings)])
+    made = [_split(corpus, settings) for corpus in text.corpora]
+    evaluated = settings.train.eval_batches > 0
+    if not text.sources[0].name:
+        ((train, validation),) = made
         _check_length(
-            validation, "validation", settings, "a larger data.validation, more text, or train.eval_batches = 0"
+            train, "training", settings, "shorter data.sequence_length, fewer train.microbatches, or more text"
         )
+        if evaluated:
+            more = "a larger data.validation, more text, or train.eval_batches = 0"
+            _check_length(validation, "validation", settings, more)
+        return train, {"": validation}
+    problems = []
+    for source, (train, validation) in zip(text.sources, made, strict=True):
+        problems += _too_small(source, train, validation if evaluated else None, settings)
+    streams = {s.name: held for s, (_, held) in zip(text.sources, made, strict=True) if s.has_validation}
+    if evaluated and not streams:
+        reason = f"no source keeps anything for validation, but train.eval_batches = {settings.train.eval_batches}"
+        fix = "validation above 0 for one of them, or train.eval_batches = 0"
+        problems.append(problem("data.sources", settings.data.sources, settings.origins, reason, fix))
+    stop_if(problems, "sources")
+    return Mixed([train for train, _ in made], text.quotas), streams
+
+
+def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
+    """A line about text with parts that are not learnt, where all of it would be."""
+    if settings.data.packing != "off" or not (len(corpus.masked) or len(corpus.validation_masked)):
+        return []
+    reason = "has prompts or chats, of which only a part is learnt, and data.packing = off learns everything"
+    return [problem("data.paths", source.data.paths, source.origins, reason, "data.packing = best_fit, or on")]
+
+
+def _split(corpus: Corpus, settings: Settings) -> tuple[Shuffled, Shuffled]:
+    data, length = settings.data, settings.data.sequence_length
+    splits = (
+        (corpus.train, corpus.starts, corpus.masked, data.seed),
+        (corpus.validation, corpus.validation_starts, corpus.validation_masked, data.seed + 1),
+    )
+    if data.packing == "best_fit":
+        train, validation = (
+            Bins(tokens, length, seed, bounds, masked)
+            for (tokens, _, masked, seed), bounds in zip(splits, corpus.whole_documents, strict=True)
+        )
+        return train, validation
+    if data.packing == "off":
+        return Stream(corpus.train, length, data.seed), Stream(corpus.validation, length, data.seed + 1)
+    train, validation = (Stream(tokens, length, seed, starts, masked) for tokens, starts, masked, seed in splits)
     return train, validation
 
 
-def _check_length(stream: Stream, split: str, settings: Settings, fix: str) -> None:
+def _too_small(source: Source, train: Shuffled, validation: Shuffled | None, settings: Settings) -> list[str]:
+    """What one source of several has too little of. A batch takes from all, but a validation is of one."""
+    paths, length = source.data.paths, settings.data.sequence_length
+    if not train.sequences:
+        reason = f"its training split has {len(train.tokens):,} tokens, no sequence of {length}{_too_long(train)}"
+        return [problem("data.paths", paths, source.origins, reason, "more text, or leave the source out")]
+    if validation is None or not source.has_validation or validation.sequences >= settings.batch:
+        return []
+    reason = (
+        f"its validation split has {len(validation.tokens):,} tokens, {validation.sequences:,} sequences of {length}, "
+        f"but a batch takes {settings.batch:,}{_too_long(validation)}"
+    )
+    fix = "a larger validation, validation = 0 for this source, or more text"
+    return [problem("data.paths", paths, source.origins, reason, fix)]
+
+
+def _check_length(stream: Shuffled, split: str, settings: Settings, fix: str) -> None:
     if stream.sequences < settings.batch:
         train, length = settings.train, settings.data.sequence_length
         reason = (
             f"the {split} split has {len(stream.tokens):,} tokens, {stream.sequences:,} sequences of {length}, but a "
             f"batch takes {settings.batch:,} (mesh.dp {settings.mesh.dp} x train.microbatches {train.microbatches} x "
-            f"train.sequences {train.sequences})"
+            f"train.sequences {train.sequences}){_too_long(stream)}"
         )
         raise ValueError(problem("data.paths", settings.data.paths, settings.origins, reason, fix))
+
+
+def _too_long(stream: Shuffled) -> str:
+    return f"; {stream.left_out:,} documents are longer than a sequence" if stream.left_out else ""

@@ -14,16 +14,59 @@ import importlib
 import io
 import itertools
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-Document = bytes | np.ndarray
+
+@dataclass(frozen=True)
+class Marked:
+    """Text of which only a part is learnt."""
+
+    text: str
+    learnt: tuple[tuple[int, int], ...]
+    """Ranges of its characters."""
+    ends: bool
+    """Whether the end of the text behind it is learnt too."""
+
+
+Document = bytes | np.ndarray | Marked
 """Text, or tokens as integers of one dimension."""
+
+
+class ChatReader(Protocol):
+    """What makes the text of a chat."""
+
+    def marked(self, messages: list[Any], tools: Any, where: str) -> Marked:
+        """The text of messages. Raises BadFileError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is read of a line of JSON, or of a row of a table."""
+
+    text: str
+    """Name of the text, or of the messages of a chat."""
+    prompt: str = ""
+    """Name of a text before it that is not learnt; empty: there is none."""
+    chats: ChatReader | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """All names."""
+        return [self.prompt, self.text] if self.prompt else [self.text]
+
+
+Part = tuple[int, int]
+"""Which of how many parts."""
+WHOLE: Part = (0, 1)
 
 COMPRESSED = (".gz", ".zst")
 BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
@@ -52,19 +95,25 @@ class BadFileError(Exception):
         self.fix = fix
 
 
-def documents(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
-    """The documents of a file, in its order. A file of text is one document.
+def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WHOLE) -> Iterator[Document]:
+    """The documents of a file, or of a part of it, in its order. A file of text is one document.
 
-    `key` names the text in a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
+    `key` says what is read of a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
     without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
     `separator`. Raises NoTextError, BadFileError, and OSError.
     """
     try:
-        yield from _reader(file, key)(file, key, vocab, separator)
+        some = {} if part == WHOLE else {"part": part}
+        yield from _reader(file, key)(file, key, vocab, separator, **some)
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's, and not a decompressor's
             raise
         raise BadFileError(f"is damaged ({error})") from None
+
+
+def has_parts(file: Path) -> bool:
+    """Whether parts of a file can be read alone: lines or row groups of a file that is not compressed."""
+    return not _compression(file) and file.suffix.lower() in (".jsonl", ".ndjson", ".parquet")
 
 
 def beside(file: Path) -> list[Path]:
@@ -76,7 +125,7 @@ def beside(file: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _reader(file: Path, key: str) -> Reader:
+def _reader(file: Path, key: Keys) -> Reader:
     ending = Path(file.name.removesuffix(_compression(file))).suffix.lower()
     if _compression(file) and ending in TOKENS:
         raise BadFileError("holds tokens, which are read in place", "decompress it")
@@ -118,20 +167,40 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
 # -- lines and rows --------------------------------------------------------------------------------------------------
 
 
-def _json_lines(file: Path, key: str, *_: Any) -> Iterator[Document]:
+def _json_lines(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
     with _opened(file) as stream:
+        first, end = _lines_of(file, stream, part)
+        behind = f" behind byte {first:,}" if first else ""
         for number, line in enumerate(stream, 1):
+            where = f"line {number}{behind}"
             if line.strip():
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise BadFileError(f"has no JSON in line {number} ({error})") from None
+                    raise BadFileError(f"has no JSON in {where} ({error})") from None
                 if not isinstance(row, dict):
-                    raise BadFileError(f"has no JSON object in line {number}")
-                yield _of_row(row, key, f"line {number}")
+                    raise BadFileError(f"has no JSON object in {where}")
+                yield _of_row(row, key, where)
+            first += len(line)
+            if first >= end:
+                break
 
 
-def _has_json_lines(file: Path, key: str) -> bool:
+def _lines_of(file: Path, stream: BinaryIO, part: Part) -> tuple[int, float]:
+    """Go to the first line that begins in a part of a file: (where it begins, where no line of the part begins)."""
+    if part == WHOLE:
+        return 0, math.inf
+    size, (number, parts) = file.stat().st_size, part
+    first, end = size * number // parts, size * (number + 1) // parts
+    if first:
+        stream.seek(first - 1)
+        first += len(stream.readline()) - 1
+    if first >= end:  # a line goes on through all of the part
+        stream.seek(size)
+    return first, end
+
+
+def _has_json_lines(file: Path, key: Keys) -> bool:
     """Whether a `.json` file begins with a row of its own, as C4's do. Otherwise it is text like any other."""
     with _opened(file) as stream:
         line = stream.readline()
@@ -139,21 +208,24 @@ def _has_json_lines(file: Path, key: str) -> bool:
         row = json.loads(line)
     except ValueError:
         return False
-    return isinstance(row, dict) and isinstance(row.get(key), str)
+    return isinstance(row, dict) and isinstance(row.get(key.text), str | list)
 
 
-def _parquet(file: Path, key: str, *_: Any) -> Iterator[Document]:
+def _parquet(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
     try:
         with _opened(file) as stream:
             table = parquet.ParquetFile(arrow.BufferReader(stream.read()) if _compression(file) else stream)
             _require_column(key, table.schema_arrow.names)
-            yield from _of_batches(table.iter_batches(columns=[key]), key)
+            (number, parts), groups = part, table.num_row_groups
+            mine = range(groups * number // parts, groups * (number + 1) // parts)
+            before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
+            yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=key.columns), key, before)
     except arrow.ArrowInvalid as error:
         raise BadFileError(f"is damaged ({error})") from None
 
 
-def _arrow_table(file: Path, key: str, *_: Any) -> Iterator[Document]:
+def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
     """A table as `datasets` keeps it, or a file of Arrow's."""
     arrow, ipc = _arrow(file), _arrow(file, "pyarrow.ipc")
     try:
@@ -170,20 +242,30 @@ def _arrow_table(file: Path, key: str, *_: Any) -> Iterator[Document]:
         raise BadFileError(f"is damaged ({error})") from None
 
 
-def _require_column(key: str, names: list[str]) -> None:
-    if key not in names:
-        raise BadFileError(f"has no column {key}, but {', '.join(names)}", OTHER_KEY)
+def _require_column(key: Keys, names: list[str]) -> None:
+    for column in key.columns:
+        if column not in names:
+            raise BadFileError(f"has no column {column}, but {', '.join(names)}", OTHER_KEY)
 
 
-def _of_batches(batches: Iterable[Any], key: str) -> Iterator[Document]:
-    number = 0
+def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[Document]:
+    """The rows behind the first `number` of a table."""
     for batch in batches:
-        for value in batch.column(key).to_pylist():
+        for values in zip(*(batch.column(column).to_pylist() for column in key.columns), strict=True):
             number += 1
-            yield _of_row({key: value}, key, f"row {number}")
+            yield _of_row(dict(zip(key.columns, values, strict=True)), key, f"row {number}")
 
 
-def _of_row(row: dict[str, Any], key: str, where: str) -> bytes:
+def _of_row(row: dict[str, Any], key: Keys, where: str) -> Document:
+    if key.prompt:
+        prompt, answer = (_text_of(row, column, where).decode() for column in key.columns)
+        return Marked(prompt + answer, ((len(prompt), len(prompt) + len(answer)),), ends=True)
+    if isinstance(row.get(key.text), list) and key.chats is not None:
+        return key.chats.marked(row[key.text], row.get("tools"), where)
+    return _text_of(row, key.text, where)
+
+
+def _text_of(row: dict[str, Any], key: str, where: str) -> bytes:
     if key not in row:
         raise BadFileError(f"has no {key} in {where}, but {', '.join(row)}", OTHER_KEY)
     value = row[key]
@@ -197,7 +279,7 @@ def _of_row(row: dict[str, Any], key: str, where: str) -> bytes:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _bin(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
+def _bin(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document]:
     """Megatron's, beside an `.idx`, or llm.c's."""
     if file.with_suffix(".idx").is_file():
         yield from _megatron(file)
@@ -231,7 +313,7 @@ def _megatron(file: Path) -> Iterator[Document]:
         yield np.concatenate([tokens[firsts[i] : firsts[i] + lengths[i]] for i in range(first, last)] or [tokens[:0]])
 
 
-def _npy(file: Path, key: str, vocab: int, separator: int) -> Iterator[Document]:
+def _npy(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document]:
     """An array with numpy's header, or OLMo's, which has none."""
     with file.open("rb") as stream:
         headed = stream.read(6) == b"\x93NUMPY"
@@ -276,7 +358,8 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
         yield tokens[first:]
 
 
-Reader = Callable[[Path, str, int, int], Iterator[Document]]
+Reader = Callable[..., Iterator[Document]]
+"""Of a file, the key, the tokenizer's vocabulary and separator; of files that have parts, also the part."""
 TABLES: dict[str, Reader] = {
     ".json": _json_lines,
     ".jsonl": _json_lines,

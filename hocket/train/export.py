@@ -109,4 +109,4 @@ def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:
         for file in Path(weights).glob(pattern):
             shutil.copy(file, folder / file.name)
     if tokenizer != BYTES and (file := tokenizer_file(tokenizer)).exists():
-        shutil.copy(file, folder / "tokenizer.json")
+        shutil.copy(file, folder / "tokenizer.model" if file.suffix == ".model" else "tokenizer.json")

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from hocket.config import LABELS, TrainConfig
 from hocket.explain.record import FILE
 from hocket.gpus import peak_flops
 from hocket.program.cost import model_flops_per_token
+from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.checkpoint import set_aside
 from hocket.train.lines import Lines
 from hocket.train.start import Start
+from hocket.train.writers import Writers
 from hocket_trace.columns import counted
 
 REMARKS = 4
@@ -62,6 +65,8 @@ class StepRecord:
     """The load of each layer with experts."""
     rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Rows of each expert by layer, in the steps of `train.experts_every`."""
+    epochs: Mapping[str, float] = field(default_factory=dict)
+    """How often each source of several has been read so far."""
 
 
 class PatientConsole(Console):
@@ -93,7 +98,7 @@ class Metrics:
         self.console = console or PatientConsole(highlight=False, soft_wrap=True)
         self.tokens_per_step = settings.batch * settings.data.sequence_length
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
-        self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
+        self.peak = _peak(settings)
         self.validation_loss = math.nan
         self._start = Start(settings.model) if not done and settings.train.transport != "null" else None
         self.exposed: float | None = None
@@ -103,6 +108,7 @@ class Metrics:
         self._started, self._first, self._last = time.monotonic(), done, done
         self._lines: Lines | None = None
         self._skipped = skipped
+        self._writers: Writers | None = None
         self._waits = False
         self._live: Progress | None = None
         if not self.quiet:
@@ -110,6 +116,7 @@ class Metrics:
                 self._open(done)
             except OSError as error:
                 raise ValueError(self._unwritten(str(error))) from None
+            self._writers = Writers(settings, done, self.say)
 
     @property
     def path(self) -> Path:
@@ -127,6 +134,8 @@ class Metrics:
     def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
+        if self._writers:
+            self._writers.close()
         if self._lines:
             if self._lines.missing:
                 self.say(f"WARNING  {self._unwritten(f'lines missing at its end: {self._lines.missing}')}")
@@ -154,9 +163,14 @@ class Metrics:
             for (latency, bandwidth), purposes in _same_links(s.train).items():
                 limit = f"{bandwidth:.3g} bytes/s" if bandwidth < math.inf else "no limit on bytes/s"
                 self.say(f"network  emulated: {latency:g} s per operation, {limit}, for {', '.join(purposes)}")
-        if s.train.device == "cuda":
-            what = f"{self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)" if self.peak else "not known"
-            self.say(f"MFU      model FLOPs ({self.flops_per_token:.4g} per token) over {what}")
+        over = f"model FLOPs ({self.flops_per_token:.4g} per token) over"
+        if not self.peak:
+            what = s.host.gpu or f"{s.train.device} ranks"
+            self.say(f"MFU      left out: hocket knows no peak of {what}")
+        elif s.train.device == "cuda":
+            self.say(f"MFU      {over} {self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)")
+        else:
+            self.say(f"MFU      {over} {self.peak / 1e9:g} GFLOP/s of a rank ({LAPTOP.name}, {LAPTOP.origin})")
 
     def remarks(self, *notes: str) -> None:
         """What was asked for and is not done, or has no effect; `notes`; and where the choices are explained."""
@@ -176,7 +190,7 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
-        for name in ("loads", "rows"):  # of models without experts, and of steps that are not to be recorded
+        for name in ("loads", "rows", "epochs"):  # of models without experts, steps that are not recorded, one source
             if not record[name]:
                 del record[name]
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
@@ -185,13 +199,13 @@ class Metrics:
             record = {name: value for name, value in record.items() if name not in MEANINGLESS}
         width = len(str(self.settings.train.steps))
         text = f"{self._mark}step {result.step:>{width}}{learnt}  {speed:,.0f} tok/s"
+        rate = speed * self.flops_per_token / self.settings.world
         if self.settings.train.device == "cuda":
-            rate = speed * self.flops_per_token / self.settings.world
             record["tflops_per_gpu"] = rate / 1e12
             text += f"  {rate / 1e12:.1f} TFLOP/s/GPU"
-            if self.peak:
-                record["mfu"] = rate / self.peak
-                text += f"  MFU {100 * rate / self.peak:.1f} %"
+        if self.peak:
+            record["mfu"] = rate / self.peak
+            text += f"  MFU {100 * rate / self.peak:.1f} %"
         if learnt:
             text += "  skipped" if result.skipped > self._skipped else ""
             self._skipped = result.skipped
@@ -204,17 +218,31 @@ class Metrics:
         if self._live:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)
         elif result.step % self.settings.train.log_every == 0 or result.step == self.settings.train.steps:
-            self.say(text)
+            self.say(text + self._eta())
         if self._start:
             for warning in self._start.warnings(result.step, result.loss, result.grad_norm, result.load):
                 self._write({"step": result.step, "warning": warning})
                 self.say(f"WARNING  step {result.step}: {warning}")
 
-    def validation(self, step: int, loss: float) -> None:
-        """Record a validation after `step` steps, in nats per token."""
+    def _eta(self) -> str:
+        """The time that is left, by the mean of the steps so far, with validations and checkpoints."""
+        left = self.settings.train.steps - self._last
+        seconds = (time.monotonic() - self._started) / (self._last - self._first) * left
+        return f"  ETA {timedelta(seconds=round(seconds))}" if left > 0 else ""
+
+    def sources(self, now: Mapping[str, float], end: Mapping[str, float]) -> None:
+        """How often each source of several has been read, and will have been at the end of the run."""
+        for name, epochs in end.items():
+            before = f", {now[name]:.2f} of them done" if now[name] else ""
+            self.say(f"source   {name}: {epochs:.2f} epochs in this run{before}")
+
+    def validation(self, step: int, loss: float, by_source: Mapping[str, float] | None = None) -> None:
+        """Record a validation after `step` steps, in nats per token, also by source where there are several."""
         self.validation_loss = loss
-        self._write({"step": step, "validation_loss": loss, "unigram_entropy": self.entropy})
-        self.say(f"{self._mark}step {step}  validation loss {loss:.4f}  (unigram entropy {self.entropy:.4f})")
+        each = {"validation_losses": dict(by_source)} if by_source else {}
+        self._write({"step": step, "validation_loss": loss, **each, "unigram_entropy": self.entropy})
+        named = "".join(f"  {name} {value:.4f}" for name, value in (by_source or {}).items())
+        self.say(f"{self._mark}step {step}  validation loss {loss:.4f}{named}  (unigram entropy {self.entropy:.4f})")
 
     def summary(self) -> None:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
@@ -254,11 +282,20 @@ class Metrics:
             if refused and not self._waits:
                 self.say(f"WARNING  {self._unwritten(refused)}; the run goes on, and its lines wait until they can be")
             self._waits = bool(refused)
+            if self._writers:
+                self._writers.add(record)
 
     def _unwritten(self, why: str) -> str:
         run, origins = self.settings.run, self.settings.origins
         reason, fix = f"{self.path} cannot be written: {why}", "make room there, or make it writable"
         return problem("run.folder", run.folder, origins, reason, fix)
+
+
+def _peak(settings: Settings) -> float:
+    """FLOP/s of a rank that MFU is over; 0 if they are not known. CPUs have no data sheet: see `LAPTOP`."""
+    if settings.train.device == "cuda":
+        return peak_flops(settings.host.gpu)
+    return LAPTOP.peak_flops if settings.precision.compute == "fp32" else 0.0
 
 
 def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:

@@ -22,15 +22,15 @@ from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
-from hocket.settings.schema import problem
+from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import SaveFailed, make_place, restore, save
-from hocket.train.corpus import open_corpus
-from hocket.train.data import Stream, make_streams
+from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
+from hocket.train.sources import open_text
 
 
 class Trainer:
@@ -38,8 +38,8 @@ class Trainer:
 
     def __init__(self, settings: Settings, rank: int, device: torch.device) -> None:
         self.settings, self.rank, self.device = settings, rank, device
-        self.corpus = open_corpus(settings.data, settings.origins, without=Path(settings.run.folder))
-        self.train_stream, self.validation_stream = make_streams(self.corpus, settings)
+        self.text = open_text(settings)
+        self.train_stream, self.validation_streams = make_streams(self.text, settings)
         self.engine = Engine(settings, rank, device)
         self._require_same_text()
         self.step = self.position = 0
@@ -48,16 +48,16 @@ class Trainer:
 
     def _require_same_text(self) -> None:
         """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
-        corpus, control = self.corpus, self.engine.groups.control
-        found = [len(corpus.train), len(corpus.validation), corpus.documents, corpus.sample]
-        mine = torch.tensor(found, device=self.device)
+        control = self.engine.groups.control
+        mine = torch.tensor(self.text.fingerprint, device=self.device)
         least, most = mine.clone(), mine.clone()
         control.all_reduce(least, "min").wait()
         control.all_reduce(most, "max").wait()
         if not torch.equal(least, most):
-            reason = f"ranks find different text, or in another order: this one {corpus}"
+            reason = f"ranks find different text, or in another order: this one {self.text}"
             fix = "the same files under the same paths on all hosts, and files that do not change"
-            raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
+            name = "data.sources" if self.settings.data.sources else "data.paths"
+            raise ValueError(problem(name, leaf(self.settings, name), self.settings.origins, reason, fix))
 
     def begin(self) -> None:
         """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""
@@ -65,7 +65,7 @@ class Trainer:
         engine.init_weights()
         if self.pretends:
             return
-        restored = restore(settings, self._state(), str(self.corpus))
+        restored = restore(settings, self._state(), str(self.text))
         notes = make_place(settings, self._state()) if settings.train.keep else []
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
@@ -85,10 +85,11 @@ class Trainer:
         watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
         try:
             skipped = 0 if self.pretends else int(engine.optimizer.guard.total)
-            made = Metrics(settings, self.corpus.unigram_entropy, self.step, self.rank, skipped=skipped)
+            made = Metrics(settings, self.text.unigram_entropy, self.step, self.rank, skipped=skipped)
             with made as metrics, StopRequest() as stop:
-                metrics.header(*parameter_counts(settings.model), str(self.corpus))
-                metrics.remarks(*engine.program.notes, *self._remarks)
+                metrics.header(*parameter_counts(settings.model), str(self.text))
+                metrics.sources(self._epochs(self.position), self._epochs(self._end))
+                metrics.remarks(*engine.program.notes, *self._remarks, *self._packed)
                 with ProfileWindow(settings, self.rank, engine, metrics, stop, self.step) as window, no_collection():
                     signal = self._loop(metrics, stop, window)
                 metrics.summary()
@@ -122,7 +123,7 @@ class Trainer:
             window.after(self.step)
             collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
-                metrics.validation(self.step, self._evaluate(metrics))
+                self._validate(metrics)
                 evaluated = self.step
             due = train.save_every and self.step % train.save_every == 0 and self.step < train.steps
             if due and not signal and not self._in_a_row:
@@ -136,7 +137,7 @@ class Trainer:
         if saved != self.step and self.saves:
             self._save()
         if train.eval_batches and evaluated != self.step:
-            metrics.validation(self.step, self._evaluate(metrics))
+            self._validate(metrics)
         return 0
 
     def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
@@ -187,8 +188,8 @@ class Trainer:
         ).tolist()
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         rows = self._rows(result.loads) if loads else {}
-        worst = max(loads.values(), default=0.0)
-        return StepRecord(self.step, loss, norm, lr, seconds, worst, int(total), loads, rows), signal
+        worst, epochs = max(loads.values(), default=0.0), self._epochs(self.position)
+        return StepRecord(self.step, loss, norm, lr, seconds, worst, int(total), loads, rows, epochs), signal
 
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
         """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
@@ -201,7 +202,7 @@ class Trainer:
             for layer, rows in ranks.items()
         }
 
-    def _microbatches(self, stream: Stream, position: int) -> list[Microbatch]:
+    def _microbatches(self, stream: Rows, position: int) -> list[Microbatch]:
         train, mesh = self.settings.train, self.settings.mesh
         batches = []
         for m in range(train.microbatches):
@@ -212,11 +213,33 @@ class Trainer:
             batches.append(Microbatch(ids.to(self.device), targets.to(self.device), documents=documents))
         return batches
 
-    def _evaluate(self, metrics: Metrics) -> float:
-        """Mean cross-entropy of the first `eval_batches` batches of the validation stream."""
+    @property
+    def _end(self) -> int:
+        """Position at the end of the run."""
+        return self.position + (self.settings.train.steps - self.step) * self.settings.batch
+
+    @property
+    def _packed(self) -> list[str]:
+        """A remark for each source of whole documents."""
+        streams = zip(self.text.sources, self.train_stream.streams, strict=True)
+        return [f"packing{s.name and f' of {s.name}'}: {each}" for s, each in streams if isinstance(each, Bins)]
+
+    def _epochs(self, position: int) -> dict[str, float]:
+        """How often each source of several was read up to a position."""
+        if not isinstance(self.train_stream, Mixed):
+            return {}
+        names = (source.name for source in self.text.sources)
+        return dict(zip(names, self.train_stream.epochs(position), strict=True))
+
+    def _validate(self, metrics: Metrics) -> None:
+        losses = {name: self._evaluate(stream, metrics) for name, stream in self.validation_streams.items()}
+        metrics.validation(self.step, self.text.mean(losses), losses if "" not in losses else {})
+
+    def _evaluate(self, stream: Rows, metrics: Metrics) -> float:
+        """Mean cross-entropy of the first `eval_batches` batches of a validation stream."""
         losses = []
         for batch in range(self.settings.train.eval_batches):
-            loss = self.engine.evaluate(self._microbatches(self.validation_stream, batch * self.settings.batch))
+            loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch))
             losses.append(self.engine.agree(loss)[0])
             room = self.engine.room
             if room.lacked:
@@ -248,7 +271,7 @@ class Trainer:
             "in_a_row": self._in_a_row,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
         }
-        return save(self.settings, self.step, self.position, self._state(), str(self.corpus), more)
+        return save(self.settings, self.step, self.position, self._state(), str(self.text), more)
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
         """Save, between steps. Returns the step that was saved last, before this one or now.

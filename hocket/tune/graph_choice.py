@@ -39,7 +39,7 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
         concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
         if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
             return "off", rule_text(rule.reason, wanted, h)
-    for what, there in (("tensor-parallel ranks", c.mesh.tp > 1), ("packed documents", c.data.packing == "on")):
+    for what, there in (("tensor-parallel ranks", c.mesh.tp > 1), ("packed documents", c.data.packing != "off")):
         if there:
             return "off", f"only where it is asked for: replays of {what} have not been timed"
     return "on", "the host replays a step with one call"

@@ -22,8 +22,8 @@ from hocket.config import BYTE_VOCAB
 from hocket.pretrained.tables import FURTHER_LAYERS
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
-from hocket.train.corpus import open_corpus
 from hocket.train.data import make_streams
+from hocket.train.sources import open_text
 from tests.helpers.command import environment, hocket, text_in
 from tests.pretrained.folders import made
 
@@ -103,7 +103,7 @@ def loss_of(model: Any, folder: Path, mine: list[str]) -> float:
     """The validation loss, by transformers."""
     options, origins = parse(Train, "train", [str(folder / "run.toml"), *mine[1:]])
     settings = resolve(options.config, Host(), origins)
-    _, stream = make_streams(open_corpus(settings.data, settings.origins), settings)
+    stream = make_streams(open_text(settings), settings)[1][""]
     losses = []
     with torch.no_grad():
         for batch in range(2):

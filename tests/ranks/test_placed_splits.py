@@ -265,8 +265,8 @@ def test_a_validation_that_is_made_again_is_told_like_a_step(monkeypatch: pytest
     said, trainer = list[str](), Trainer.__new__(Trainer)
     engine: Any = Lacking()
     trainer.settings, trainer.engine = resolve(changed(recipe("tiny"), {"train.eval_batches": 3})), engine
-    monkeypatch.setattr(trainer, "validation_stream", None, raising=False)
     monkeypatch.setattr(trainer, "_microbatches", lambda *_: [])
     metrics: Any = SimpleNamespace(say=said.append)
-    assert trainer._evaluate(metrics) == 2.0
+    stream: Any = None
+    assert trainer._evaluate(stream, metrics) == 2.0
     assert said == [f"validation 2 {lack(trainer.settings, 40, grown=True)}"]

@@ -1,0 +1,173 @@
+"""Rows that are learnt in part: an answer behind its prompt, and what an assistant says in a chat.
+
+Note: [What of a chat is learnt]
+A chat template writes messages as one text. What the template has in `{% generation %}` is learnt, where it has such a
+tag, as transformers' `return_assistant_tokens_mask` has it. Otherwise the text of each turn of the assistant is what
+the template adds to the turns before, with their prompt for an answer. That needs a template that only adds: one that
+writes earlier turns in another way once there are later ones is refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hocket.config import BYTES, DataConfig
+from hocket.train.documents import BadFileError, Marked
+
+ROLE = "assistant"
+"""The role whose turns are learnt."""
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Around what a template generates, until it is rendered: code points that no text has."""
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+"""Files of a tokenizer's folder that have a chat template; the second has special tokens too."""
+NAMING = "data.chat_template = a template of Jinja, or data.tokenizer = a folder that has one"
+
+
+def template_files(data: DataConfig) -> list[Path]:
+    """The files beside the tokenizer's on which chats depend."""
+    folder = Path(data.tokenizer) if data.tokenizer != BYTES else Path()
+    folder = folder if folder.is_dir() else folder.parent
+    names = [TEMPLATE, SETTINGS] if data.tokenizer != BYTES else []
+    files = [folder / name for name in names]
+    return [*([Path(data.chat_template)] if data.chat_template else []), *(file for file in files if file.is_file())]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    messages: list[Any]
+    tools: Any
+    where: str
+    """Its line or row, in words."""
+
+
+@dataclass(frozen=True)
+class Chats:
+    """The chat template of a configuration. It is loaded for the first chat."""
+
+    data: DataConfig
+
+    def marked(self, messages: list[Any], tools: Any, where: str) -> Marked:
+        """The text of a chat. Raises BadFileError for what the template refuses, or where there is none."""
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise BadFileError(f"has no message but {message!r:.40} in {where}", "rows of role and content")
+            if any(mark in str(value) for value in message.values() for mark in (OPEN, CLOSE)):
+                raise BadFileError(f"has code points in {where} that no text has")
+        chat = _Chat(messages, tools, where)
+        text = self._render(chat, len(messages))
+        return _without_marks(text) if OPEN in text else self._by_turns(text, chat)
+
+    def _by_turns(self, text: str, chat: _Chat) -> Marked:
+        """See Note: [What of a chat is learnt]."""
+        learnt = []
+        for number, message in enumerate(chat.messages):
+            if message["role"] != ROLE:
+                continue
+            asked = self._render(chat, number, asks=True) if number else ""
+            answered = self._render(chat, number + 1)
+            if not (text.startswith(answered) and answered.startswith(asked)):
+                reason = f"has a chat in {chat.where} of which the template writes an earlier turn in another way later"
+                raise BadFileError(reason, "a data.chat_template with {% generation %} around what is learnt")
+            learnt.append((len(asked), len(answered)))
+        return Marked(text, tuple(learnt), ends=False)
+
+    def _render(self, chat: _Chat, count: int, asks: bool = False) -> str:
+        """The text of the first messages; what it `asks` ends where an answer begins."""
+        template, special = self._template
+        given = {"messages": chat.messages[:count], "tools": chat.tools, "add_generation_prompt": asks}
+        try:
+            return template.render(**special, **given)
+        except (self._jinja.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadFileError(f"has a chat in {chat.where} that the template refuses ({error})", NAMING) from None
+
+    @cached_property
+    def _jinja(self) -> Any:
+        try:
+            for module in ("jinja2.sandbox", "jinja2.ext"):
+                importlib.import_module(module)
+            return importlib.import_module("jinja2")
+        except ImportError:
+            raise BadFileError("has chats, whose template jinja2 renders", "pip install 'hocket[text]'") from None
+
+    @cached_property
+    def _template(self) -> tuple[Any, Mapping[str, str]]:
+        """The template, and special tokens by the names that templates know."""
+        jinja, source, special = self._jinja, "", dict[str, str]()
+        for file in reversed(template_files(self.data)):
+            try:
+                content = file.read_text(encoding="utf-8")
+                if file.name == SETTINGS:
+                    found = json.loads(content)
+                    special = {k: _content(v) for k, v in found.items() if k.endswith("_token") and v}
+                    source = _default(found.get("chat_template")) or source
+                else:
+                    source = content
+            except (OSError, ValueError, AttributeError, KeyError) as error:
+                raise BadFileError(f"has chats, and {file} cannot be read ({error})", NAMING) from None
+        if not source:
+            raise BadFileError("has chats, and there is no chat template", NAMING)
+        try:
+            return _environment(jinja).from_string(source), special
+        except jinja.TemplateError as error:
+            raise BadFileError(f"has chats, whose template is none ({error})", NAMING) from None
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _default(templates: Any) -> str:
+    """The template of a tokenizer that may have several, by name."""
+    if isinstance(templates, list):
+        return next((each["template"] for each in templates if each["name"] == "default"), "")
+    return templates or ""
+
+
+def _environment(jinja: Any) -> Any:
+    """Where a template that somebody else wrote can do nothing but write text; as transformers has it."""
+
+    class Generation(jinja.ext.Extension):
+        """`{% generation %}` marks what is inside."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_marked")
+            return jinja.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{OPEN}{caller()}{CLOSE}"
+
+    def refuse(reason: str) -> None:
+        raise jinja.TemplateError(reason)
+
+    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    environment = jinja.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _without_marks(text: str) -> Marked:
+    plain, learnt = "", list[tuple[int, int]]()
+    for number, part in enumerate(text.split(OPEN)):
+        said, _, behind = part.partition(CLOSE) if number else ("", "", part)
+        if said:
+            learnt.append((len(plain), len(plain) + len(said)))
+        plain += said + behind
+    return Marked(plain, tuple(learnt), ends=False)

@@ -1,0 +1,103 @@
+"""The runs of a folder: what each one is, how far it came, and whether it runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hocket.resolve import Settings
+
+FILE = "about.json"
+TAIL = 1 << 16
+"""Bytes at the end of metrics that are looked at."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run."""
+
+    name: str
+    recipe: str
+    """What it was started with; empty if it does not say."""
+    step: int
+    steps: int
+    """Of the whole run; 0 if it does not say."""
+    loss: float | None
+    """Of the last step."""
+    when: datetime | None
+    """Of its last line of metrics."""
+    state: str
+    """running, done, stopped (before its last step), or failed to start (has no step)."""
+
+
+def note(settings: Settings) -> None:
+    """Write what `runs` cannot find out otherwise. An OSError is no reason to end a run."""
+    recipe = settings.origins.get("", "").removeprefix("recipe ")
+    named = {origin.split(".toml:")[0] for origin in settings.origins.values() if ".toml:" in origin}
+    said = {"recipe": f"{min(named)}.toml" if named else recipe, "steps": settings.train.steps}
+    temporary = Path(settings.run.folder) / f"{FILE}.tmp"
+    try:
+        temporary.write_text(json.dumps(said))
+        temporary.replace(temporary.with_name(FILE))
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def runs(folder: Path) -> list[Run]:
+    """All runs directly below a folder, the latest last. Raises OSError if it cannot be read."""
+    found = [_run(path) for path in folder.iterdir() if (path / "metrics.jsonl").exists() or (path / FILE).exists()]
+    return sorted(found, key=lambda run: (run.when is not None, run.when and run.when.timestamp(), run.name))
+
+
+def _run(path: Path) -> Run:
+    said = _json((path / FILE).read_text()) if (path / FILE).exists() else {}
+    metrics = path / "metrics.jsonl"
+    step, loss, when = 0, None, None
+    if metrics.exists():
+        when = datetime.fromtimestamp(metrics.stat().st_mtime).astimezone()
+        for line in _last_lines(metrics):
+            step = max(step, int(line.get("step", 0)))
+            loss = line.get("loss", loss)
+    steps = int(said.get("steps", 0))
+    if _held(path / "lock"):
+        state = "running"
+    elif not step:
+        state = "failed to start"
+    else:
+        state = "done" if steps and step >= steps else "stopped" if steps else ""
+    return Run(path.name, str(said.get("recipe", "")), step, steps, loss, when, state)
+
+
+def _last_lines(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL))
+        for line in stream.read().splitlines():
+            if found := _json(line):
+                yield found
+
+
+def _json(text: str | bytes) -> dict[str, Any]:
+    """What a line has; nothing if it was cut off."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _held(lock: Path) -> bool:
+    """Whether a run holds its folder. To ask takes the lock for a moment, which a run that starts waits for."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,164 @@
+"""Where metrics go beside metrics.jsonl, which has all of them: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hocket.problems import stop_if
+from hocket.resolve import Settings
+from hocket.settings.schema import flat, problem
+from hocket.train.changes import stored
+
+MOST_PARAMS = 100
+"""That MLflow takes at a time."""
+
+
+class Writer(Protocol):
+    """One place. What it raises costs the run this writer, with a warning, and nothing else."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by name; such as `loss`, `validation_losses.web`."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+class TensorBoard:
+    """Files of events in the run's folder. A resumed run hides what is behind its step."""
+
+    def __init__(self, settings: Settings, done: int) -> None:
+        module = importlib.import_module("torch.utils.tensorboard")
+        folder = str(Path(settings.run.folder) / "tensorboard")
+        self._writer = module.SummaryWriter(folder, purge_step=done + 1 if done else None)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """A scalar for each name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name.replace(".", "/"), value, step)
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, offline, in the run's folder; `wandb sync` sends it. A resumed run is one more."""
+
+    def __init__(self, settings: Settings, done: int) -> None:
+        self._wandb = importlib.import_module("wandb")
+        run = settings.run
+        self._run = self._wandb.init(
+            mode="offline", project="hocket", name=run.name, group=run.name, dir=run.folder, config=stored(settings),
+            settings=self._wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """A row of the run."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write what waits; that is known to be done when its service has ended."""
+        self._run.finish()
+        self._wandb.teardown()
+
+
+class MLflow:
+    """A run of the experiment `hocket`, where MLFLOW_TRACKING_URI says. A resumed run is one more."""
+
+    def __init__(self, settings: Settings, done: int) -> None:
+        mlflow = importlib.import_module("mlflow")
+        entities = importlib.import_module("mlflow.entities")
+        self._metric = entities.Metric
+        self._client = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name("hocket")
+        experiment = found.experiment_id if found else self._client.create_experiment("hocket")
+        self._id = self._client.create_run(experiment, run_name=settings.run.name).info.run_id
+        said = [entities.Param(name, str(value)[:500]) for name, value in flat(stored(settings)).items()]
+        for some in range(0, len(said), MOST_PARAMS):
+            self._client.log_batch(self._id, params=said[some : some + MOST_PARAMS])
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """All numbers at once."""
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        """Say that the run has ended."""
+        self._client.set_terminated(self._id)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Settings, int], Writer]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", Wandb),
+    "mlflow": ("mlflow", MLflow),
+}
+"""Name -> package that it needs, and what makes one of the settings and the steps that are done already."""
+
+
+def require_writers(settings: Settings) -> None:
+    """Raise ValueError for writers whose packages are not installed."""
+    where = settings.origins
+    stop_if(
+        [
+            problem("train.writers", name, where, f"the package `{package}` is not installed", _fix(name))
+            for name, (package, _) in WRITERS.items()
+            if name in settings.train.writers and importlib.util.find_spec(package) is None
+        ]
+    )
+
+
+def _fix(name: str) -> str:
+    return f"pip install 'hocket[{name}]', or leave it out"
+
+
+class Writers:
+    """All writers of a run. `warn` is told once of each that fails, and why."""
+
+    def __init__(self, settings: Settings, done: int, warn: Callable[[str], None]) -> None:
+        """Raises ValueError for one that cannot begin."""
+        self._warn, self._writers = warn, dict[str, Writer]()
+        for name in dict.fromkeys(settings.train.writers):
+            try:
+                self._writers[name] = WRITERS[name][1](settings, done)
+            except Exception as error:  # whatever the package raises
+                self.close()
+                reason = f"cannot begin ({_shortly(error)})"
+                raise ValueError(problem("train.writers", name, settings.origins, reason, _fix(name))) from None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """The numbers of a line of metrics."""
+        values = dict(_numbers(record))
+        for name, writer in list(self._writers.items()):
+            self._try(name, lambda writer=writer: writer.add(record["step"], values))
+
+    def close(self) -> None:
+        """End all."""
+        for name, writer in list(self._writers.items()):
+            self._try(name, writer.close)
+        self._writers.clear()
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever the package raises
+            del self._writers[name]
+            self._warn(f"WARNING  train.writers: {name} has failed and gets no more ({_shortly(error)})")
+
+
+def _shortly(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in flat(record).items():
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)

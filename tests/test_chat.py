@@ -1,0 +1,266 @@
+"""Text of which a part is learnt: prompts, chats, and whole documents in sequences."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.config import Config, DataConfig, TrainConfig
+from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING
+from hocket.resolve import Settings, resolve
+from hocket.train.bins import best_fit
+from hocket.train.corpus import Corpus, open_corpus
+from hocket.train.data import Bins, make_streams
+from hocket.train.sources import open_text
+from tests.helpers.command import ALONE, SMALL, hocket
+
+CHATML = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<end>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+TAGGED = """{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>
+{% generation %}{{ message.content }}<end>{% endgeneration %}
+{% else %}<|{{ message.role }}|>{{ message.content | trim }}{% endif %}{% endfor %}"""
+CHAT = [
+    {"role": "user", "content": "what is 1 + 1?"},
+    {"role": "assistant", "content": "größer: 2"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def lines_in(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def opened(folder: Path, *rows: dict[str, Any], **more: Any) -> Corpus:
+    return open_corpus(data_of(folder, *rows, **more), {})
+
+
+def data_of(folder: Path, *rows: dict[str, Any], template: str = CHATML, **more: Any) -> DataConfig:
+    if template:
+        (folder / "t.jinja").write_text(template)
+        more.setdefault("chat_template", str(folder / "t.jinja"))
+    data = DataConfig(paths=(lines_in(folder, *rows),), cache=str(folder / "cache"), validation=0.0)
+    return replace(data, **more)
+
+
+def learnt(corpus: Corpus) -> bytes:
+    """The tokens that are targets, each document's behind the one before."""
+    mask = np.ones(len(corpus.tokens), dtype=bool)
+    for first, end in corpus.masked:
+        mask[first:end] = False
+    return bytes(corpus.tokens[mask])
+
+
+# -- prompts and chats -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_read_and_not_learnt(tmp_path):
+    rows = [{"question": f"what is {i}? ", "answer": f"größer {i}"} for i in range(20)]
+    corpus = opened(tmp_path, *rows, prompt_key="question", text_key="answer")
+    texts = {(row["question"] + row["answer"]).encode() for row in rows}
+    assert set(bytes(corpus.tokens).split(b"\0")[:-1]) == texts
+    assert sorted(learnt(corpus).split(b"\0")[:-1]) == sorted(row["answer"].encode() for row in rows)
+    assert f"of which {sum(len(row['question']) for row in rows)} are read and not learnt" in str(corpus)
+
+
+def test_what_the_assistant_says_is_learnt(tmp_path):
+    corpus = opened(tmp_path, {"messages": CHAT}, text_key="messages")
+    assert bytes(corpus.tokens).decode().startswith("<|user|>what is 1 + 1?<end>\n<|assistant|>größer: 2<end>\n")
+    assert learnt(corpus).decode() == "größer: 2<end>\nyes<end>\n"
+
+
+def test_a_template_says_what_is_learnt(tmp_path):
+    corpus = opened(tmp_path, {"messages": CHAT}, text_key="messages", template=TAGGED)
+    assert learnt(corpus).decode() == "größer: 2<end>yes<end>"
+
+
+def test_tables_have_chats_and_prompts_too(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data = data_of(tmp_path, text_key="messages")
+    parquet.write_table(pyarrow.table({"messages": [CHAT, CHAT[:2]]}), tmp_path / "a.parquet")
+    corpus = open_corpus(replace(data, paths=(str(tmp_path / "a.parquet"),)), {})
+    assert sorted(learnt(corpus).decode().split("<end>\n")) == ["", "größer: 2", "größer: 2", "yes"]
+
+
+@pytest.mark.parametrize("template", [TAGGED, TAGGED.replace("{{ bos_token }}", "")])
+def test_tokens_and_masks_are_those_of_transformers(tmp_path, template):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "</s>", "<end>", "<|user|>", "<|assistant|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(["what is 1 + 1? sure? yes, it is 2"] * 10, trainer)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    theirs.chat_template = template
+    theirs.save_pretrained(tmp_path / "model")
+    expected = theirs.apply_chat_template(
+        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+    )
+    more = {"tokenizer": str(tmp_path / "model"), "text_key": "messages"}
+    corpus = opened(tmp_path, {"messages": CHAT}, template="", **more)
+    assert corpus.tokens[:-1].tolist() == expected["input_ids"]
+    mask = np.ones(len(corpus.tokens), dtype=int)
+    for first, end in corpus.masked:
+        mask[first:end] = 0
+    assert mask.tolist() == [*expected["assistant_masks"], 0]
+    assert any(mask)
+
+
+REWRITES = "{% for message in messages %}{% if loop.last %}[{{ message.content }}]{% else %}.{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "reason"),
+    [
+        (CHAT, REWRITES, "writes an earlier turn in another way later"),
+        (CHAT, "{{ raise_exception('no user') }}", r"the template refuses \(no user\)"),
+        (CHAT, "{% if %}", "whose template is none"),
+        (CHAT, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "the template refuses .*unsafe"),
+        (CHAT, "", "there is no chat template; fix: data.chat_template = "),
+        (["hello"], CHATML, "has no message but 'hello' in line 1"),
+        ([{"content": "x"}], CHATML, "has no message but"),
+        ([{"role": "user", "content": "a\ufdd0"}], CHATML, "code points in line 1"),
+        (7, CHATML, "has no text but 7 as messages in line 1"),
+    ],
+)
+def test_chats_that_are_refused(tmp_path, messages, template, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        opened(tmp_path, {"messages": messages}, text_key="messages", template=template)
+    assert "; fix: " in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_missing_template_or_package_is_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"data.chat_template = none .*no such file; fix: "):
+        opened(tmp_path, {"messages": CHAT}, chat_template="none")
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)  # importing it now fails
+    with pytest.raises(ValueError, match=r"pip install 'hocket\[text\]'"):
+        opened(tmp_path, {"messages": CHAT}, text_key="messages")
+
+
+def test_a_changed_template_is_another_text(tmp_path):
+    first = opened(tmp_path, {"messages": CHAT}, text_key="messages")
+    second = opened(tmp_path, {"messages": CHAT}, text_key="messages", template=TAGGED.replace("<", "["))
+    assert bytes(first.tokens) != bytes(second.tokens)
+    assert first.sample != second.sample
+
+
+def settings_of(data: DataConfig, microbatches: int = 1, eval_batches: int = 0) -> Settings:
+    return resolve(Config(data=data, train=TrainConfig(microbatches=microbatches, eval_batches=eval_batches)))
+
+
+def test_masks_need_sequences_that_know_their_documents(tmp_path):
+    data = data_of(tmp_path, {"messages": CHAT}, text_key="messages")
+    settings = settings_of(data)
+    with pytest.raises(ValueError, match=r"data.packing = off learns everything; fix: data.packing = best_fit, or on"):
+        make_streams(open_text(settings), settings)
+
+
+@pytest.mark.parametrize("packing", ["on", "best_fit"])
+def test_sequences_ask_for_answers_alone(tmp_path, packing):
+    rows = [{"p": "?" * (i % 5 + 1), "a": chr(97 + i) * (i + 1)} for i in range(12)]
+    data = data_of(tmp_path, *rows, prompt_key="p", text_key="a", packing=packing, sequence_length=20, template="")
+    settings = settings_of(data)
+    stream, _ = make_streams(open_text(settings), settings)
+    asked = Counter[int]()
+    for position in range(stream.streams[0].sequences):
+        ids, targets, numbers = stream.row(position)
+        assert numbers is not None
+        asked.update(targets[targets != IGNORED].tolist())
+        assert (ids[(targets != IGNORED) & (targets > 0)] != PADDING).all()
+    answers = Counter(x for row in rows for x in [*row["a"].encode(), 0])
+    if packing == "best_fit":
+        assert asked == answers
+    else:  # what is left at the end is no sequence
+        assert asked <= answers
+        assert asked.total() > answers.total() - 21
+    assert ord("?") not in asked
+
+
+# -- whole documents -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+def test_bins_hold_everything_once_and_are_filled_well(sizes, room):
+    bins = best_fit(np.array(sizes, dtype=int), room)
+    assert sorted(thing for each in bins for thing in each) == list(range(len(sizes)))
+    loads = [sum(sizes[thing] for thing in each) for each in bins]
+    assert all(load <= room for load in loads)
+    assert len(bins) <= 11 / 9 * -(-sum(sizes) // room) + 1 or sorted(loads)[0] + sorted(loads)[1] > room
+
+
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=20), st.integers(4, 12))
+def test_whole_documents_stand_in_sequences_with_padding_behind(lengths, length):
+    tokens = np.arange(1, sum(lengths) + 1)
+    bounds = np.cumsum([0, *lengths])
+    stream = Bins(tokens, length, 0, bounds, np.zeros((0, 2), dtype=np.int64))
+    assert stream.left_out == sum(n - 1 > length for n in lengths)
+    found = []
+    for position in range(stream.sequences):
+        ids, targets, numbers = stream.row(position)
+        assert numbers is not None
+        real = numbers != PADDING
+        assert ((targets == ids + 1) == real).all()
+        assert (targets[~real] == IGNORED).all()
+        assert not real[np.flatnonzero(~real)[0] :].any() if not real.all() else True
+        each = [numbers == number for number in set(numbers[real].tolist())]
+        found += [[*ids[here].tolist(), int(targets[here][-1])] for here in each]
+    whole = [tokens[a:b].tolist() for a, b in pairwise(bounds) if b - a - 1 <= length]
+    assert sorted(found) == whole
+
+
+def test_a_document_on_the_border_of_a_split_is_in_neither(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / str(i)).write_text(chr(97 + i) * 9)
+    data = DataConfig(
+        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=0.25,
+        sequence_length=30,
+    )  # fmt: skip
+    settings = settings_of(data, eval_batches=1)
+    train, validations = make_streams(open_text(settings), settings)
+    texts = []
+    for stream in (train.streams[0], validations[""]):
+        rows = [stream.row(position)[0] for position in range(stream.sequences)]
+        texts.append(Counter(int(x) for row in rows for x in row if x))
+    assert set(texts[0].values()) == set(texts[1].values()) == {9}
+    assert (len(texts[0]), len(texts[1])) == (7, 2)
+    assert not set(texts[0]) & set(texts[1])
+
+
+def chat(i: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "say " + "x" * (i % 9)}, {"role": "assistant", "content": "y" * (i % 7 + 1)}]
+
+
+def test_a_run_of_chats_has_the_same_losses_on_any_ranks(tmp_path):
+    data_of(tmp_path, *({"messages": chat(i)} for i in range(60)))
+    small = [*SMALL, "--data.paths", "rows.jsonl", "--data.text_key", "messages", "--data.chat_template", "t.jinja"]
+    small += ["--data.packing", "best_fit", "--data.sequence_length", "64", "--data.validation", "0.4"]
+    small += ["--train.steps", "2", "--precision.compute", "fp32", "--model.aux_loss", "0", "--model.bias_rate", "0"]
+    losses = []
+    for name, mesh, microbatches in (("one", ALONE, 4), ("two", ["--mesh.pp", "1", "--mesh.ep", "1"], 2)):
+        some = [*mesh, "--train.microbatches", str(microbatches), "--run.name", name]
+        ended = hocket(tmp_path, "train", *small, *some)
+        assert ended.code == 0, ended.err
+        assert "are read and not learnt" in ended.out
+        assert "% full" in ended.out
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([line.get("loss", line.get("validation_loss")) for line in map(json.loads, lines)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
