@@ -62,7 +62,7 @@ class Trainer:
         engine.init_weights()
         if self.pretends:
             return
-        restored = restore(settings, self._state(), str(self.text))
+        restored = restore(settings, self._state(), self.text.up_to)
         notes = make_place(settings, self._state())
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
@@ -207,7 +207,7 @@ class Trainer:
         }
 
     def _save(self) -> Path:
-        return save(self.settings, self.step, self.position, self._state(), str(self.text))
+        return save(self.settings, self.step, self.position, self._state(), self.text.up_to(self.position))
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
         """Save, between steps. Returns the step that was saved last, before this one or now.
