@@ -252,7 +252,7 @@ def test_another_batch_and_other_steps_of_the_optimizer_are_noted_and_other_mach
 def test_another_text_is_noted(tmp_path):
     checkpoint.save(settings_in(tmp_path), 1, 1, groups(1), "3 documents")
     for text in ("3 documents", "4 documents"):
-        restored = checkpoint.restore(settings_in(tmp_path), groups(None), text)
+        restored = checkpoint.restore(settings_in(tmp_path), groups(None), {1: text}.__getitem__)
         assert restored is not None
         assert [note for note in restored.notes if "the text was 3" in note] == list(restored.notes)
         assert len(restored.notes) == (text == "4 documents")

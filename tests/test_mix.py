@@ -121,6 +121,16 @@ def test_epochs_say_how_often_each_source_was_read(tmp_path):
     assert train.epochs(64) == [48 / train.streams[0].sequences, 16 / train.streams[1].sequences]
 
 
+def test_a_later_change_of_weights_is_no_other_past(tmp_path):
+    text = two(tmp_path)
+    before = open_text(settings_of(tmp_path, text, microbatches=16))
+    after = open_text(settings_of(tmp_path, text.replace("10 = 0.75", "10 = 0.75, 12 = 0.5"), microbatches=16))
+    assert before.up_to(12 * 16) == after.up_to(12 * 16)
+    assert before.up_to(12 * 16 + 1) != after.up_to(12 * 16 + 1)
+    assert "0.5 from step 12 (sequence 192) on" in str(after)
+    assert before.up_to(10 * 16).startswith("a (weight 0.75): ")
+
+
 def test_losses_are_weighed_by_the_shares_of_the_run(tmp_path):
     text = open_text(settings_of(tmp_path, two(tmp_path), microbatches=16))
     assert text.shares == pytest.approx((0.5 * 0.75 + 0.5 * 0.5, 0.5 * 0.25 + 0.5 * 0.5), abs=0.01)

@@ -43,6 +43,9 @@ T = TypeVar("T")
 STEPS = "step-*"
 """Names of checkpoints, as a pattern."""
 
+TextUpTo = Callable[[int], str]
+"""What the stream is of, up to a position."""
+
 Groups = Mapping[str, Sequence[Range]]
 """This rank's part of the state by kind: `weight`, `exp_avg`, `exp_avg_sq`, ... Replicas may be given by every rank."""
 
@@ -117,10 +120,10 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
 
-    `text` says what the stream is of: `position` means another place in another text. `more` is JSON, the same on every
-    rank. Raises SaveFailed if the file
-    system refuses, or if there is one of that step; what it has written is removed then, for on a full disk nothing
-    else would find room. ValueError if it takes some rank much longer than others.
+    `text` says what the stream is of, up to `position`, which means another place in another text. `more` is JSON, the
+    same on every rank. Raises SaveFailed if the file system refuses, or if there is one of that step; what it has
+    written is removed then, for on a full disk nothing else would find room. ValueError if it takes some rank much
+    longer than others.
     """
     folder = WholeFolder(checkpoints_of(settings) / f"step-{step:08d}")
     writer = CheckpointWriter(folder, publishes=False)
@@ -182,7 +185,7 @@ def _size_of(groups: Groups) -> int:
 # ------------------------------------------------------------------------------------------------------------ restore
 
 
-def restore(settings: Settings, groups: Groups, text: str = "") -> Restored | None:
+def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
     `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
@@ -204,7 +207,7 @@ def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
         raise ValueError(_problem(settings, reason, "make it writable, or name another folder")) from None
 
 
-def _find_and_load(settings: Settings, groups: Groups, text: str) -> Restored | None:
+def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restored | None:
     resume, notes = settings.run.resume, list[str]()
     if resume == "auto":
         candidates = everyone(_newest_first(checkpoints_of(settings)))[0]
@@ -225,7 +228,7 @@ def _find_and_load(settings: Settings, groups: Groups, text: str) -> Restored | 
     return None
 
 
-def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list[str]) -> Restored:
+def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes: list[str]) -> Restored:
     meta = json.loads((path / META).read_text())
     reader, planner = HarmlessReader(path), HarmlessPlanner()
     try:
@@ -234,7 +237,7 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
         fix = "name a checkpoint that hocket wrote"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from None
     if differences:
-        sizes = [text for text in changes(meta["config"], settings) if text.startswith(("model.", "optimizer.name"))]
+        sizes = [each for each in changes(meta["config"], settings) if each.startswith(("model.", "optimizer.name"))]
         reason = f"{path} belongs to another model or optimizer: " + "; ".join([*sizes[:5], *differences[:3]])
         more = len(differences) - 3
         reason += f" and {more} more tensors" if more > 0 else ""
@@ -246,8 +249,9 @@ def _load(path: Path, settings: Settings, groups: Groups, text: str, notes: list
         fix = "name another checkpoint, or start again if this may pass"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
     relevant = list(told(meta["config"], settings))
-    if meta.get("text", text) != text:
-        relevant.append(f"the text was {meta['text']}, and is {text}: some of it will be read again, some never")
+    now = text(meta["position"])
+    if meta.get("text", now) != now:
+        relevant.append(f"the text was {meta['text']}, and is {now}: some of it will be read again, some never")
     notes += [f"since the checkpoint was written, {change}" for change in relevant]
     return Restored(path, meta["step"], meta["position"], meta.get("more", {}), tuple(notes))
 

@@ -115,15 +115,24 @@ class Text:
         return [len(each), *(int(x) for x in np.array(each, dtype=np.int64).T @ np.arange(1, len(each) + 1))]
 
     def __str__(self) -> str:
+        return self.up_to(math.inf)
+
+    def up_to(self, position: float) -> str:
+        """What is read, with the weights up to a position: those from there on may change."""
         if not self.sources[0].name:
             return str(self.corpora[0])
-        return "; ".join(f"{s.name} ({self._said(s)}): {c}" for s, c in zip(self.sources, self.corpora, strict=True))
+        each = zip(self.sources, self.corpora, strict=True)
+        return "; ".join(f"{source.name} ({self._said(source, position)}): {corpus}" for source, corpus in each)
 
-    def _said(self, source: Source) -> str:
+    def _said(self, source: Source, position: float) -> str:
         """Its weights. Their first sequences are told: with another batch a position means another place."""
-        first, *later = source.weights
-        behind = "".join(f", {float(w):g} from step {s} (sequence {s * self.batch:,}) on" for s, w in later)
-        return f"weight {float(first[1]):g}{behind}"
+        (_, first), *later = source.weights
+        texts = [
+            f"{float(w):g} from step {s} (sequence {s * self.batch:,}) on"
+            for s, w in later
+            if s * self.batch < position
+        ]
+        return f"weight {', '.join([f'{float(first):g}', *texts])}"
 
 
 def open_text(settings: Settings, say: Say = lambda words: None) -> Text:

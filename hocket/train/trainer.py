@@ -65,7 +65,7 @@ class Trainer:
         engine.init_weights()
         if self.pretends:
             return
-        restored = restore(settings, self._state(), str(self.text))
+        restored = restore(settings, self._state(), self.text.up_to)
         notes = make_place(settings, self._state()) if settings.train.keep else []
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
@@ -271,7 +271,8 @@ class Trainer:
             "in_a_row": self._in_a_row,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
         }
-        return save(self.settings, self.step, self.position, self._state(), str(self.text), more)
+        text = self.text.up_to(self.position)
+        return save(self.settings, self.step, self.position, self._state(), text, more)
 
     def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
         """Save, between steps. Returns the step that was saved last, before this one or now.
