@@ -131,11 +131,12 @@ def plain_model(
     config, where = workload.config, workload.mesh.coordinates(rank)
     numbers = range(config.model.layers) if layers is None else layers
     scale, ep = 1.0 / config.train.microbatches, ExpertPlace(workload.mesh.ep, where.ep)
-    chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale)
+    linears = linears_of(config)
+    chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale, linears=linears)
     if ep.size > 1:
         for number in [n for n, layer in chunk.layers.items() if isinstance(layer, MoELayer)]:
             assert exchange is not None, "experts on other ranks need an exchange"
-            layer = SyncMoELayer(config.model, ep, scale)
+            layer = SyncMoELayer(config.model, ep, scale, linears.of_layer(int(number), config.model.layers))
             layer.exchange = exchange
             chunk.layers[number] = layer
     model = PlainModel(chunk)

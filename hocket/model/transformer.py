@@ -80,7 +80,8 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleDict()
         for i in layers:
             moe = kinds[i] == "moe"
-            self.layers[str(i)] = MoELayer(config, ep, aux_scale, linears) if moe else DenseLayer(config, linears)
+            own = linears.of_layer(i, config.layers)
+            self.layers[str(i)] = MoELayer(config, ep, aux_scale, own) if moe else DenseLayer(config, own)
         self.head = Head(config, linears) if last else None
         self.tie()
 

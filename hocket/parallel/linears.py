@@ -9,16 +9,18 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.config import Config
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
+from hocket.runtime.fp8 import Products, fp8_linears, fp8_mlp
 from hocket.runtime.functional import embedding, linear, linears
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
@@ -31,6 +33,10 @@ class Linears:
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
 
+    def of_layer(self, number: int, layers: int) -> Linears:
+        """What a layer of a model with so many asks."""
+        return self
+
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`x @ p.T` for every weight: all tokens of the microbatch, this rank's features, [B, S, F]."""
         return linears(x_BSD, params)
@@ -38,6 +44,13 @@ class Linears:
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         """`x @ p.T` over the features of all ranks: this rank's tokens."""
         return linear(x_BSF, param)
+
+    def mlp(
+        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`out` of what `gate` makes of `into`: this rank's tokens."""
+        (gate_up,) = self.columns(roles[0], x_BSD, (into,))
+        return self.row(roles[1], gate(gate_up), out)
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         """Rows of this rank's tokens, from the ids of all."""
@@ -73,6 +86,40 @@ def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 WHOLE = Linears()
+
+
+class Fp8Linears(Linears):
+    """Whole weights, all tokens, with products of layers in fp8; the head's are not."""
+
+    def __init__(self, products: Products, ends: tuple[int, int] = (0, 0)) -> None:
+        """The first `ends[0]` and the last `ends[1]` layers of the model compute as without fp8."""
+        self.products, self.ends = products, ends
+
+    def of_layer(self, number: int, layers: int) -> Linears:
+        return self if self.ends[0] <= number < layers - self.ends[1] else WHOLE
+
+    def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if role == "head":
+            return super().columns(role, x_BSD, params)
+        return fp8_linears(x_BSD, params, self.products)
+
+    def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
+        return fp8_linears(x_BSF, (param,), self.products)[0]
+
+    def mlp(
+        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if self.products.all:
+            return fp8_mlp(x_BSD, into, out)
+        return super().mlp(roles, x_BSD, into, out, gate)
+
+
+def linears_of(config: Config) -> Linears:
+    """What a model of whole weights asks: the products of a resolved configuration."""
+    p = config.precision
+    if p.compute != "fp8":
+        return WHOLE
+    return Fp8Linears(Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad"))), p.fp8_ends)
 
 
 class SplitLinears(Linears):

@@ -20,12 +20,27 @@ from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.transport_rules import TRANSPORT_RULES
 
+FP8_UNIT = 16
+"""Products in fp8 take widths and numbers of tokens that are multiples of this."""
+FP8_FROM = (8, 9)
+"""The first compute capability that has such products."""
 LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
 
 
 def has_experts(c: Config) -> bool:
     return "moe" in c.model.kinds()
+
+
+def fp8_widths(c: Config) -> dict[str, int]:
+    """Setting -> the width of a product in fp8 that it makes."""
+    m = c.model
+    found = {"model.hidden": m.hidden, "model.head_dim": m.kv_heads * m.head_dim}
+    if "dense" in m.kinds():
+        found["model.ffn"] = m.ffn
+    if has_experts(c):
+        found["model.shared_ffn"] = m.shared_ffn
+    return found
 
 
 RULES: tuple[Rule, ...] = (
@@ -163,6 +178,61 @@ RULES: tuple[Rule, ...] = (
         f"{MOST_RANKS} ranks at most",
     ),
     *NETWORK_RULES,
+    Rule(
+        ("precision.compute", "train.device"),
+        lambda c, h: c.precision.compute == "fp8" and c.train.device == "cuda" and (0, 0) < h.capability < FP8_FROM,
+        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
+        "precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.compute", "mesh.tp"),
+        lambda c, h: c.precision.compute == "fp8" and c.mesh.tp > 1,
+        "products of tensor-parallel ranks, which meet their operands piece by piece, do not run in fp8",
+        "mesh.tp = 1, or precision.compute = bf16",
+    ),
+    *(
+        Rule(
+            (setting, "precision.compute"),
+            lambda c, h, setting=setting: c.precision.compute == "fp8" and fp8_widths(c).get(setting, 0) % FP8_UNIT > 0,
+            f"products in fp8 take widths of a multiple of {FP8_UNIT}{words}",
+            f"a multiple{of}, or precision.compute = bf16",
+        )
+        for setting, words, of in (
+            ("model.hidden", "", f" of {FP8_UNIT}"),
+            ("model.head_dim", ", and keys of all model.kv_heads = {model.kv_heads} heads are one", ""),
+            ("model.ffn", "", f" of {FP8_UNIT}"),
+            ("model.shared_ffn", "", f" of {FP8_UNIT}"),
+        )
+    ),
+    Rule(
+        ("data.sequence_length", "train.sequences", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and c.tokens % FP8_UNIT != 0,
+        f"weight gradients in fp8 sum over a multiple of {FP8_UNIT} tokens, and a microbatch has "
+        "train.sequences x data.sequence_length = {train.sequences} x {data.sequence_length}",
+        f"a multiple of {FP8_UNIT} tokens, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.fp8_products", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and not c.precision.fp8_products,
+        "no product is left to run in fp8",
+        "some of forward, dgrad and wgrad, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.fp8_ends", "model.layers", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and sum(c.precision.fp8_ends) >= c.model.layers,
+        "none of the model.layers = {model.layers} layers is left to compute in fp8",
+        "fewer of them, or precision.compute = bf16",
+    ),
+    *(
+        Rule(
+            (setting, "precision.compute"),
+            lambda c, h: c.precision.compute != "fp8",
+            "no effect: nothing computes in fp8",
+            "precision.compute = fp8, or leave it out",
+            only_if_set=True,
+        )
+        for setting in ("precision.fp8_products", "precision.fp8_ends")
+    ),
     Rule(
         ("precision.averages", "train.betas"),
         lambda c, h: c.precision.averages == "bf16" and max(c.train.betas) > LARGEST_BETA,

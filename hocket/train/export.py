@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hocket.config import BYTES, ModelConfig
+from hocket.config import BYTES, ModelConfig, PrecisionConfig
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
@@ -49,8 +49,9 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
         name: tuple(v) if isinstance(v, list) else v for name, v in settings["model"].items() if name in known
     }
     model = ModelConfig(**stored)
-    name, config, remark = _config(model, settings, dtype or settings["precision"]["compute"])
-    shapes, kind = whole_shapes(model), TYPES[dtype or settings["precision"]["compute"]][1]
+    written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
+    name, config, remark = _config(model, settings, written)
+    shapes, kind = whole_shapes(model), TYPES[written][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
     tensors = {
         tensor: (shape, "F32" if param.endswith("router.bias") else kind)

@@ -1,0 +1,192 @@
+"""Casts to fp8: rows with a scale each, as products want them, and the same numbers transposed.
+
+A row becomes e4m3, whose largest number is 448, by the least power of two with which it fits. Scaling by a power of two
+rounds nothing. So the transposed copy that another product wants is made of the bytes themselves, and what differs
+between its rows, scales of tokens, moves exponents alone.
+
+One program casts a whole row: it reads it once, and keeps it in registers until it knows the scale. What makes rows
+anyway, SwiGLU and its backward, casts them in the same pass, so that they never exist in a wider format.
+
+Shapes: R rows, W width of a row, F width of an MLP.
+"""
+
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 3
+"""Tensors side by side of which one row is made at most: gradients of queries, keys and values."""
+WIDEST = 65536
+"""Elements of a row at most: a program has no more registers."""
+TILE = 128
+"""Rows and columns of a tile that is transposed."""
+
+
+@triton.jit
+def _scale_of(largest):
+    """Of a row's largest magnitude: the least power of two 2^e, e >= -60, with `largest <= 448 * 2^e`; and 2^-e.
+
+    Rows that are not finite have no scale: nan, by which all that is made of them becomes nan.
+    """
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 75)  # of 256 * 2^e, for 448 is 1.75 * 256
+    scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+    inverse = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _cast_rows(
+    a, b, c, fold, out, scales, rows, wide_a: tl.constexpr, wide_b: tl.constexpr, wide_c: tl.constexpr,
+    folds: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, block)[None, :]
+    width: tl.constexpr = wide_a + wide_b + wide_c
+    inside = (row < rows) & (column < width)
+    value = tl.load(a + row * wide_a + column, mask=inside & (column < wide_a), other=0).to(tl.float32)
+    if wide_b:
+        here = inside & (column >= wide_a) & (column < wide_a + wide_b)
+        more = tl.load(b + row * wide_b + (column - wide_a), mask=here, other=0).to(tl.float32)
+        value = tl.where(here, more, value)
+    if wide_c:
+        here = inside & (column >= wide_a + wide_b)
+        more = tl.load(c + row * wide_c + (column - wide_a - wide_b), mask=here, other=0).to(tl.float32)
+        value = tl.where(here, more, value)
+    if folds:
+        value *= tl.load(fold + column, mask=column < width, other=0)
+    scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
+    tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    at = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    tl.store(scales + at, scale, mask=at < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _transposed(x, factors, limit, out, rows, width: tl.constexpr, weighs: tl.constexpr, tile: tl.constexpr):
+    row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
+    column = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    value = tl.load(x + row[:, None] * width + column[None, :], mask=inside)
+    if weighs:
+        # The quotient of two powers of two, by their exponents; what is smaller than all numbers is 0.
+        least = tl.load(limit).to(tl.int32, bitcast=True)
+        bits = tl.load(factors + row, mask=row < rows, other=0).to(tl.int32, bitcast=True)
+        share = tl.maximum(bits - least + (127 << 23), 0).to(tl.float32, bitcast=True)
+        value = (value.to(tl.float32) * share[:, None]).to(tl.float8e4nv)
+    turned = (column[:, None] < width) & (row[None, :] < rows)
+    tl.store(out + column[:, None] * rows + row[None, :], tl.trans(value), mask=turned)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_rows(gate_up, out, scales, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, block)[None, :]
+    inside = (row < rows) & (column < width)
+    at = gate_up + row * (2 * width) + column
+    gate = tl.load(at, mask=inside, other=0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * tl.load(at + width, mask=inside, other=0).to(tl.float32)
+    scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
+    tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    tl.store(scales + one, scale, mask=one < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_rows_backward(
+    g_out, gate_up, fold, out, scales, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
+):
+    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, block)[None, :]
+    inside = (row < rows) & (column < width)
+    at = row * (2 * width) + column
+    gate = tl.load(gate_up + at, mask=inside, other=0).to(tl.float32)
+    g_o = tl.load(g_out + row * width + column, mask=inside, other=0).to(tl.float32)
+    chance = tl.sigmoid(gate)
+    up = tl.load(gate_up + at + width, mask=inside, other=0).to(tl.float32)
+    here = column < width
+    g_gate = g_o * up * chance * (1 + gate * (1 - chance)) * tl.load(fold + column, mask=here, other=0)
+    g_up = g_o * gate * chance * tl.load(fold + width + column, mask=here, other=0)
+    largest = tl.maximum(tl.max(tl.abs(g_gate), 1), tl.max(tl.abs(g_up), 1))
+    scale, inverse = _scale_of(largest)
+    tl.store(out + at, (g_gate * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(out + at + width, (g_up * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    tl.store(scales + one, scale, mask=one < rows)
+
+
+def _sizes(width: int) -> tuple[int, int, int]:
+    """Rows of a program, columns that it holds, and warps for it."""
+    assert width <= WIDEST, f"a row of {width} elements is wider than {WIDEST}"
+    block = triton.next_power_of_2(width)
+    rows = max(2048 // block, 1)
+    return rows, block, min(max(rows * block // 1024, 4), 16)
+
+
+def _new(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=like.device)
+    return out, torch.empty(rows, dtype=torch.float32, device=like.device)
+
+
+def cast_rows(
+    parts: Sequence[Tensor], fold: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """e4m3 [R, W] and scales [R], fp32, of matrices side by side, with columns times `fold` [W] if it is given.
+
+    `into`: where to write both, contiguous.
+    """
+    assert 1 <= len(parts) <= PARTS
+    given = [part.contiguous() for part in parts]
+    rows, widths = given[0].shape[0], [part.shape[1] for part in given] + [0] * (PARTS - len(parts))
+    out, scales = _new(rows, sum(widths), given[0]) if into is None else into
+    if out.numel():
+        tile_rows, block, warps = _sizes(sum(widths))
+        tensors = (*given, *given[:1] * (PARTS - len(parts)), given[0] if fold is None else fold, out, scales)
+        sizes = (rows, *widths, fold is not None, tile_rows, block)
+        _cast_rows[triton.cdiv(rows, tile_rows),](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
+    return out, scales
+
+
+def transposed(
+    x_RW: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None, tile: int = TILE, warps: int = 8
+) -> Tensor:
+    """[W, R]. With `factors`, powers of two, each row is multiplied by its own over `limit`, the largest, a scalar."""
+    x_RW = x_RW.contiguous()
+    rows, width = x_RW.shape
+    out = torch.empty(width, rows, dtype=x_RW.dtype, device=x_RW.device)
+    if out.numel():
+        weighs = factors_R is not None
+        tensors = (x_RW, factors_R, limit, out) if weighs else (*[x_RW.view(torch.uint8)] * 3, out.view(torch.uint8))
+        grid = (triton.cdiv(rows, tile), triton.cdiv(width, tile))
+        _transposed[grid](*tensors, rows, width, weighs, tile, num_warps=warps, enable_fp_fusion=False)
+    return out
+
+
+def swiglu_rows(gate_up_RF: Tensor) -> tuple[Tensor, Tensor]:
+    """`silu(gate) * up` of the halves [R, F] of a matrix, cast."""
+    gate_up_RF = gate_up_RF.contiguous()
+    rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
+    out, scales = _new(rows, width, gate_up_RF)
+    if out.numel():
+        tile_rows, block, warps = _sizes(width)
+        given = (gate_up_RF, out, scales, rows, width, tile_rows, block)
+        _swiglu_rows[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
+    return out, scales
+
+
+def swiglu_rows_backward(g_RF: Tensor, gate_up_RF: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, with columns times `fold` [2F], cast."""
+    g_RF, gate_up_RF = g_RF.contiguous(), gate_up_RF.contiguous()
+    rows, width = g_RF.shape
+    out, scales = _new(rows, 2 * width, g_RF)
+    if out.numel():
+        tile_rows, block, warps = _sizes(width)
+        given = (g_RF, gate_up_RF, fold, out, scales, rows, width, tile_rows, block)
+        _swiglu_rows_backward[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
+    return out, scales
