@@ -30,12 +30,17 @@ TILE = 128
 
 
 @triton.jit
-def _scale_of(largest):
-    """Of a row's largest magnitude: the least power of two 2^e, e >= -60, with `largest <= 448 * 2^e`; and 2^-e.
+def _largest(value):
+    """Of each row the largest magnitude, as bits: they are in the order of the numbers, with nan above all."""
+    return tl.max(tl.abs(value).to(tl.int32, bitcast=True), 1)
+
+
+@triton.jit
+def _scale_of(bits):
+    """Of rows' largest magnitudes: the least powers of two 2^e, e >= -60, with which they are at most 448; and 2^-e.
 
     Rows that are not finite have no scale: nan, by which all that is made of them becomes nan.
     """
-    bits = largest.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 75)  # of 256 * 2^e, for 448 is 1.75 * 256
     scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
     inverse = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -62,26 +67,32 @@ def _cast_rows(
         value = tl.where(here, more, value)
     if folds:
         value *= tl.load(fold + column, mask=column < width, other=0)
-    scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
+    scale, inverse = _scale_of(_largest(value))
     tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
     at = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     tl.store(scales + at, scale, mask=at < rows)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _transposed(x, factors, limit, out, rows, width: tl.constexpr, weighs: tl.constexpr, tile: tl.constexpr):
-    row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
+@triton.jit
+def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.constexpr, tile: tl.constexpr):
+    """Four rows' bytes become one word, so that words are transposed: what turns a tile moves four times as much."""
+    four = (tl.program_id(0) * (tile // 4) + tl.arange(0, tile // 4)).to(tl.int64)
     column = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
-    inside = (row[:, None] < rows) & (column[None, :] < width)
-    value = tl.load(x + row[:, None] * width + column[None, :], mask=inside)
-    if weighs:
-        # The quotient of two powers of two, by their exponents; what is smaller than all numbers is 0.
-        least = tl.load(limit).to(tl.int32, bitcast=True)
-        bits = tl.load(factors + row, mask=row < rows, other=0).to(tl.int32, bitcast=True)
-        share = tl.maximum(bits - least + (127 << 23), 0).to(tl.float32, bitcast=True)
-        value = (value.to(tl.float32) * share[:, None]).to(tl.float8e4nv)
-    turned = (column[:, None] < width) & (row[None, :] < rows)
-    tl.store(out + column[:, None] * rows + row[None, :], tl.trans(value), mask=turned)
+    words = tl.zeros((tile // 4, tile), tl.uint32)
+    for i in tl.static_range(4):
+        row = 4 * four + i
+        inside = (four[:, None] < fours) & (column[None, :] < width)
+        byte = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0)
+        if weighs:
+            # The quotient of two powers of two, by their exponents; what is smaller than all numbers is 0.
+            least = tl.load(limit).to(tl.int32, bitcast=True)
+            bits = tl.load(factors + row, mask=four < fours, other=0).to(tl.int32, bitcast=True)
+            share = tl.maximum(bits - least + (127 << 23), 0).to(tl.float32, bitcast=True)
+            value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * share[:, None]
+            byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        words |= byte.to(tl.uint32) << (8 * i)
+    turned = (column[:, None] < width) & (four[None, :] < fours)
+    tl.store(out + column[:, None] * fours + four[None, :], tl.trans(words), mask=turned)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,7 +103,7 @@ def _swiglu_rows(gate_up, out, scales, rows, width: tl.constexpr, tile_rows: tl.
     at = gate_up + row * (2 * width) + column
     gate = tl.load(at, mask=inside, other=0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * tl.load(at + width, mask=inside, other=0).to(tl.float32)
-    scale, inverse = _scale_of(tl.max(tl.abs(value), 1))
+    scale, inverse = _scale_of(_largest(value))
     tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
     one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     tl.store(scales + one, scale, mask=one < rows)
@@ -113,8 +124,7 @@ def _swiglu_rows_backward(
     here = column < width
     g_gate = g_o * up * chance * (1 + gate * (1 - chance)) * tl.load(fold + column, mask=here, other=0)
     g_up = g_o * gate * chance * tl.load(fold + width + column, mask=here, other=0)
-    largest = tl.maximum(tl.max(tl.abs(g_gate), 1), tl.max(tl.abs(g_up), 1))
-    scale, inverse = _scale_of(largest)
+    scale, inverse = _scale_of(tl.maximum(_largest(g_gate), _largest(g_up)))
     tl.store(out + at, (g_gate * inverse[:, None]).to(tl.float8e4nv), mask=inside)
     tl.store(out + at + width, (g_up * inverse[:, None]).to(tl.float8e4nv), mask=inside)
     one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
@@ -154,17 +164,19 @@ def cast_rows(
 
 
 def transposed(
-    x_RW: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None, tile: int = TILE, warps: int = 8
+    x_RW: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None, tile: int = TILE, warps: int = 4
 ) -> Tensor:
-    """[W, R]. With `factors`, powers of two, each row is multiplied by its own over `limit`, the largest, a scalar."""
-    x_RW = x_RW.contiguous()
+    """[W, R], R a multiple of 4. With `factors`, powers of two, each row is first multiplied by its own over `limit`,
+    a scalar, the largest of them."""
     rows, width = x_RW.shape
+    assert rows % 4 == 0, f"{rows} rows make no words of four"
     out = torch.empty(width, rows, dtype=x_RW.dtype, device=x_RW.device)
     if out.numel():
-        weighs = factors_R is not None
-        tensors = (x_RW, factors_R, limit, out) if weighs else (*[x_RW.view(torch.uint8)] * 3, out.view(torch.uint8))
+        given = x_RW.contiguous().view(torch.uint8)
+        scales = (given, given) if factors_R is None else (factors_R, limit)
         grid = (triton.cdiv(rows, tile), triton.cdiv(width, tile))
-        _transposed[grid](*tensors, rows, width, weighs, tile, num_warps=warps, enable_fp_fusion=False)
+        sizes = (rows // 4, width, factors_R is not None, tile)
+        _transposed[grid](given, *scales, out.view(torch.int32), *sizes, num_warps=warps, enable_fp_fusion=False)
     return out
 
 

@@ -144,6 +144,7 @@ def _rows(value: Tensor) -> Rows:
     largest = value.abs().amax(1)
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
+    exponent = torch.where(largest == 0, LEAST, exponent)
     scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
     return Rows((value / scale[:, None]).to(E4M3), scale)
 
